@@ -1,0 +1,107 @@
+"""
+Settings from config files and the command line. Values are literals and arithmetic; nothing is ever executed.
+
+    given, rest = read(argv, usage, Settings, ...)    # {name: value} that the user set, and what is no setting
+    settings = build(Settings, given)                 # the dataclass with these values in it
+
+A dataclass is one block of settings: its fields with their types, defaults and comments are all there is to declare.
+Arguments apply from left to right: FILE.py holds lines `name = value`, FILE.json one object, --name=value sets one.
+Bad input is a UserError: one line that says what, where and what to do.
+"""
+import ast, difflib, inspect, json, math, operator, re, sys
+from dataclasses import fields
+from typing import get_args
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg}
+
+
+class UserError(Exception):
+    """Something the user can mend."""
+
+
+def run(main):
+    """Call main(argv); a UserError becomes one line and exit status 2, Ctrl-C exit status 130."""
+    try: main(sys.argv[1:])
+    except KeyboardInterrupt: sys.exit(130)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def evaluate(node):
+    """The value of an expression tree of literals and arithmetic on numbers; ValueError or ArithmeticError otherwise."""
+    if isinstance(node, ast.Constant): return node.value
+    operands = {ast.BinOp: ('left', 'right'), ast.UnaryOp: ('operand',)}.get(type(node))
+    if not operands or type(node.op) not in OPERATORS: raise ValueError("may only hold literals and arithmetic")
+    numbers = [evaluate(getattr(node, name)) for name in operands]
+    if not all(type(n) in (int, float) for n in numbers): raise ValueError("may only calculate with numbers")
+    if isinstance(node.op, ast.Pow) and max(map(abs, numbers)) > 1e4: raise ValueError("holds too large a power")
+    return OPERATORS[type(node.op)](*numbers)
+
+
+def convert(value, kind):
+    """`value` as the declared type; ValueError where that would change it (1.5 as a whole number, text as a number)."""
+    kinds = get_args(kind) or (kind,)  # Optional[int] is (int, NoneType)
+    if isinstance(value, kinds) and (type(value) is not bool or bool in kinds) and type(value) is not float: return value
+    if type(value) in (int, float) and math.isfinite(value):
+        if float in kinds: return float(value)
+        if int in kinds and value == int(value): return int(value)
+    wanted = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}[kinds[0]]
+    raise ValueError(f"should be {wanted}{' or None' if len(kinds) > 1 else ''}, not {value!r}")
+
+
+def assignments(path):
+    """(name, value, line number) of every line `name = value` of a .py file, or of every entry of a .json file."""
+    try:
+        with open(path, encoding='utf-8') as f: text = f.read()
+        if path.endswith('.json'): return [(name, ast.Constant(value), 1) for name, value in json.loads(text).items()]
+        body = ast.parse(text).body
+    except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not a file of lines name = value") from None
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant): body = body[1:]  # a docstring
+    for node in body:
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise UserError(f"{path}:{node.lineno}: only lines name = value are allowed")
+    return [(node.targets[0].id, node.value, node.lineno) for node in body]
+
+
+def option(arg, kinds):
+    """(name, value) of an argument --name=value. Text needs no quotes."""
+    name, equals, text = arg[2:].partition('=')
+    if not equals: raise UserError(f"{arg}: write it as --{name or 'name'}=value")
+    try: value = ast.parse(text.strip(), mode='eval').body
+    except (SyntaxError, ValueError, RecursionError, MemoryError): value = ast.Constant(text)
+    return name, ast.Constant(text) if str in kinds.get(name, ()) and text != 'None' else value
+
+
+def read(argv, usage, *blocks):
+    """({name: value} that argv and its files set, [arguments that are neither]); --help prints all settings and leaves."""
+    types = {f.name: f.type for block in blocks for f in fields(block)}
+    kinds = {name: get_args(kind) or (kind,) for name, kind in types.items()}
+    given, rest = {}, []
+    for arg in argv:
+        if arg in ('-h', '--help'): sys.exit(print(usage, *map(describe, blocks), sep='\n\n'))
+        elif arg.startswith('--'): found = [(*option(arg, kinds), None)]
+        elif arg.endswith(('.py', '.json')): found = assignments(arg)
+        else: found = rest.append(arg) or []
+        for name, value, line in found:
+            where = f"{arg}:{line}" if line else arg
+            near = [f"; did you mean '{n}'?" for n in difflib.get_close_matches(name, types, 1)] or ["; see --help"]
+            if name not in types: raise UserError(f"{where}: there is no setting '{name}'{near[0]}")
+            try: given[name] = convert(evaluate(value), types[name])
+            except (ValueError, ArithmeticError, RecursionError) as error: raise UserError(f"{where}: {name} {error}") from None
+    return given, rest
+
+
+def build(block, given):
+    """An instance of `block` with the given values; its own ValueError (an impossible pair) becomes a UserError."""
+    try: return block(**{f.name: given[f.name] for f in fields(block) if f.name in given})
+    except ValueError as error: raise UserError(str(error)) from None
+
+
+def describe(block):
+    """A block's settings for --help: each with its default and the comment behind its field."""
+    found = re.findall(r'^    (\w+): .*? = (.*?) +# (.*)$', inspect.getsource(block), re.M)
+    return '\n'.join([f"{block.__name__}: {block.__doc__}"] + [f"  --{name}={value}".ljust(32) + f" {text}" for name, value, text in found])

@@ -1,0 +1,490 @@
+"""
+nanoPonder: a GPT you can read in one sitting, with "think more per token" mechanisms as toggles.
+
+The plain model is a Qwen3-style decoder: RMSNorm before each block, rotary positions, QK-norm, grouped-query
+attention, SwiGLU, no biases. One seam carries every mechanism, "embeddings in, hidden states out":
+
+    embed(idx) -> x (B,T,C)        trunk(x, pos) -> h (B,T,C)        head(h) -> logits (B,T,V)
+
+so that a mechanism is one block of code that decides how often, and on what, the trunk is called.
+
+Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention (the first mechanism), GPT.trunk,
+GPT.forward, GPT.stream (generation with a cache), and last ChunkedCrossEntropy and KVCache.
+
+    shape letters   B batch   T tokens   S slots (tokens, or tokens and their latent thoughts)   C n_embd   V vocab_size
+                    nh query heads   nkv key/value heads   g = nh / nkv   hd head dimension   L n_layer
+
+Not included, on purpose: biases, LayerNorm, learned positions, ALiBi, mixtures of experts, sliding windows.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# settings
+
+@dataclass
+class GPTConfig:
+    """Shape and toggles of a model. The defaults are the 360M row of the Depth-Attention paper (its tables 8 and 9)."""
+    vocab_size: int = 50304             # rows of the embedding table; a multiple of 64 keeps the matmuls fast
+    n_tokens: Optional[int] = None      # real tokens, the rest is padding and masked (None: vocab_size)
+    block_size: int = 2048              # longest context, in tokens
+    n_layer: int = 24                   # blocks
+    n_head: int = 15                    # query heads
+    n_kv_head: Optional[int] = None     # key/value heads, each serves n_head / n_kv_head query heads (None: n_head)
+    n_embd: int = 960                   # width of the residual stream
+    head_dim: Optional[int] = None      # width of a head (None: n_embd / n_head)
+    mlp_hidden: Optional[int] = 2560    # width inside the MLP (None: 8/3 n_embd, rounded up to a multiple of 64)
+    rope_theta: float = 1e4             # base of the rotary frequencies
+    norm_eps: float = 1e-5              # inside every RMSNorm
+    qk_norm: bool = True                # RMSNorm on each query and key head, before the rotation (Qwen3)
+    tie_embeddings: bool = False        # one table for the embedding and the output head
+    embed_scale: Optional[float] = None # factor on token embeddings (None: what the mode's paper uses, 1 for the plain GPT)
+    init_std: Optional[float] = None    # std of every initial matrix (None: sqrt(2 / (5 n_embd)), 0.02 at width 960)
+    dropout: float = 0.0                # on embeddings, attention weights and both residual branches
+
+    # Depth-Attention (arXiv 2606.05014): each layer's values are mixed with those of a few earlier layers
+    depth_attn: bool = False            # on or off; adds no parameter and no cache
+    depth_stride: Optional[int] = None  # the sources are layers 0, s, 2s, ... below the current one (None: n_layer / 2)
+    depth_mode: str = 'softmax'         # 'softmax' as in the paper, or 'uniform': a plain average, the paper's ablation
+
+    def __post_init__(self):
+        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden',
+                     'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale', 'init_std'):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be positive")
+        if self.n_tokens is None: self.n_tokens = self.vocab_size
+        if self.n_kv_head is None: self.n_kv_head = self.n_head
+        if self.mlp_hidden is None: self.mlp_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
+        if self.depth_stride is None: self.depth_stride = max(1, self.n_layer // 2)
+        if self.embed_scale is None: self.embed_scale = 1.0
+        if self.init_std is None: self.init_std = math.sqrt(0.4 / self.n_embd)
+        if self.head_dim is None:
+            if self.n_embd % self.n_head:
+                raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}: change one, or set head_dim")
+            self.head_dim = self.n_embd // self.n_head
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd, and rotary positions turn pairs: choose n_head or head_dim so that it is even")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: every key/value head serves the same number of query heads")
+        if self.n_tokens > self.vocab_size:
+            raise ValueError(f"n_tokens={self.n_tokens} is larger than vocab_size={self.vocab_size}: raise vocab_size to {math.ceil(self.n_tokens / 64) * 64}")
+        if self.depth_mode not in ('softmax', 'uniform'):
+            raise ValueError(f"depth_mode={self.depth_mode!r} must be 'softmax' or 'uniform'")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the plain GPT
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        # the weight follows x to bf16: one fused kernel; mixed dtypes would fall back to a slow path
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rope_table(pos, head_dim, theta, dtype):
+    """Rotary angles (arXiv 2104.09864): cos and sin, each (S, hd/2), for the positions `pos` (S,), which may repeat."""
+    wide = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=wide) / head_dim)
+    angle = pos.to(wide)[:, None] * freq
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def apply_rope(x, cos, sin):
+    """Turn the pairs (x_i, x_{i + hd/2}) of x (B, heads, S, hd) by their angles: the half-split layout of Llama and Qwen."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention. What it may read comes from `memory`; what it may not, from `mask`."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer = layer
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.dropout, self.depth_mode = config.dropout, config.depth_mode
+        # queries, keys and values in one matmul
+        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=False)
+        self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x, rope, sources=(), memory=None, mask=None):
+        """x (B,S,C) -> y (B,S,C), and this layer's (k, v) for later layers to read, each (B, nkv, S, hd)."""
+        B, S, _ = x.shape
+        qkv = self.c_attn(x).view(B, S, self.n_head + 2 * self.n_kv_head, self.head_dim)
+        q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
+        q = apply_rope(self.q_norm(q).transpose(1, 2), *rope)  # (B, nh, S, hd)
+        k = apply_rope(self.k_norm(k).transpose(1, 2), *rope)  # (B, nkv, S, hd)
+        v = v.transpose(1, 2)                                  # (B, nkv, S, hd)
+        v = depth_attention(q, k, v, sources, self.depth_mode)  # without sources: v itself
+        new = (k, v)
+        if memory is not None:
+            k, v = memory.update(self.layer, k, v)             # (B, nkv, everything readable, hd)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and S > 1,  # one new slot reads all there is
+            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.n_head != self.n_kv_head)
+        return self.c_proj(y.transpose(1, 2).reshape(B, S, -1)), new
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): c_proj(silu(gate) * up), gate and up in one matmul."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 2 * config.mlp_hidden, bias=False)
+        self.c_proj = nn.Linear(config.mlp_hidden, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.c_fc(x).chunk(2, dim=-1)
+        return self.c_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Two residual branches, each with its norm in front."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = RMSNorm(config.n_embd, config.norm_eps)
+        self.attn = Attention(config, layer)
+        self.ln_2 = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope, sources=(), memory=None, mask=None):
+        y, new = self.attn(self.ln_1(x), rope, sources, memory, mask)
+        x = x + self.drop(y)
+        return x + self.drop(self.mlp(self.ln_2(x))), new
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Depth-Attention
+
+def depth_attention(q, k, v, sources, mode='softmax'):
+    """
+    Depth-Attention: Cross-Layer Value Mixing for Language Models (arXiv 2606.05014), equations 2 and 3.
+
+    Before attending over the sequence, layer l attends over depth, at one position: its query scores its own key and
+    the keys of a few earlier layers j in S(l), and the softmax of the scores mixes their values into the layer's value:
+
+        a_{l,j} = softmax_j( q_l . k_j / sqrt(hd) )                      j in S(l) and l            (Eq. 2)
+        v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j             own value raw, earlier ones mixed  (Eq. 3)
+
+    q (B, nh, S, hd) and k, v (B, nkv, S, hd) are those that sequence attention uses, after norm and rotation: the same
+    position turns both sides alike, so the rotation cancels. `sources` lists (k_j, v~_j) from the earliest layer on.
+    Returns v~ (B, nkv, S, hd), which sequence attention and the cache use in place of v (Eq. 4); keys stay as they are.
+
+    S(l) is every layer below l that is a multiple of the stride, n_layer / 2 unless set (GPT.trunk keeps that list).
+    Grouped queries: the g query heads of a key/value head are averaged first, so the cache does not grow (section 3.3).
+    mode='uniform' gives all entries equal weight, which kept most of the gain in the paper's ablation.
+
+    Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter, no cache.
+    Differences from the authors' code: keys are normed before they are rotated, as the paper's "Qwen3-style" says, not
+    after; the cache holds the mixed value, so that decoding is exact; and anchors are absolute (0, s, 2s, ...), as in
+    their code and in the paper's own cost table, not relative to the layer as one sentence of its first version has it.
+    """
+    if not sources: return v  # layer 0, or the plain GPT
+    B, nkv, S, hd = k.shape
+    q = q.reshape(B, nkv, -1, S, hd).mean(2) if q.shape != k.shape else q        # (B, nkv, S, hd)
+    keys = [k_j for k_j, _ in sources] + [k]
+    values = [v_j for _, v_j in sources] + [v]
+    if mode == 'uniform':
+        return sum(values) / len(values)
+    # One source at a time: stacking them would make autograd keep a copy of every source in every later layer.
+    # Scores and softmax are at least fp32, and stay float64 in a float64 model.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.stack([(q * k_j).sum(-1, dtype=wide) for k_j in keys], dim=-1)  # (B, nkv, S, sources + 1)
+    weights = torch.softmax(scores * hd ** -0.5, dim=-1).to(v.dtype)
+    return sum(weights[..., j:j + 1] * v_j for j, v_j in enumerate(values))        # (B, nkv, S, hd)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the loss
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """
+    Mean of -log softmax(h W^T)[target] over rows, without ever holding all logits.
+
+    At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and as much again for their gradient. The
+    gradient of cross-entropy, softmax - onehot, is known as soon as a chunk's logits are, so forward turns each chunk
+    of rows into its share of dL/dh and dL/dW and drops the logits: nothing is recomputed and backward only scales.
+    """
+    CHUNK = 2 ** 25  # logits held at a time: 134 MB in fp32
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, n_tokens, need_grad):
+        device = h.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        x, w = h.to(dtype), weight.to(dtype)                 # (N,C), (V,C)
+        dh = torch.empty_like(x) if need_grad else None
+        dw = torch.zeros_like(weight) if need_grad else None
+        total = torch.zeros((), dtype=wide, device=h.device)
+        valid = targets >= 0                                 # a negative target counts for nothing
+        # max(1, ...) keeps an all-ignored batch at loss 0, not 0/0
+        count = valid.sum().clamp(min=1)
+        rows = max(1, ChunkedCrossEntropy.CHUNK // weight.size(0))
+        for i in range(0, x.size(0), rows):
+            chunk = slice(i, i + rows)
+            y, ok = targets[chunk, None].clamp(min=0), valid[chunk, None]
+            logits = (x[chunk] @ w.t()).to(wide)             # (n,V)
+            logits[:, n_tokens:] = -math.inf                 # padded rows of the table
+            lse = logits.logsumexp(-1, keepdim=True)
+            total += ((lse - logits.gather(1, y)) * ok).sum()
+            if need_grad:
+                p = logits.sub_(lse).exp_()                  # softmax, in place
+                p.scatter_add_(1, y, -torch.ones_like(lse))  # minus onehot
+                p = p.mul_(ok).to(dtype)
+                torch.mm(p, w, out=dh[chunk])
+                dw += p.t() @ x[chunk]
+        if need_grad: ctx.save_for_backward(dh, dw, count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        # the division by the row count waits until here: inside, fp16 would underflow
+        dh, dw, count = ctx.saved_tensors
+        grad = grad / count
+        return dh * grad, dw * grad, None, None, None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the cache
+
+class KVCache:
+    """
+    A memory for `GPT.trunk`: keeps the keys and values of all slots seen so far, so that a new token costs one slot.
+
+    Holds 2 L B nkv capacity hd numbers, allocated at first use in the dtype of the keys. Depth-Attention stores its
+    mixed values here, so it needs not one byte more. Rows of a batch may have different lengths: they are aligned at
+    the right end, and `start` (B,) counts the padding slots on the left of each row, which nobody reads.
+    """
+
+    def __init__(self, n_layer, capacity, start=None):
+        self.capacity, self.start = capacity, start
+        self.k, self.v = [None] * n_layer, [None] * n_layer
+        self.length = 0  # slots in use
+
+    def update(self, layer, k, v):
+        """Append k, v (B, nkv, S, hd) of one layer; returns all that layer holds, (B, nkv, length + S, hd)."""
+        if self.k[layer] is None:
+            shape = (k.size(0), k.size(1), self.capacity, k.size(3))
+            self.k[layer], self.v[layer] = k.new_empty(shape), v.new_empty(shape)
+        end = self.length + k.size(2)
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} slots and slot {end} was asked for: make it larger, or slide")
+        self.k[layer][:, :, self.length:end] = k
+        self.v[layer][:, :, self.length:end] = v
+        keys, values = self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+        if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
+        return keys, values
+
+    def mask(self, S):
+        """Which slots the next S queries may read: bool (B or 1, 1, S, length + S), or None for "all up to oneself"."""
+        if self.start is None and (S == 1 or self.length == 0): return None
+        device = self.start.device if self.start is not None else self.k[0].device
+        key = torch.arange(self.length + S, device=device)
+        query = key[self.length:, None]
+        seen = (key <= query)[None, None]                                   # (1, 1, S, length + S)
+        if self.start is not None:
+            # a padding slot reads itself: a softmax over nothing would be NaN
+            seen = seen & (key >= self.start[:, None, None, None]) | (key == query)
+        return seen
+
+    def bytes(self):
+        """Bytes allocated so far."""
+        return sum(t.numel() * t.element_size() for t in self.k + self.v if t is not None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the model
+
+class GPT(nn.Module):
+    """A decoder-only transformer; see the top of this file."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = False  # train.py: recompute each block in backward instead of keeping its insides
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings: self.lm_head.weight = self.wte.weight
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=config.init_std)
+
+    def embed(self, idx):
+        """Tokens (B,T) -> embeddings times embed_scale (B,T,C)."""
+        x = self.wte(idx)
+        if self.config.embed_scale != 1: x = x * self.config.embed_scale
+        return self.drop(x)
+
+    def trunk(self, x, pos, memory=None, mask=None):
+        """
+        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,), which may repeat -> h (B,S,C).
+
+        Without a mask every slot reads itself and all before it, those in `memory` included. A mask that broadcasts to
+        (B, nh, S, readable slots) replaces that: bool (True = may read), or a bias added to the attention scores.
+        """
+        if mask is None and memory is not None: mask = memory.mask(x.size(1))
+        rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
+        sources = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
+        for layer, block in enumerate(self.h):
+            if self.checkpoint_activations and self.training:
+                # sources go in as arguments and come out as results: appending inside would happen twice
+                x, new = checkpoint(block, x, rope, tuple(sources), memory, mask, use_reentrant=False)
+            else:
+                x, new = block(x, rope, tuple(sources), memory, mask)
+            if self.config.depth_attn and layer % self.config.depth_stride == 0: sources.append(new)
+        return self.ln_f(x)
+
+    def head(self, h):
+        """Hidden states (B,S,C) -> logits (B,S,V); rows of the table beyond n_tokens are -inf."""
+        logits = self.lm_head(h)
+        if self.config.n_tokens < self.config.vocab_size: logits[..., self.config.n_tokens:] = -math.inf
+        return logits
+
+    def loss(self, h, targets):
+        """Mean cross-entropy in nats of hidden states (B,T,C) against targets (B,T); negative targets are ignored."""
+        h, targets = h.reshape(-1, h.size(-1)), targets.reshape(-1)
+        return ChunkedCrossEntropy.apply(h, self.lm_head.weight, targets, self.config.n_tokens, torch.is_grad_enabled())
+
+    def forward(self, idx, targets=None):
+        """
+        idx (B,T) -> (logits (B,T,V), None), or with targets (B,T) -> (None, mean loss in nats).
+        ValueError if T is larger than block_size.
+        """
+        if idx.size(1) > self.config.block_size:
+            raise ValueError(f"{idx.size(1)} tokens do not fit into block_size={self.config.block_size}")
+        pos = torch.arange(idx.size(1), device=idx.device)
+        h = self.trunk(self.embed(idx), pos)
+        return (self.head(h), None) if targets is None else (None, self.loss(h, targets))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # generation
+
+    @torch.inference_mode()
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_token=None):
+        """
+        Generate step by step; yields (token (B,), passes (B,)): the new token of each row and the trunk passes it took.
+
+        prompts: (B,T) tensor, or a list of B sequences of any lengths, none empty or longer than block_size.
+        temperature 0 takes the likeliest token; top_k keeps the k likeliest, top_p the fewest that together have
+        probability p. `seed` makes the draw repeatable on one device. A row that drew `stop_token` repeats it from
+        then on, and the stream ends when all rows have.
+
+        Past block_size: when the window is full, its newer half is read again as if it were the whole text. So a token
+        is predicted from between block_size / 2 and block_size tokens, always exactly what `forward` gives for them,
+        and reading again costs no more than one slot per new token on average.
+        """
+        device, capacity = self.wte.weight.device, self.config.block_size
+        tokens, start = self._left_pad(prompts, device)                     # (B,T), (B,) or None
+        B, n = tokens.shape
+        tokens = torch.cat((tokens, tokens.new_zeros(B, max_new_tokens)), 1)
+        generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
+        done = torch.zeros(B, dtype=torch.bool, device=device)
+        cache, first = KVCache(self.config.n_layer, min(capacity, n + max_new_tokens), start), 0
+        was_training = self.training
+        self.eval()
+        try:
+            for n in range(n, n + max_new_tokens):
+                if cache.length == capacity:                                # full: slide
+                    first = n - max(1, capacity // 2)
+                    cache.length = 0
+                    if start is not None: cache.start = (start - first).clamp(min=0)
+                pos = torch.arange(cache.length, n - first, device=device)  # what the cache has not seen yet
+                h = self.trunk(self.embed(tokens[:, first + cache.length:n]), pos, cache)
+                token = self._sample(self.head(h[:, -1]), temperature, top_k, top_p, generator)
+                if stop_token is not None:
+                    token = torch.where(done, stop_token, token)
+                    done |= token == stop_token
+                tokens[:, n] = token
+                yield token, torch.ones_like(token)
+                if stop_token is not None and done.all(): return
+        finally:
+            self.train(was_training)
+
+    def generate(self, prompts, max_new_tokens, **options):
+        """
+        The whole of `stream` at once, with its options. A (B,T) tensor gives (B, T + new) tokens, fewer than
+        T + max_new_tokens only if every row stopped; a list of prompts gives a list of tensors, each cut after its stop token.
+        """
+        stop = options.get('stop_token')
+        new = [token for token, _ in self.stream(prompts, max_new_tokens, **options)]
+        device = self.wte.weight.device
+        rows = [torch.as_tensor(p, device=device) for p in prompts]
+        new = torch.stack(new, 1) if new else torch.zeros(len(rows), 0, dtype=torch.long, device=device)
+        if isinstance(prompts, torch.Tensor): return torch.cat((prompts.to(device), new), 1)
+        stops = [(row == stop).nonzero() if stop is not None else () for row in new]
+        return [torch.cat((p, row[:s[0] + 1] if len(s) else row)) for p, row, s in zip(rows, new, stops)]
+
+    def _left_pad(self, prompts, device):
+        """Right-align prompts: tokens (B, longest), and how much padding is left of each row, (B,), or None for none."""
+        rows = [torch.as_tensor(p, dtype=torch.long, device=device) for p in prompts]
+        lengths = [len(row) for row in rows]
+        if not rows or min(lengths) == 0:
+            raise ValueError("an empty prompt: give at least one token, such as the end-of-text token")
+        if max(lengths) > self.config.block_size:
+            raise ValueError(f"a prompt of {max(lengths)} tokens does not fit into block_size={self.config.block_size}")
+        tokens = torch.stack([F.pad(row, (max(lengths) - len(row), 0)) for row in rows])
+        # Rotary attention sees only differences of positions, so rows shifted to the right need no positions of their own.
+        start = torch.tensor([max(lengths) - n for n in lengths], device=device)
+        return tokens, start if min(lengths) < max(lengths) else None
+
+    @staticmethod
+    def _sample(logits, temperature, top_k, top_p, generator):
+        """One token (B,) from logits (B,V)."""
+        if temperature == 0: return logits.argmax(-1)
+        logits = logits.float() / temperature
+        if top_k is not None:
+            kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+            logits = logits.masked_fill(logits < kth, -math.inf)
+        if top_p is not None:
+            ordered, order = logits.softmax(-1).sort(descending=True)
+            # a token stays if the likelier ones do not reach p yet, so the likeliest always stays
+            drop = (ordered.cumsum(-1) - ordered >= top_p).scatter(1, order, ordered.cumsum(-1) - ordered >= top_p)
+            logits = logits.masked_fill(drop, -math.inf)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # accounting
+
+    def num_params(self, embeddings=True):
+        """Parameters, each counted once; embeddings=False leaves out the token table where it is not also the head."""
+        n = sum(p.numel() for p in self.parameters())
+        return n if embeddings or self.config.tie_embeddings else n - self.wte.weight.numel()
+
+    def flops_per_token(self, T=None, training=True):
+        """
+        Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or
+        forward alone. Attention counts all T keys for every query, as is usual, though half are masked; norms,
+        activations and recomputation are left out.
+        """
+        c, T = self.config, T or self.config.block_size
+        matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        attention = 2 * c.n_layer * c.n_head * c.head_dim * T               # q k^T, and weights times v
+        sources = [len(range(0, layer, c.depth_stride)) for layer in range(c.n_layer)]
+        depth = 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim if c.depth_attn else 0
+        forward = 2 * (matmuls + attention + depth)
+        return 3 * forward if training else forward

@@ -1,0 +1,91 @@
+"""
+Sample from a checkpoint, streaming to the terminal.
+
+    python sample.py out/depth_attn                                        from the start of a document
+    python sample.py out/depth_attn --start="def " --num_samples=3         go on from a text
+    python sample.py out/depth_attn --start=FILE:prompt.txt --seed=7       go on from a file, repeatably
+"""
+
+import codecs
+import sys
+import time
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from configurator import UserError, build, read, run
+from model import GPT, GPTConfig
+from prepare_data import get_tokenizer
+from train import load_checkpoint, load_weights, pick_device
+
+
+@dataclass
+class SampleSettings:
+    """what to draw, and how"""
+    start: Optional[str] = None         # text to go on from, or FILE:path (None: the end-of-text token, where documents start)
+    num_samples: int = 1                # samples, one after the other
+    max_new_tokens: int = 500           # length of each
+    temperature: float = 0.8            # 0 always takes the likeliest token
+    top_k: Optional[int] = None         # keep only the k likeliest tokens
+    top_p: Optional[float] = 0.95       # keep the fewest tokens that together have this probability
+    seed: int = 1337                    # sample i is drawn with seed + i
+    device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
+    dtype: str = 'float32'              # 'bfloat16' halves the memory traffic on hardware that has it
+
+    def __post_init__(self):
+        if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
+        if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must not be negative")
+        if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
+        if self.top_p is not None and not 0 < self.top_p <= 1: raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or None")
+        if self.dtype not in ('float32', 'bfloat16', 'float16'): raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+
+
+def load_model(folder, device):
+    """(model in eval mode on `device`, tokenizer) of a checkpoint folder; UserError if there is none."""
+    state = load_checkpoint(folder)
+    model = GPT(GPTConfig(**state['config']))
+    load_weights(model, state)
+    return model.to(device).eval(), get_tokenizer(state['tokenizer'])
+
+
+def encode_prompt(start, tokenizer, block_size):
+    """Tokens of the prompt; UserError if it is empty, unreadable or longer than the model's context."""
+    if start is None: return [tokenizer.eot_token]
+    if start.startswith('FILE:'):
+        try:
+            with open(start[5:], encoding='utf-8', errors='replace') as f: start = f.read()
+        except OSError as error:
+            raise UserError(f"--start={start}: cannot be read ({error.strerror})") from None
+    tokens = tokenizer.encode_ordinary(start)
+    if not tokens: raise UserError("--start is empty: give at least one character, or leave it out to start a new document")
+    if len(tokens) > block_size:
+        raise UserError(f"--start has {len(tokens)} tokens, the model's context (block_size) is {block_size}: shorten it")
+    return tokens
+
+
+def main(argv):
+    given, folders = read(argv, __doc__.strip(), SampleSettings)
+    s = build(SampleSettings, given)
+    if len(folders) != 1: raise UserError("name one checkpoint folder, such as: python sample.py out/depth_attn")
+    device = pick_device(s.device)
+    model, tokenizer = load_model(folders[0], device)
+    model.to(getattr(torch, s.dtype))
+    prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
+    if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
+    count, started = 0, time.perf_counter()
+    for i in range(s.num_samples):
+        if i: print('\n' + '-' * 80)
+        print(s.start if s.start and not s.start.startswith('FILE:') else '', end='', flush=True)
+        utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may come in several tokens
+        for token, _ in model.stream([prompt], s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.seed + i, tokenizer.eot_token):
+            count += 1
+            token = token.item()
+            if token != tokenizer.eot_token:
+                print(utf8.decode(tokenizer.decode_single_token_bytes(token)), end='', flush=True)
+    seconds = time.perf_counter() - started
+    print(f"\n\n{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+if __name__ == '__main__':
+    run(main)

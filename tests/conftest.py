@@ -1,0 +1,66 @@
+"""Shared by all tests: the toggles every promise is tested over, small models, and a way to run the programs."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+from model import GPT, GPTConfig
+
+TOGGLES = {
+    'plain': {},
+    'plain_gqa': dict(n_kv_head=1, tie_embeddings=True),
+    'depth': dict(depth_attn=True),
+    'depth_gqa_stride1': dict(depth_attn=True, depth_stride=1, n_kv_head=2),
+    'depth_uniform': dict(depth_attn=True, depth_mode='uniform', qk_norm=False),
+}
+
+
+def make(seed=0, **settings):
+    """A small float64 model in eval mode with weights large enough that every part matters."""
+    torch.manual_seed(seed)
+    config = GPTConfig(**{**dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2), **settings})
+    model = GPT(config).double().eval()
+    for name, p in model.named_parameters():
+        if p.dim() == 1: torch.nn.init.uniform_(p, 0.5, 1.5)  # norm gains that are not all 1
+    return model
+
+
+@pytest.fixture(params=TOGGLES)
+def toggle(request):
+    """Settings of one toggle; a test that takes this runs once per toggle."""
+    return TOGGLES[request.param]
+
+
+@pytest.fixture
+def idx():
+    return torch.randint(0, 50, (3, 13), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope='session')
+def small_data(tmp_path_factory):
+    """A data folder of byte tokens, about 60 kB of text, and the text itself."""
+    from prepare_data import get_tokenizer, write_dataset
+    folder = tmp_path_factory.mktemp('data') / 'small'
+    texts = [f"def f{i}(x):\n    return x * {i} + {i % 7}\n".encode() * 8 for i in range(200)]
+    write_dataset(str(folder), ((t, True) for t in texts), get_tokenizer('byte'), 0.2, 'test')
+    return str(folder)
+
+
+def program(*args, cwd=ROOT, ok=True, **env):
+    """Run `python args...`; returns the finished process. With ok, it must exit with 0."""
+    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': ROOT, **env})
+    if ok: assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def refused(done, *words):
+    """The program ended with status 2 and exactly one line on stderr that holds all words."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith('error: '), done.stderr
+    for word in words: assert word in lines[0], lines[0]

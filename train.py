@@ -1,0 +1,471 @@
+"""
+Train a GPT on a laptop CPU, one GPU, or many.
+
+    python train.py config/depth_attn.py config/size/tiny.py            about 3 minutes on 2 CPU cores
+    python train.py config/depth_attn.py --learning_rate=1e-3           360M, one GPU
+    torchrun --nproc_per_node=8 train.py config/depth_attn.py           360M, eight GPUs
+    python train.py --init_from=resume --out_dir=out                    go on after an interruption
+
+Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C or SIGTERM saves
+and stops at the next step; a second one stops at once. Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt),
+settings.json (all settings, usable as a config file) and log.jsonl (one JSON object per log line).
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import prepare_data
+from configurator import UserError, build, read, run
+from model import GPT, GPTConfig
+
+
+@dataclass
+class Settings:
+    """the run; the defaults are the recipe of the Depth-Attention paper's 360M model"""
+    data_dir: str = prepare_data.BUILTIN # folder of token shards; the built-in corpus is prepared when missing
+    out_dir: str = 'out'                # where checkpoint, settings and log go
+    init_from: str = 'scratch'          # 'scratch', 'resume' (go on in out_dir), a checkpoint folder, or hf:FOLDER (a Llama or Qwen3)
+    eval_only: bool = False             # evaluate a checkpoint and stop
+    max_steps: int = 15625              # optimizer steps in all; the paper's 32B tokens
+    batch_tokens: int = 1024 * 2048     # tokens per optimizer step, over all devices
+    micro_batch: int = 8                # sequences per device in one forward; accumulation follows from batch_tokens
+    learning_rate: float = 1.5e-3       # peak
+    min_lr: float = 0.1                 # floor of the cosine, as a share of the peak
+    warmup: float = 0.02                # share of the steps with linearly growing learning rate
+    weight_decay: float = 0.1           # AdamW; on matrices only
+    beta1: float = 0.9                  # AdamW
+    beta2: float = 0.95                 # AdamW
+    grad_clip: float = 1.0              # largest norm of the whole gradient
+    seed: int = 1337                    # initial weights, order of the data, dropout
+    log_interval: int = 10              # steps between log lines
+    eval_interval: int = 500            # steps between evaluations; there is always one at the end
+    eval_tokens: int = 2 ** 20          # tokens of the validation set per evaluation, the same each time
+    save_interval: int = 500            # steps between checkpoints; there is always one at the end
+    max_bad_steps: int = 5              # stop after so many steps in a row with a gradient that is not finite
+    sample_tokens: int = 300            # length of the sample printed at the end, 0 for none
+    device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
+    dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the fastest 16-bit type of the hardware, else float32)
+    compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
+    checkpoint_activations: bool = False # recompute blocks in backward: less memory, a third more compute
+
+    def __post_init__(self):
+        for name in ('max_steps', 'batch_tokens', 'micro_batch', 'learning_rate', 'grad_clip', 'log_interval',
+                     'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps'):
+            if getattr(self, name) <= 0: raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        for name in ('min_lr', 'warmup', 'beta1', 'beta2'):
+            if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
+        if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
+            raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# data: which tokens step s reads is a function of (seed, s), so a run resumes exactly, on any number of devices
+
+def shuffle(i, n, key):
+    """
+    The i-th number of a pseudo-random permutation of 0..n-1, without storing it. i: int64 array; key: small ints.
+
+    A Feistel network is a permutation of the 2b-bit numbers, whatever its round function; where it lands at n or beyond,
+    applying it again gets back below n ("cycle walking"), after less than 4 rounds on average.
+    """
+    half = max(1, math.ceil(math.log2(max(2, n)) / 2))
+    mask = np.uint64(2 ** half - 1)
+    keys = np.random.default_rng(key).integers(0, 2 ** 63, 4, dtype=np.uint64)
+    i = i.astype(np.uint64)
+    todo = np.ones(len(i), bool)
+    while todo.any():
+        left, right = i[todo] >> np.uint64(half), i[todo] & mask
+        for k in keys:
+            mixed = (right ^ k) * np.uint64(0x9E3779B97F4A7C15)  # wraps; the high bits are well mixed
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+        i[todo] = left << np.uint64(half) | right
+        todo = i >= n
+    return i.astype(np.int64)
+
+
+class Windows:
+    """The tokens of one split, cut into windows of T tokens that do not overlap and do not cross shards."""
+
+    def __init__(self, folder, split, meta, T):
+        self.shards = [prepare_data.open_shard(os.path.join(folder, shard['name'])) for shard in meta[split]['shards']]
+        self.T = T
+        self.ends = np.cumsum([max(0, (len(shard) - 1) // T) for shard in self.shards])  # windows up to and with each shard
+        self.n = int(self.ends[-1]) if len(self.ends) else 0
+        if self.n == 0: raise UserError(f"{folder}: no {split} shard holds block_size + 1 = {T + 1} tokens; lower block_size or add data")
+
+    def get(self, windows, device):
+        """Inputs and targets (len(windows), T) int64 of the windows with these numbers."""
+        rows = []
+        for w in windows:
+            s = int(np.searchsorted(self.ends, w, side='right'))
+            start = int(w - (self.ends[s - 1] if s else 0)) * self.T
+            rows.append(self.shards[s][start:start + self.T + 1])
+        both = torch.from_numpy(np.stack(rows).astype(np.int64))
+        if device.type == 'cuda': both = both.pin_memory().to(device, non_blocking=True)
+        else: both = both.to(device)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def sample(self, first, count, seed, device):
+        """Samples first .. first + count of an endless stream that visits every window once per epoch, each in a new order."""
+        i = np.arange(first, first + count)
+        windows = np.empty_like(i)
+        for epoch in np.unique(i // self.n):
+            here = i // self.n == epoch
+            windows[here] = shuffle(i[here] % self.n, self.n, (seed, int(epoch)))
+        return self.get(windows, device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+CHECKPOINT_VERSION = 1
+
+
+def save_checkpoint(folder, state):
+    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt."""
+    path = os.path.join(folder, 'ckpt.pt')
+    with open(path + '.tmp', 'wb') as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    if os.path.exists(path): os.replace(path, os.path.join(folder, 'ckpt_prev.pt'))
+    os.replace(path + '.tmp', path)
+
+
+def load_checkpoint(folder):
+    """
+    The newest readable checkpoint of a folder: a dict of model, config, optimizer, step, settings, tokenizer.
+    A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
+    """
+    problems = []
+    for name in ('ckpt.pt', 'ckpt_prev.pt'):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path): continue
+        try:
+            state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+            if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}, this program reads {CHECKPOINT_VERSION}")
+            GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['tokenizer']
+            for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
+            return state
+        except Exception as error:  # torch.load can raise nearly anything on a damaged or foreign file
+            problems.append(f"{path}: damaged, or not a checkpoint of this program ({' '.join(str(error).split())[:80] or type(error).__name__})")
+    raise UserError('; '.join(problems) or f"{folder}: no checkpoint here (no ckpt.pt); train one with train.py --out_dir={folder}")
+
+
+def load_weights(model, state):
+    """Put a checkpoint's weights into a model of the same shape; UserError otherwise."""
+    try:
+        model.load_state_dict(state['model'])
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint's weights do not fit its settings ({' '.join(str(error).split())[:120]})") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# hardware
+
+PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12}  # dense bf16
+
+
+def pick_device(name, local_rank=0):
+    """The device to compute on; UserError if the one asked for is not there."""
+    if name is None:
+        name = f'cuda:{local_rank}' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    try:
+        torch.empty(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]})") from None
+
+
+def pick_dtype(name, device):
+    """The autocast type: bf16 where the hardware computes in it, fp16 on older CUDA cards, else fp32."""
+    if name is not None: return getattr(torch, name)
+    if device.type == 'cuda': return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    cpu = torch.cpu.get_capabilities() if device.type == 'cpu' and hasattr(torch.cpu, 'get_capabilities') else {}
+    return torch.bfloat16 if cpu.get('avx512_bf16') or cpu.get('amx_bf16') else torch.float32
+
+
+def tune_cpu(block_size):
+    """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
+    # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
+        libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
+    # PyTorch's flash attention for CPUs is slower than two batched matmuls until the T x T scores leave the caches.
+    if block_size <= 512:
+        torch.backends.cuda.enable_flash_sdp(False)  # named after cuda, rules all devices
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+
+
+@contextlib.contextmanager
+def process_group(device_name):
+    """(rank, world, device) of this process, with a process group around them when torchrun started it."""
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    device = pick_device(device_name, local)
+    if device.type == 'cuda': torch.cuda.set_device(device)
+    if 'RANK' not in os.environ:
+        yield 0, 1, device
+        return
+    dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+    try:
+        yield rank, world, device
+    finally:
+        dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the run
+
+class Trainer:
+    """One run: made from settings, driven by `run`."""
+
+    def __init__(self, settings, given, rank, world, device):
+        self.s, self.rank, self.world, self.device = settings, rank, world, device
+        self.meta = self._data()
+        self.model, self.step, optimizer_state = self._model(given)
+        T = self.config.block_size
+        per_pass = settings.micro_batch * T * world
+        if settings.batch_tokens % per_pass:
+            raise UserError(f"batch_tokens={settings.batch_tokens} is not a multiple of micro_batch x block_size x processes = "
+                            f"{settings.micro_batch} x {T} x {world} = {per_pass}: change one of them")
+        self.accumulation = settings.batch_tokens // per_pass
+        self.train_data = Windows(settings.data_dir, 'train', self.meta, T)
+        self.val_data = Windows(settings.data_dir, 'val', self.meta, T)
+        if device.type == 'cpu': tune_cpu(T)
+        torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
+        self.dtype = pick_dtype(settings.dtype, device)
+        self.model.to(device)
+        self.model.checkpoint_activations = settings.checkpoint_activations
+        if settings.compile or settings.compile is None and device.type == 'cuda':
+            for block in self.model.h: block.compile()  # one block's code for all: compile time does not grow with depth
+        self.optimizer = self._optimizer()
+        if optimizer_state: self.optimizer.load_state_dict(optimizer_state)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.ddp = DistributedDataParallel(self.model) if world > 1 else None
+        self.stop, self.bad_steps = False, 0
+        self.log_file = None
+
+    @property
+    def config(self):
+        return self.model.config
+
+    def _data(self):
+        """The data set's description; prepares the built-in corpus if it is missing."""
+        folder = self.s.data_dir
+        if folder == prepare_data.BUILTIN and not os.path.exists(os.path.join(folder, 'meta.json')):
+            if self.rank == 0:
+                print(f"{folder} is missing: preparing the built-in corpus, the source code of Python's standard library")
+                prepare_data.prepare(prepare_data.DataSettings())
+            if self.world > 1: dist.barrier()
+        return prepare_data.read_meta(folder)
+
+    def _model(self, given):
+        """(model, first step, optimizer state or None), according to init_from."""
+        s, own = self.s, {f.name for f in fields(GPTConfig)}
+        asked = {name: value for name, value in given.items() if name in own}
+        if s.init_from == 'scratch':
+            if os.path.exists(os.path.join(s.out_dir, 'ckpt.pt')) and not s.eval_only:
+                raise UserError(f"{s.out_dir}/ckpt.pt exists: go on with it by --init_from=resume, or choose another --out_dir")
+            if s.eval_only: raise UserError("eval_only needs a trained model: add --init_from=resume or --init_from=FOLDER")
+            asked.setdefault('vocab_size', math.ceil(self.meta['n_tokens'] / 64) * 64)
+            asked.setdefault('n_tokens', self.meta['n_tokens'])
+            torch.manual_seed(s.seed)
+            model, step, optimizer_state = GPT(build(GPTConfig, asked)), 0, None
+        elif s.init_from.startswith('hf:'):
+            from tools.hf import load_hf
+            model, step, optimizer_state = load_hf(s.init_from[3:]), 0, None
+        else:
+            state = load_checkpoint(s.out_dir if s.init_from == 'resume' else s.init_from)
+            model = GPT(GPTConfig(**state['config']))
+            load_weights(model, state)
+            step, optimizer_state = (state['step'], state['optimizer']) if s.init_from == 'resume' else (0, None)
+        for name, value in asked.items():
+            if value is not None and getattr(model.config, name) != value:
+                raise UserError(f"{name}={value}, but the model in {s.init_from} has {name}={getattr(model.config, name)}: leave the setting out")
+        if model.config.n_tokens != self.meta['n_tokens']:
+            raise UserError(f"{s.data_dir} is tokenised with {self.meta['n_tokens']} tokens ({self.meta['tokenizer']}), "
+                            f"the model has n_tokens={model.config.n_tokens}: use the data the model was made for")
+        return model, step, optimizer_state
+
+    def _optimizer(self):
+        """AdamW with weight decay on matrices only: norms have no reason to shrink."""
+        s, params = self.s, list(self.model.parameters())
+        groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=s.weight_decay),
+                  dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
+        return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=self.device.type in ('cpu', 'cuda'))
+
+    def learning_rate(self, step):
+        """Linear warm-up that never is 0, then a cosine from the peak to min_lr times the peak, reached at the last step."""
+        s = self.s
+        warmup = max(1, round(s.warmup * s.max_steps))
+        if step < warmup: return s.learning_rate * (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, s.max_steps - 1 - warmup))
+        return s.learning_rate * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def train_step(self):
+        """One optimizer step; returns (mean loss over all micro-batches and ranks, gradient norm)."""
+        s, step, model = self.s, self.step, self.ddp or self.model
+        torch.manual_seed((s.seed * 1_000_003 + step) * 4096 + self.rank)  # dropout too is a function of (seed, step)
+        for group in self.optimizer.param_groups: group['lr'] = self.learning_rate(step)
+        total = torch.zeros(1, device=self.device)
+        for micro in range(self.accumulation):
+            # this rank's slice of the step's samples: the same samples whatever the number of ranks
+            first = step * (s.batch_tokens // self.config.block_size) + (micro * self.world + self.rank) * s.micro_batch
+            x, y = self.train_data.sample(first, s.micro_batch, s.seed, self.device)
+            last = micro == self.accumulation - 1  # ranks exchange gradients only then
+            with self.autocast(), contextlib.nullcontext() if last or not self.ddp else self.ddp.no_sync():
+                loss = model(x, y)[1] / self.accumulation
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+        total = self.mean(total)
+        finite = math.isfinite(norm) and math.isfinite(total)  # the same on all ranks
+        if finite or self.scaler.is_enabled(): self.scaler.step(self.optimizer)  # the scaler skips by itself
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.bad_steps = 0 if finite else self.bad_steps + 1
+        if not finite:
+            self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}: not finite, step skipped ({self.bad_steps} in a row)")
+        if self.bad_steps >= s.max_bad_steps:
+            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate; the last good checkpoint is kept in {s.out_dir}")
+        self.step += 1
+        return total, float(norm)
+
+    def mean(self, value):
+        """A one-element tensor averaged over ranks, as a float."""
+        if self.world > 1: dist.all_reduce(value)
+        return value.item() / self.world
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Mean loss in nats per token over the same eval_tokens of the validation set each time, spread evenly over it."""
+        data, was_training = self.val_data, self.model.training
+        n = min(data.n, max(self.world, self.s.eval_tokens // data.T))
+        windows = np.arange(n) * data.n // n
+        mine = windows[self.rank::self.world]
+        self.model.eval()
+        total = torch.zeros(1, device=self.device)
+        for i in range(0, len(mine), self.s.micro_batch):
+            x, y = data.get(mine[i:i + self.s.micro_batch], self.device)
+            with self.autocast(): total += self.model(x, y)[1] * len(x)
+        self.model.train(was_training)
+        return self.mean(total) * self.world / n
+
+    def save(self):
+        """Checkpoint by rank 0; UserError if it cannot be written."""
+        if self.rank: return
+        state = dict(version=CHECKPOINT_VERSION, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), step=self.step,
+                     config=asdict(self.config), settings=asdict(self.s), tokenizer=self.meta['tokenizer'])
+        try:
+            save_checkpoint(self.s.out_dir, state)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{self.s.out_dir}: the checkpoint cannot be written ({str(error).splitlines()[0]}); the one before it is kept") from None
+
+    def say(self, text, **record):
+        """Print on rank 0 only; `record` becomes a line of log.jsonl."""
+        if self.rank: return
+        if text: print(text, flush=True)
+        if record: self.log_file.write(json.dumps(record) + '\n')
+
+    def should_stop(self):
+        """Whether any rank was asked to stop; all ranks get the same answer."""
+        if self.world == 1: return self.stop
+        return self.mean(torch.tensor([float(self.stop)], device=self.device)) > 0
+
+    def _on_signal(self, number, frame):
+        signal.signal(number, signal.SIG_DFL)  # the second one ends at once
+        self.stop = True
+
+    def open_output(self):
+        """Make out_dir; write settings.json and open log.jsonl."""
+        if self.rank: return
+        try:
+            os.makedirs(self.s.out_dir, exist_ok=True)
+            with open(os.path.join(self.s.out_dir, 'settings.json'), 'w') as f: json.dump({**asdict(self.s), **asdict(self.config)}, f, indent=1)
+            self.log_file = open(os.path.join(self.s.out_dir, 'log.jsonl'), 'a', buffering=1)
+        except OSError as error:
+            raise UserError(f"out_dir={self.s.out_dir}: cannot be written ({error.strerror}); choose another --out_dir") from None
+
+    def report_evaluation(self):
+        loss = self.evaluate()
+        per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']  # a token of another tokenizer is several bytes
+        self.say(f"step {self.step}: validation loss {loss:.4f} nats per token, {per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte",
+                 **({} if self.s.eval_only else dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte)))
+
+    def run(self):
+        """Evaluate only, or train to max_steps with logs, checkpoints and evaluations; ends early on a signal."""
+        s = self.s
+        if s.eval_only: return self.report_evaluation()
+        if self.step >= s.max_steps: raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps to go on")
+        self.open_output()
+        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, self._on_signal)
+        self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
+                 f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of {self.config.block_size}, "
+                 f"{str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
+        self.model.train()
+        mark, mark_step = time.perf_counter(), self.step
+        while self.step < s.max_steps:
+            loss, norm = self.train_step()
+            if self.step % s.log_interval == 0 or self.step == mark_step + 1 == 1:
+                now = time.perf_counter()
+                self.log(loss, norm, (now - mark) / (self.step - mark_step))
+                mark, mark_step = now, self.step
+            stop = self.should_stop()
+            if stop or self.step % s.save_interval == 0 or self.step == s.max_steps: self.save()
+            if stop:
+                return self.say(f"stopped at step {self.step}; go on with: train.py --init_from=resume --out_dir={s.out_dir} (and the same settings)")
+            if self.step % s.eval_interval == 0 or self.step == s.max_steps:
+                pause = time.perf_counter()
+                self.report_evaluation()
+                mark += time.perf_counter() - pause  # evaluation is no part of a step's time
+        self.print_sample()
+
+    def log(self, loss, norm, seconds):
+        """One line for people, one for programs."""
+        s, rate = self.s, self.s.batch_tokens / seconds
+        peak = next((f for name, f in PEAK_FLOPS.items() if self.device.type == 'cuda' and name in torch.cuda.get_device_name(self.device)), None)
+        mfu = rate * self.model.flops_per_token() / (peak * self.world) if peak else None
+        left = round((s.max_steps - self.step) * seconds)
+        self.say(f"step {self.step:>5}/{s.max_steps} | {self.step * s.batch_tokens / 1e6:8.2f}M tokens | loss {loss:.4f} | lr {self.learning_rate(self.step - 1):.2e} | "
+                 f"grad norm {norm:.2f} | {seconds * 1e3:.0f} ms | {rate:,.0f} tokens/s" + (f" | MFU {mfu:.1%}" if mfu else '') +
+                 f" | {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
+                 step=self.step, tokens=self.step * s.batch_tokens, loss=loss, lr=self.learning_rate(self.step - 1), grad_norm=norm,
+                 ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu)
+
+    def print_sample(self):
+        """What the model writes, started from the end-of-text token."""
+        if self.rank or not self.s.sample_tokens: return
+        tokenizer = prepare_data.get_tokenizer(self.meta['tokenizer'])
+        with self.autocast():
+            tokens = self.model.generate([[self.meta['eot']]], self.s.sample_tokens, temperature=0.8, top_p=0.95, seed=self.s.seed, stop_token=self.meta['eot'])
+        print('-' * 100 + '\n' + tokenizer.decode([t for t in tokens[0].tolist() if t != self.meta['eot']]) + '\n' + '-' * 100)
+
+
+def main(argv):
+    given, rest = read(argv, __doc__.strip(), Settings, GPTConfig)
+    if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
+    settings = build(Settings, given)
+    with process_group(settings.device) as (rank, world, device):
+        Trainer(settings, given, rank, world, device).run()
+
+
+if __name__ == '__main__':
+    run(main)
