@@ -24,26 +24,24 @@ def run(main):
     """Call main(argv); a UserError becomes one line and exit status 2, Ctrl-C exit status 130."""
     try: main(sys.argv[1:])
     except KeyboardInterrupt: sys.exit(130)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except UserError as error: sys.exit(print("error:", *str(error).splitlines(), file=sys.stderr) or 2)
 
 
 def evaluate(node):
     """The value of an expression tree of literals and arithmetic on numbers; ValueError or ArithmeticError otherwise."""
     if isinstance(node, ast.Constant): return node.value
     operands = {ast.BinOp: ('left', 'right'), ast.UnaryOp: ('operand',)}.get(type(node))
-    if not operands or type(node.op) not in OPERATORS: raise ValueError("may only hold literals and arithmetic")
+    if not operands or type(node.op) not in OPERATORS: raise ValueError("may only be a literal or arithmetic")
     numbers = [evaluate(getattr(node, name)) for name in operands]
     if not all(type(n) in (int, float) for n in numbers): raise ValueError("may only calculate with numbers")
     if isinstance(node.op, ast.Pow) and max(map(abs, numbers)) > 1e4: raise ValueError("holds too large a power")
     return OPERATORS[type(node.op)](*numbers)
 
 
-def convert(value, kind):
+def convert(value, kinds):
     """`value` as the declared type; ValueError where that would change it (1.5 as a whole number, text as a number)."""
-    kinds = get_args(kind) or (kind,)  # Optional[int] is (int, NoneType)
-    if isinstance(value, kinds) and (type(value) is not bool or bool in kinds) and type(value) is not float: return value
+    if type(value) in kinds and float not in kinds: return value
+    if value is None and type(None) in kinds: return None
     if type(value) in (int, float) and math.isfinite(value):
         if float in kinds: return float(value)
         if int in kinds and value == int(value): return int(value)
@@ -51,46 +49,43 @@ def convert(value, kind):
     raise ValueError(f"should be {wanted}{' or None' if len(kinds) > 1 else ''}, not {value!r}")
 
 
-def assignments(path):
-    """(name, value, line number) of every line `name = value` of a .py file, or of every entry of a .json file."""
+def lines(path):
+    """(name, value as a tree, where) of every line `name = value` of a .py file, or of every entry of a .json file."""
     try:
         with open(path, encoding='utf-8') as f: text = f.read()
-        if path.endswith('.json'): return [(name, ast.Constant(value), 1) for name, value in json.loads(text).items()]
+        if path.endswith('.json'): return [(name, ast.Constant(value), path) for name, value in json.loads(text).items()]
         body = ast.parse(text).body
     except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not a file of lines name = value") from None
     if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant): body = body[1:]  # a docstring
     for node in body:
         if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
             raise UserError(f"{path}:{node.lineno}: only lines name = value are allowed")
-    return [(node.targets[0].id, node.value, node.lineno) for node in body]
+    return [(node.targets[0].id, node.value, f"{path}:{node.lineno}") for node in body]
 
 
 def option(arg, kinds):
-    """(name, value) of an argument --name=value. Text needs no quotes."""
+    """The same for an argument --name=value. Text needs no quotes."""
     name, equals, text = arg[2:].partition('=')
-    if not equals: raise UserError(f"{arg}: write it as --{name or 'name'}=value")
-    try: value = ast.parse(text.strip(), mode='eval').body
-    except (SyntaxError, ValueError, RecursionError, MemoryError): value = ast.Constant(text)
-    return name, ast.Constant(text) if str in kinds.get(name, ()) and text != 'None' else value
+    if not equals: raise UserError(f"{arg}: write it as --name=value")
+    try: tree = ast.parse(text.strip(), mode='eval').body
+    except (SyntaxError, ValueError, RecursionError, MemoryError): tree = ast.Constant(text)
+    return [(name, ast.Constant(text) if str in kinds.get(name, ()) and text != 'None' else tree, arg)]
 
 
 def read(argv, usage, *blocks):
     """({name: value} that argv and its files set, [arguments that are neither]); --help prints all settings and leaves."""
-    types = {f.name: f.type for block in blocks for f in fields(block)}
-    kinds = {name: get_args(kind) or (kind,) for name, kind in types.items()}
+    kinds = {f.name: get_args(f.type) or (f.type,) for block in blocks for f in fields(block)}  # Optional[int]: (int, NoneType)
     given, rest = {}, []
     for arg in argv:
         if arg in ('-h', '--help'): sys.exit(print(usage, *map(describe, blocks), sep='\n\n'))
-        elif arg.startswith('--'): found = [(*option(arg, kinds), None)]
-        elif arg.endswith(('.py', '.json')): found = assignments(arg)
-        else: found = rest.append(arg) or []
-        for name, value, line in found:
-            where = f"{arg}:{line}" if line else arg
-            near = [f"; did you mean '{n}'?" for n in difflib.get_close_matches(name, types, 1)] or ["; see --help"]
-            if name not in types: raise UserError(f"{where}: there is no setting '{name}'{near[0]}")
-            try: given[name] = convert(evaluate(value), types[name])
+        is_file, is_option = arg.endswith(('.py', '.json')), arg.startswith('--')
+        if not (is_file or is_option): rest.append(arg)
+        for name, tree, where in option(arg, kinds) if is_option else lines(arg) if is_file else ():
+            near = [f"; did you mean '{n}'?" for n in difflib.get_close_matches(name, kinds, 1)] or ["; see --help"]
+            if name not in kinds: raise UserError(f"{where}: there is no setting '{name}'{near[0]}")
+            try: given[name] = convert(evaluate(tree), kinds[name])
             except (ValueError, ArithmeticError, RecursionError) as error: raise UserError(f"{where}: {name} {error}") from None
     return given, rest
 
@@ -103,5 +98,5 @@ def build(block, given):
 
 def describe(block):
     """A block's settings for --help: each with its default and the comment behind its field."""
-    found = re.findall(r'^    (\w+): .*? = (.*?) +# (.*)$', inspect.getsource(block), re.M)
-    return '\n'.join([f"{block.__name__}: {block.__doc__}"] + [f"  --{name}={value}".ljust(32) + f" {text}" for name, value, text in found])
+    rows = re.findall(r'^    (\w+): .*? = (.*?) *# (.*)$', inspect.getsource(block), re.M)
+    return '\n'.join([f"{block.__name__}: {block.__doc__}"] + [f"  --{k}={v}".ljust(34) + f" {text}" for k, v, text in rows])

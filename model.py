@@ -177,30 +177,33 @@ class Block(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Depth-Attention
+# Depth-Attention: Cross-Layer Value Mixing for Language Models (arXiv 2606.05014)
+#
+# Before layer l attends over the sequence, it attends over depth, at one position: its query scores its own key and the
+# keys of a few earlier layers j in S(l), and the softmax of these scores mixes their values into the layer's value.
+#
+#     a_{l,j} = softmax_j( q_l . k_j / sqrt(hd) )                  over j in S(l) and l itself                  (Eq. 2)
+#     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j         own value raw, earlier ones already mixed    (Eq. 3)
+#     o_l     = causal attention of (q_l, k_l, v~_l)               keys stay as they are                        (Eq. 4)
+#
+# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2: the anchors 0, s, 2s, ... (GPT.trunk
+# keeps their keys and values for the length of one pass). Layer 0 has no source and is an ordinary layer.
+# q and k are those of sequence attention, after norm and rotation; at one position both sides are turned alike, so the
+# rotation cancels. With grouped queries the g queries of a key/value head are averaged first (section 3.3).
+#
+# Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model. No parameter. The cache stores v~ in
+# the place of v, so it is the plain GPT's byte for byte; while decoding, only the new token's anchors are needed.
+#
+# Where this differs from the authors' code: keys are normed before they are rotated (the paper's "Qwen3-style" order),
+# not after, so that weights depend on no absolute position; and the mixed value is cached, which makes decoding exact.
+# Anchors are absolute, as in their code and their cost table; one sentence of the paper's first version counts them
+# relative to the layer (l - s, l - 2s, ...), which would leave the lower half of the model without any source.
 
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
-    Depth-Attention: Cross-Layer Value Mixing for Language Models (arXiv 2606.05014), equations 2 and 3.
-
-    Before attending over the sequence, layer l attends over depth, at one position: its query scores its own key and
-    the keys of a few earlier layers j in S(l), and the softmax of the scores mixes their values into the layer's value:
-
-        a_{l,j} = softmax_j( q_l . k_j / sqrt(hd) )                      j in S(l) and l            (Eq. 2)
-        v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j             own value raw, earlier ones mixed  (Eq. 3)
-
-    q (B, nh, S, hd) and k, v (B, nkv, S, hd) are those that sequence attention uses, after norm and rotation: the same
-    position turns both sides alike, so the rotation cancels. `sources` lists (k_j, v~_j) from the earliest layer on.
-    Returns v~ (B, nkv, S, hd), which sequence attention and the cache use in place of v (Eq. 4); keys stay as they are.
-
-    S(l) is every layer below l that is a multiple of the stride, n_layer / 2 unless set (GPT.trunk keeps that list).
-    Grouped queries: the g query heads of a key/value head are averaged first, so the cache does not grow (section 3.3).
-    mode='uniform' gives all entries equal weight, which kept most of the gain in the paper's ablation.
-
-    Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter, no cache.
-    Differences from the authors' code: keys are normed before they are rotated, as the paper's "Qwen3-style" says, not
-    after; the cache holds the mixed value, so that decoding is exact; and anchors are absolute (0, s, 2s, ...), as in
-    their code and in the paper's own cost table, not relative to the layer as one sentence of its first version has it.
+    The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
+    sources: [(k_j, v~_j), ...] of the layers in S(l), earliest first; with none of them the result is v itself.
+    mode: 'softmax' (Eq. 2), or 'uniform', equal weights for all entries: most of the gain in the paper's ablation.
     """
     if not sources: return v  # layer 0, or the plain GPT
     B, nkv, S, hd = k.shape
@@ -220,40 +223,37 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # ----------------------------------------------------------------------------------------------------------------------
 # the loss
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """
-    Mean of -log softmax(h W^T)[target] over rows, without ever holding all logits.
+# At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and their gradient as much again. But the
+# gradient of cross-entropy, softmax - onehot, is known as soon as the logits are. So forward goes through the rows in
+# chunks, turns the logits of each into its share of dL/dh and dL/dW, and drops them: nothing large is kept, nothing is
+# computed twice, and backward only scales.
 
-    At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and as much again for their gradient. The
-    gradient of cross-entropy, softmax - onehot, is known as soon as a chunk's logits are, so forward turns each chunk
-    of rows into its share of dL/dh and dL/dW and drops the logits: nothing is recomputed and backward only scales.
-    """
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean of -log softmax(h W^T)[target] over the rows of h (N,C), without ever holding all logits."""
     CHUNK = 2 ** 25  # logits held at a time: 134 MB in fp32
 
     @staticmethod
     def forward(ctx, h, weight, targets, n_tokens, need_grad):
         device = h.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        x, w = h.to(dtype), weight.to(dtype)                 # (N,C), (V,C)
-        dh = torch.empty_like(x) if need_grad else None
-        dw = torch.zeros_like(weight) if need_grad else None
+        x, w = h.to(dtype), weight.to(dtype)                     # (N,C), (V,C)
+        wide = torch.promote_types(dtype, torch.float32)         # softmax and sums are at least fp32
+        valid = targets >= 0                                     # a negative target counts for nothing
+        count = valid.sum().clamp(min=1)                         # if all are ignored: loss 0, not 0 / 0
         total = torch.zeros((), dtype=wide, device=h.device)
-        valid = targets >= 0                                 # a negative target counts for nothing
-        # max(1, ...) keeps an all-ignored batch at loss 0, not 0/0
-        count = valid.sum().clamp(min=1)
+        if need_grad: dh, dw = torch.empty_like(x), torch.zeros_like(weight)
         rows = max(1, ChunkedCrossEntropy.CHUNK // weight.size(0))
         for i in range(0, x.size(0), rows):
             chunk = slice(i, i + rows)
-            y, ok = targets[chunk, None].clamp(min=0), valid[chunk, None]
-            logits = (x[chunk] @ w.t()).to(wide)             # (n,V)
-            logits[:, n_tokens:] = -math.inf                 # padded rows of the table
-            lse = logits.logsumexp(-1, keepdim=True)
-            total += ((lse - logits.gather(1, y)) * ok).sum()
+            y, ok = targets[chunk, None].clamp(min=0), valid[chunk, None]  # (n,1)
+            logits = (x[chunk] @ w.t()).to(wide)                 # (n,V)
+            logits[:, n_tokens:] = -math.inf                     # padded rows of the table
+            logp = logits.log_softmax(-1)
+            total -= (logp.gather(1, y) * ok).sum()
             if need_grad:
-                p = logits.sub_(lse).exp_()                  # softmax, in place
-                p.scatter_add_(1, y, -torch.ones_like(lse))  # minus onehot
-                p = p.mul_(ok).to(dtype)
+                p = logp.exp_()                                  # in place from here: softmax,
+                p.scatter_add_(1, y, -torch.ones_like(y, dtype=wide))  # minus onehot,
+                p = p.mul_(ok).to(dtype)                         # and nothing for ignored rows
                 torch.mm(p, w, out=dh[chunk])
                 dw += p.t() @ x[chunk]
         if need_grad: ctx.save_for_backward(dh, dw, count)
@@ -261,10 +261,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # the division by the row count waits until here: inside, fp16 would underflow
+        # dividing by the row count waits until here: before, small probabilities would underflow in fp16
         dh, dw, count = ctx.saved_tensors
-        grad = grad / count
-        return dh * grad, dw * grad, None, None, None
+        return dh * (grad / count), dw * (grad / count), None, None, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

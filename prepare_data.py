@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
-import tiktoken
 
 from configurator import UserError, build, read, run
+from data import HEADER_BYTES, MAGIC, VERSION, get_tokenizer
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 PIECE_BYTES = 2 ** 16        # your files are dealt out to train and val in pieces of this size or a 32nd of the file, cut at line ends
 BUILTIN = 'data/python'      # train.py makes this one by itself
@@ -38,23 +37,6 @@ class DataSettings:
     tokenizer: str = 'byte'         # 'byte' needs no download; or any tiktoken name with at most 65,536 tokens: gpt2, r50k_base
     packages: bool = False          # built-in corpus: add every installed package's source
     val_fraction: float = 0.1       # share of the documents held out for validation
-
-
-def get_tokenizer(name):
-    """
-    A tiktoken Encoding by name. 'byte' is built here: token i is byte i, token 256 is end-of-text. Others are fetched
-    by tiktoken at first use. UserError if the name is unknown or the download fails.
-    """
-    if name == 'byte':
-        return tiktoken.Encoding('byte', pat_str=r'(?s:.)', mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={'<|endoftext|>': 256})
-    try:
-        return tiktoken.get_encoding(name)
-    except ValueError:
-        raise UserError(f"--tokenizer={name}: tiktoken knows no such encoding; use 'byte', 'gpt2' or another of its names") from None
-    except OSError as error:  # requests' errors are OSErrors
-        raise UserError(f"--tokenizer={name}: its vocabulary could not be fetched ({type(error).__name__}); "
-                        "check the network, or use --tokenizer=byte, which needs none") from None
 
 
 def encode(tokenizer, text):
@@ -188,31 +170,6 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     finally:
         for writer in writers.values(): writer.discard()
-
-
-def read_meta(folder):
-    """meta.json of a data folder, or UserError with the command that makes the folder."""
-    try:
-        with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f: meta = json.load(f)
-        return {key: meta[key] for key in ('tokenizer', 'n_tokens', 'eot', 'train', 'val')}
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no data set (no meta.json); make it with: python prepare_data.py PATH... "
-                        f"--name={os.path.basename(os.path.normpath(folder))}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/meta.json: not readable as a data set's description ({error}); prepare the data again") from None
-
-
-def open_shard(path):
-    """The tokens of a shard as a read-only memory map (n,) uint16; UserError if it is truncated or no shard."""
-    try:
-        header = np.fromfile(path, np.int32, 256)
-        if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
-            raise UserError(f"{path}: not a token shard (its header lacks magic {MAGIC} and version {VERSION}); prepare the data again")
-        expected, size = HEADER_BYTES + 2 * int(header[2]), os.path.getsize(path)
-        if size != expected: raise UserError(f"{path}: truncated or damaged ({size} bytes, its header says {expected}); prepare the data again")
-        return np.memmap(path, np.uint16, 'r', HEADER_BYTES)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); prepare the data again") from None
 
 
 def prepare(settings, paths=()):

@@ -16,7 +16,7 @@ import torch
 
 from configurator import UserError, build, read, run
 from model import GPT, GPTConfig
-from prepare_data import get_tokenizer
+from data import get_tokenizer
 from train import load_checkpoint, load_weights, pick_device
 
 
@@ -83,6 +83,7 @@ def main(argv):
             token = token.item()
             if token != tokenizer.eot_token:
                 print(utf8.decode(tokenizer.decode_single_token_bytes(token)), end='', flush=True)
+        print(utf8.decode(b'', final=True), end='')  # what is left of a character that never ended
     seconds = time.perf_counter() - started
     print(f"\n\n{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s", file=sys.stderr)
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
 from configurator import UserError, build, read, run
+from data import Windows, get_tokenizer, read_meta
 from model import GPT, GPTConfig
 
 
@@ -72,63 +73,6 @@ class Settings:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# data: which tokens step s reads is a function of (seed, s), so a run resumes exactly, on any number of devices
-
-def shuffle(i, n, key):
-    """
-    The i-th number of a pseudo-random permutation of 0..n-1, without storing it. i: int64 array; key: small ints.
-
-    A Feistel network is a permutation of the 2b-bit numbers, whatever its round function; where it lands at n or beyond,
-    applying it again gets back below n ("cycle walking"), after less than 4 rounds on average.
-    """
-    half = max(1, math.ceil(math.log2(max(2, n)) / 2))
-    mask = np.uint64(2 ** half - 1)
-    keys = np.random.default_rng(key).integers(0, 2 ** 63, 4, dtype=np.uint64)
-    i = i.astype(np.uint64)
-    todo = np.ones(len(i), bool)
-    while todo.any():
-        left, right = i[todo] >> np.uint64(half), i[todo] & mask
-        for k in keys:
-            mixed = (right ^ k) * np.uint64(0x9E3779B97F4A7C15)  # wraps; the high bits are well mixed
-            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
-        i[todo] = left << np.uint64(half) | right
-        todo = i >= n
-    return i.astype(np.int64)
-
-
-class Windows:
-    """The tokens of one split, cut into windows of T tokens that do not overlap and do not cross shards."""
-
-    def __init__(self, folder, split, meta, T):
-        self.shards = [prepare_data.open_shard(os.path.join(folder, shard['name'])) for shard in meta[split]['shards']]
-        self.T = T
-        self.ends = np.cumsum([max(0, (len(shard) - 1) // T) for shard in self.shards])  # windows up to and with each shard
-        self.n = int(self.ends[-1]) if len(self.ends) else 0
-        if self.n == 0: raise UserError(f"{folder}: no {split} shard holds block_size + 1 = {T + 1} tokens; lower block_size or add data")
-
-    def get(self, windows, device):
-        """Inputs and targets (len(windows), T) int64 of the windows with these numbers."""
-        rows = []
-        for w in windows:
-            s = int(np.searchsorted(self.ends, w, side='right'))
-            start = int(w - (self.ends[s - 1] if s else 0)) * self.T
-            rows.append(self.shards[s][start:start + self.T + 1])
-        both = torch.from_numpy(np.stack(rows).astype(np.int64))
-        if device.type == 'cuda': both = both.pin_memory().to(device, non_blocking=True)
-        else: both = both.to(device)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-    def sample(self, first, count, seed, device):
-        """Samples first .. first + count of an endless stream that visits every window once per epoch, each in a new order."""
-        i = np.arange(first, first + count)
-        windows = np.empty_like(i)
-        for epoch in np.unique(i // self.n):
-            here = i // self.n == epoch
-            windows[here] = shuffle(i[here] % self.n, self.n, (seed, int(epoch)))
-        return self.get(windows, device)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # checkpoints
 
 CHECKPOINT_VERSION = 1
@@ -155,7 +99,7 @@ def load_checkpoint(folder):
         path = os.path.join(folder, name)
         if not os.path.exists(path): continue
         try:
-            state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+            state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')  # Windows cannot rename a mapped file
             if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}, this program reads {CHECKPOINT_VERSION}")
             GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['tokenizer']
             for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
@@ -201,7 +145,7 @@ def pick_dtype(name, device):
 def tune_cpu(block_size):
     """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
     # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
         libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
@@ -223,6 +167,7 @@ def process_group(device_name):
     dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
     try:
         yield rank, world, device
+        dist.barrier()  # nobody leaves while another still talks
     finally:
         dist.destroy_process_group()
 
@@ -271,7 +216,7 @@ class Trainer:
                 print(f"{folder} is missing: preparing the built-in corpus, the source code of Python's standard library")
                 prepare_data.prepare(prepare_data.DataSettings())
             if self.world > 1: dist.barrier()
-        return prepare_data.read_meta(folder)
+        return read_meta(folder)
 
     def _model(self, given):
         """(model, first step, optimizer state or None), according to init_from."""
@@ -416,27 +361,35 @@ class Trainer:
         if s.eval_only: return self.report_evaluation()
         if self.step >= s.max_steps: raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps to go on")
         self.open_output()
-        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, self._on_signal)
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
-                 f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of {self.config.block_size}, "
-                 f"{str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
+                 f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
+                 f"{self.config.block_size}, {str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.loop()
+        finally:
+            for number, handler in handlers.items(): signal.signal(number, handler)
+            if self.log_file: self.log_file.close()
+        if self.step == s.max_steps: self.print_sample()
+
+    def loop(self):
+        """Steps until max_steps or a signal; a checkpoint is written before anything else that is due."""
+        s = self.s
         self.model.train()
         mark, mark_step = time.perf_counter(), self.step
         while self.step < s.max_steps:
             loss, norm = self.train_step()
-            if self.step % s.log_interval == 0 or self.step == mark_step + 1 == 1:
+            if self.step % s.log_interval == 0 or self.step == 1:
                 now = time.perf_counter()
                 self.log(loss, norm, (now - mark) / (self.step - mark_step))
                 mark, mark_step = now, self.step
+            pause = time.perf_counter()
             stop = self.should_stop()
             if stop or self.step % s.save_interval == 0 or self.step == s.max_steps: self.save()
             if stop:
-                return self.say(f"stopped at step {self.step}; go on with: train.py --init_from=resume --out_dir={s.out_dir} (and the same settings)")
-            if self.step % s.eval_interval == 0 or self.step == s.max_steps:
-                pause = time.perf_counter()
-                self.report_evaluation()
-                mark += time.perf_counter() - pause  # evaluation is no part of a step's time
-        self.print_sample()
+                return self.say(f"stopped at step {self.step}; go on with the same command and --init_from=resume")
+            if self.step % s.eval_interval == 0 or self.step == s.max_steps: self.report_evaluation()
+            mark += time.perf_counter() - pause  # saving and evaluating are no part of a step's time
 
     def log(self, loss, norm, seconds):
         """One line for people, one for programs."""
@@ -453,7 +406,7 @@ class Trainer:
     def print_sample(self):
         """What the model writes, started from the end-of-text token."""
         if self.rank or not self.s.sample_tokens: return
-        tokenizer = prepare_data.get_tokenizer(self.meta['tokenizer'])
+        tokenizer = get_tokenizer(self.meta['tokenizer'])
         with self.autocast():
             tokens = self.model.generate([[self.meta['eot']]], self.s.sample_tokens, temperature=0.8, top_p=0.95, seed=self.s.seed, stop_token=self.meta['eot'])
         print('-' * 100 + '\n' + tokenizer.decode([t for t in tokens[0].tolist() if t != self.meta['eot']]) + '\n' + '-' * 100)
@@ -464,7 +417,9 @@ def main(argv):
     if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
     settings = build(Settings, given)
     with process_group(settings.device) as (rank, world, device):
-        Trainer(settings, given, rank, world, device).run()
+        trainer = Trainer(settings, given, rank, world, device)
+        trainer.run()
+        trainer.ddp = None  # lets go of the process group while its threads can still be joined
 
 
 if __name__ == '__main__':

@@ -10,6 +10,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig
 
+torch.set_num_threads(1)  # the models here are far too small for more, and a busy machine makes threads wait for each other
+
 TOGGLES = {
     'plain': {},
     'plain_gqa': dict(n_kv_head=1, tie_embeddings=True),
@@ -43,7 +45,8 @@ def idx():
 @pytest.fixture(scope='session')
 def small_data(tmp_path_factory):
     """A data folder of byte tokens, about 60 kB of text, and the text itself."""
-    from prepare_data import get_tokenizer, write_dataset
+    from data import get_tokenizer
+    from prepare_data import write_dataset
     folder = tmp_path_factory.mktemp('data') / 'small'
     texts = [f"def f{i}(x):\n    return x * {i} + {i % 7}\n".encode() * 8 for i in range(200)]
     write_dataset(str(folder), ((t, True) for t in texts), get_tokenizer('byte'), 0.2, 'test')

@@ -1,0 +1,12 @@
+"""The 1.5B row of the Depth-Attention paper (arXiv 2606.05014, tables 8 and 9): 1024 x 2048 tokens per step, 32B in all."""
+n_layer = 48
+n_head = 24
+n_kv_head = 6
+n_embd = 1536
+mlp_hidden = 4096
+init_std = 0.01
+learning_rate = 1e-3
+block_size = 2048
+batch_tokens = 1024 * 2048
+micro_batch = 4
+max_steps = 15625

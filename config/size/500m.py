@@ -1,0 +1,12 @@
+"""The 500M row of the Depth-Attention paper (arXiv 2606.05014, tables 8 and 9): 1024 x 2048 tokens per step, 32B in all."""
+n_layer = 24
+n_head = 18
+n_kv_head = None
+n_embd = 1152
+mlp_hidden = 3072
+init_std = 0.02
+learning_rate = 1e-3
+block_size = 2048
+batch_tokens = 1024 * 2048
+micro_batch = 8
+max_steps = 15625

@@ -1,0 +1,10 @@
+"""25M parameters besides the embeddings; hours on two CPU cores, minutes on a GPU."""
+n_layer = 8
+n_head = 8
+n_embd = 512
+mlp_hidden = 1408
+block_size = 1024
+batch_tokens = 32 * 1024
+micro_batch = 8
+max_steps = 5000
+learning_rate = 2e-3

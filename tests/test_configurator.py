@@ -1,0 +1,126 @@
+"""Settings: what is accepted, what is refused and how, and that no input can do anything else."""
+import json
+from dataclasses import dataclass, fields
+from typing import Optional
+
+import pytest
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+
+from configurator import UserError, build, describe, read
+
+
+@dataclass
+class Block:
+    """a block for the tests"""
+    count: int = 3                      # a whole number
+    rate: float = 0.5                   # any number
+    name: str = 'x'                     # text
+    flag: bool = False                  # yes or no
+    limit: Optional[int] = None         # a whole number, or none
+    label: Optional[str] = None         # text, or none
+
+    def __post_init__(self):
+        if self.count == 13: raise ValueError("count=13 is impossible: take 12")
+
+
+def parse(*argv):
+    return read(list(argv), 'usage', Block)
+
+
+@pytest.mark.parametrize('arg, name, value', [
+    ('--count=5', 'count', 5), ('--count=2**4*3', 'count', 48), ('--count=1e3', 'count', 1000), ('--count=-(4//2)', 'count', -2),
+    ('--rate=1', 'rate', 1.0), ('--rate=6e-4/2', 'rate', 3e-4), ('--name=a b=c#d', 'name', 'a b=c#d'), ('--name=3', 'name', '3'), ('--name=', 'name', ''),
+    ('--flag=True', 'flag', True), ('--limit=None', 'limit', None), ('--limit=7', 'limit', 7), ('--label=None', 'label', None), ('--label=ab', 'label', 'ab')])
+def test_options(arg, name, value):
+    got, rest = parse(arg)
+    assert got == {name: value} and type(got[name]) is type(value) and rest == []
+
+
+@pytest.mark.parametrize('arg, words', [
+    ('--cuont=5', ["'cuont'", "did you mean 'count'"]), ('--zzz=5', ['zzz', '--help']), ('--count', ['--name=value']), ('--count=1.5', ['whole number', '1.5']),
+    ('--count=True', ['whole number']), ('--count=abc', ['count']), ('--count=', ['count']), ('--rate=nan', ['rate']), ('--rate=1e999', ['number', 'inf']),
+    ('--flag=1', ['True or False']), ('--flag=true', ['flag']), ('--name=None', ['text']), ('--count=1/0', ['zero']), ('--count=9**9**9', ['power']),
+    ('--count=2**-99999', ['power']), ('--count=(-8)**0.5', ['count']), ('--count=1);flag=(True', ['count']), ("--count='a'*9", ['numbers']),
+    ('--count=__import__("os")', ['literal']), ('--limit=[1]', ['literal']), ('nofile.py', ['nofile.py', 'cannot be read']), ('--count=' + '(' * 500, ['count'])])
+def test_refusals_name_the_argument(arg, words):
+    with pytest.raises(UserError) as error: parse(arg)
+    assert '\n' not in str(error.value) and arg.partition('=')[0].lstrip('-') in str(error.value)
+    for word in words: assert word in str(error.value)
+
+
+def test_files_compose_left_to_right(tmp_path):
+    a, b, c = tmp_path / 'a.py', tmp_path / 'b.py', tmp_path / 'c.json'
+    a.write_text('"""A docstring."""\ncount = 4 * 2   # a comment\nname = "a"\n')
+    b.write_text("count = 9\nlimit = None\n")
+    c.write_text(json.dumps(dict(rate=2, flag=True)))
+    assert parse(str(a), str(b), '--name=z', str(c), 'other')[0] == dict(count=9, name='z', limit=None, rate=2.0, flag=True)
+    assert parse(str(b), str(a), 'other') == (dict(count=8, name='a', limit=None), ['other'])
+
+
+@pytest.mark.parametrize('line', ['import os', 'count = len("abc")', 'for i in range(3): count = i', 'count += 1', 'count = name', 'count, rate = 1, 2', 'def f(): pass',
+                                  'count: int = 3', 'Block.count = 3', 'count = [1][0]', 'count = lambda: 3', 'count = 3 if True else 4', 'print(1)', 'count = = 3', 'name = 3', 'coutn = 3',
+                                  'name = f"{1}"', 'count = (rate := 3)', '"""late"""'])
+def test_config_files_hold_nothing_but_assignments(tmp_path, line):
+    path = tmp_path / 'bad.py'
+    path.write_text(f'rate = 1\n{line}\n')
+    with pytest.raises(UserError) as error: parse(str(path))
+    assert f'{path}:2' in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('text', ['[1, 2]', '{', '{"count": [1]}', '{"count": "3"}', '{"nope": 1}', '3', ''])
+def test_bad_json(tmp_path, text):
+    path = tmp_path / 'bad.json'
+    path.write_text(text)
+    with pytest.raises(UserError) as error: parse(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_binary_file_is_refused(tmp_path):
+    path = tmp_path / 'bad.py'
+    path.write_bytes(b'\xff\xfe\0\x01')
+    with pytest.raises(UserError): parse(str(path))
+
+
+def test_impossible_pairs_and_help():
+    with pytest.raises(UserError, match='take 12'): build(Block, dict(count=13))
+    assert build(Block, dict(count=4)) == Block(count=4)
+    text = describe(Block)
+    for f in fields(Block): assert f'--{f.name}=' in text
+    assert '--rate=0.5' in text and 'any number' in text
+
+
+def test_every_setting_of_the_programs_is_in_their_help():
+    from model import GPTConfig
+    from prepare_data import DataSettings
+    from sample import SampleSettings
+    from train import Settings
+    for block in (GPTConfig, Settings, SampleSettings, DataSettings):
+        text = describe(block)
+        for f in fields(block): assert f'--{f.name}=' in text, f'{f.name} has no comment on its line'
+
+
+@hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text(max_size=40), st.sampled_from(['', *(f.name for f in fields(Block))]))
+def test_no_argument_makes_a_traceback(text, name):
+    for arg in (text, f'--{text}', f'--{name}={text}'):
+        if arg in ('-h', '--help') or arg.endswith(('.py', '.json')): continue
+        try: got, _ = parse(arg)
+        except UserError: pass
+        else: assert set(got) <= {name, text.partition('=')[0]}
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)), st.sampled_from(['count', 'rate']))
+def test_numbers_arrive_unchanged_or_not_at_all(value, name):
+    try: got = parse(f'--{name}={value!r}')[0][name]
+    except UserError: assert name == 'count' and value != int(value)
+    else: assert got == (float(value) if name == 'rate' else value)
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(max_size=60))
+def test_no_config_file_makes_a_traceback(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / 'any.py'
+    path.write_text(text, encoding='utf-8', errors='replace')
+    try: parse(str(path))
+    except UserError as error: assert str(path) in str(error)

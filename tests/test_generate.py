@@ -1,0 +1,124 @@
+"""Generation: what is drawn, when it stops, what it costs, and what happens past the context length."""
+import pytest
+import torch
+from conftest import make
+
+from model import KVCache
+
+
+def greedy(model, prompt, n):
+    """Recompute everything for every token."""
+    tokens = list(prompt)
+    for _ in range(n): tokens.append(model(torch.tensor([tokens]))[0][0, -1].argmax().item())
+    return tokens
+
+
+def test_greedy_equals_recomputing(toggle):
+    model = make(**toggle)
+    assert model.generate(torch.tensor([[3, 1, 4]]), 20, temperature=0)[0].tolist() == greedy(model, [3, 1, 4], 20)
+
+
+def test_one_pass_of_one_slot_per_token(toggle):
+    model = make(**toggle)
+    slots = []
+    model.h[-1].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
+    passes = [p.tolist() for _, p in model.stream(torch.tensor([[3, 1, 4]] * 2), 8)]
+    assert slots == [3] + [1] * 7 and passes == [[1, 1]] * 8
+
+
+def test_sliding_past_block_size(toggle):
+    """The documented rule: when the window is full, its newer half is read again as if it were the whole text."""
+    model = make(**{**toggle, 'block_size': 8})
+    got = model.generate(torch.tensor([[3, 1, 4]]), 30, temperature=0)[0].tolist()
+    tokens, first = [3, 1, 4], 0
+    while len(tokens) < 33:
+        if len(tokens) - first > 8: first = len(tokens) - 4
+        tokens.append(model(torch.tensor([tokens[first:]]))[0][0, -1].argmax().item())
+    assert got == tokens
+    slots = []
+    model.h[0].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
+    model.generate(torch.tensor([[3, 1, 4]]), 100, temperature=0)
+    assert sum(slots) < 2 * 103, "reading again costs at most one slot per token on average"
+
+
+def test_sliding_with_unequal_prompts(toggle):
+    model = make(**{**toggle, 'block_size': 8})
+    prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
+    rows = model.generate(prompts, 30, temperature=0)
+    # a short row slides together with the longest: its own first tokens go first only when it has that many
+    assert rows[0].tolist() == model.generate(torch.tensor([prompts[0]]), 30, temperature=0)[0].tolist()
+    for prompt, row in zip(prompts, rows):
+        assert row[:len(prompt)].tolist() == prompt and len(row) == len(prompt) + 30
+        first, total = 0, [0] * (6 - len(prompt)) + row.tolist()
+        for n in range(6, 36):
+            if n - first > 8: first = n - 4
+            seen = total[max(first, 6 - len(prompt)):n]
+            assert total[n] == model(torch.tensor([seen]))[0][0, -1].argmax().item()
+
+
+def test_stop_token_cuts_each_row():
+    model = make()
+    free = model.generate([[3, 1], [7]], 20, temperature=0)
+    stop = free[0][4].item()
+    rows = model.generate([[3, 1], [7]], 20, temperature=0, stop_token=stop)
+    for row, whole, n in zip(rows, free, (2, 1)):
+        whole = whole.tolist()
+        end = whole.index(stop, n) + 1 if stop in whole[n:] else len(whole)
+        assert row.tolist() == whole[:end]
+    steps = list(model.stream([[3, 1]], 20, temperature=0, stop_token=stop))
+    assert len(steps) < 20 and steps[-1][0].item() == stop
+
+
+def test_seed_makes_draws_repeatable():
+    model = make()
+    draw = lambda seed: model.generate(torch.tensor([[3, 1, 4]] * 4), 12, seed=seed).tolist()
+    assert draw(1) == draw(1) != draw(2)
+    assert len(set(map(tuple, draw(1)))) > 1, "rows of a batch are drawn independently"
+
+
+def test_sampling_filters():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -float('inf')]]).expand(4000, 5)
+    def shares(**options):
+        options = {**dict(temperature=1.0, top_k=None, top_p=None, generator=torch.Generator().manual_seed(0)), **options}
+        drawn = make()._sample(logits, **options)
+        return torch.bincount(drawn, minlength=5) / 4000
+    p = logits[0].softmax(0)
+    assert torch.allclose(shares(), p, atol=0.03) and shares()[4] == 0
+    assert torch.allclose(shares(top_k=2), torch.cat((p[:2] / p[:2].sum(), torch.zeros(3))), atol=0.03)
+    assert shares(top_k=100).count_nonzero() == 4
+    # p = 0.64, 0.24, 0.09, 0.03: the first alone reaches 0.6, the first two 0.8
+    assert shares(top_p=0.6).tolist() == [1, 0, 0, 0, 0]
+    assert shares(top_p=0.8).count_nonzero() == 2 and shares(top_p=1e-9).tolist() == [1, 0, 0, 0, 0]
+    assert torch.allclose(shares(temperature=2.0), (logits[0] / 2).softmax(0), atol=0.03)
+    assert shares(temperature=0).tolist() == [1, 0, 0, 0, 0]
+
+
+def test_padded_vocabulary_is_never_drawn():
+    model = make(n_tokens=40)
+    assert torch.isinf(model(torch.tensor([[1, 2]]))[0][..., 40:]).all()
+    assert model.generate(torch.tensor([[1]] * 50), 20, temperature=50.0, seed=0).max() < 40
+
+
+def test_refusals():
+    model = make()
+    with pytest.raises(ValueError, match='empty prompt'): model.generate([[1], []], 3)
+    with pytest.raises(ValueError, match='empty prompt'): model.generate([], 3)
+    with pytest.raises(ValueError, match='25 tokens.*block_size=24'): model.generate([[1] * 25], 3)
+    with pytest.raises(ValueError, match='block_size=24'): model(torch.ones(1, 25, dtype=torch.long))
+    cache = KVCache(5, 4)
+    with pytest.raises(ValueError, match='cache holds 4'): model.trunk(model.embed(torch.ones(1, 5, dtype=torch.long)), torch.arange(5), cache)
+
+
+def test_a_full_prompt_and_no_new_tokens():
+    model = make(block_size=6)
+    assert model.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), 3, temperature=0).shape == (1, 9)
+    assert model.generate(torch.tensor([[1, 2]]), 0).tolist() == [[1, 2]]
+
+
+def test_training_mode_and_dropout_are_left_alone():
+    model = make(dropout=0.5).train()
+    a, b = (model.generate(torch.tensor([[1, 2]]), 8, temperature=0).tolist() for _ in range(2))
+    assert a == b and model.training
+    stream = model.stream(torch.tensor([[1, 2]]), 8)
+    next(stream); stream.close()
+    assert model.training

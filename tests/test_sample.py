@@ -1,0 +1,82 @@
+"""sample.py: text in, text out, from a checkpoint trained here."""
+import os
+
+import pytest
+import torch
+from conftest import ROOT, make, program, refused
+
+import sample
+from configurator import UserError
+from data import get_tokenizer
+from model import GPT
+from sample import encode_prompt
+from train import load_checkpoint, save_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with random weights."""
+    model = make(vocab_size=320, n_tokens=257, block_size=32, depth_attn=True).float()
+    os.makedirs(tmp_path / 'ckpt')
+    from dataclasses import asdict
+    save_checkpoint(str(tmp_path / 'ckpt'), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config), settings={}, tokenizer='byte'))
+    return str(tmp_path / 'ckpt')
+
+
+def test_streams_samples(folder, capsys):
+    sample.main([folder, '--start=def ', '--num_samples=3', '--max_new_tokens=40', '--seed=3'])
+    out = capsys.readouterr()
+    texts = out.out.split('\n' + '-' * 80 + '\n')
+    assert len(texts) == 3 and all(t.startswith('def ') for t in texts) and len(set(texts)) == 3
+    assert 'tokens/s' in out.err
+    sample.main([folder, '--start=def ', '--num_samples=3', '--max_new_tokens=40', '--seed=3'])
+    assert capsys.readouterr().out == out.out
+
+
+def test_prints_what_the_model_generates(folder, capsys):
+    model, tokenizer = sample.load_model(folder, 'cpu')
+    prompt = tokenizer.encode_ordinary('x = ')
+    want = model.generate([prompt], 50, temperature=0, stop_token=256)[0].tolist()
+    sample.main([folder, '--start=x = ', '--max_new_tokens=50', '--temperature=0', '--device=cpu'])
+    assert capsys.readouterr().out == tokenizer.decode_bytes([t for t in want if t < 256]).decode('utf-8', 'replace')
+
+
+def test_start_from_a_file(folder, tmp_path, capsys):
+    path = tmp_path / 'prompt.txt'
+    path.write_text('import os\n')
+    assert encode_prompt(f'FILE:{path}', get_tokenizer('byte'), 32) == list(b'import os\n')
+    texts = []
+    for start in ('import os\n', f'FILE:{path}'):
+        sample.main([folder, f'--start={start}', '--max_new_tokens=20', '--seed=1'])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == 'import os\n' + texts[1]  # a file's text is not repeated
+
+
+def test_prompts():
+    byte = get_tokenizer('byte')
+    assert encode_prompt(None, byte, 4) == [256] and encode_prompt('é', byte, 4) == [195, 169]
+    with pytest.raises(UserError, match='empty'): encode_prompt('', byte, 4)
+    with pytest.raises(UserError, match='5 tokens.*4'): encode_prompt('abcde', byte, 4)
+    with pytest.raises(UserError, match='cannot be read'): encode_prompt('FILE:nowhere', byte, 4)
+
+
+@pytest.mark.parametrize('args, words', [
+    ([], ['checkpoint folder']), (['nowhere'], ['nowhere', 'no checkpoint']), (['CKPT', '--start='], ['empty']), (['CKPT', '--start=' + 'x' * 99], ['99 tokens', '32']),
+    (['CKPT', '--start=FILE:nofile'], ['nofile']), (['CKPT', '--temperature=-1'], ['temperature']), (['CKPT', '--top_p=2'], ['top_p']), (['CKPT', '--top_k=0'], ['top_k']),
+    (['CKPT', '--tempreature=1'], ['temperature']), (['CKPT', '--num_samples=0'], ['num_samples']), (['CKPT', '--device=tpu9'], ['tpu9']), (['CKPT', 'b'], ['one checkpoint'])])
+def test_refusals(folder, args, words):
+    with pytest.raises(UserError) as error: sample.main([folder if a == 'CKPT' else a for a in args])
+    assert '\n' not in str(error.value)
+    for word in words: assert word in str(error.value)
+
+
+def test_exit_status_and_one_line():
+    refused(program(os.path.join(ROOT, 'sample.py'), 'nowhere', ok=False), 'nowhere', 'train.py')
+
+
+def test_weights_that_do_not_fit_their_settings(folder):
+    state = load_checkpoint(folder)
+    state['config']['n_layer'] = 4
+    state['config']['depth_stride'] = 2
+    save_checkpoint(folder, dict(state))
+    with pytest.raises(UserError, match='do not fit'): sample.main([folder])

@@ -1,0 +1,254 @@
+"""Training: exact resume, order of the data, checkpoints, evaluation, several processes, and what is refused."""
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TOGGLES, program, refused
+
+import train
+from configurator import UserError
+from data import Windows, read_meta
+from model import GPT, GPTConfig
+from train import Settings, Trainer, load_checkpoint, save_checkpoint
+
+SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
+QUICK = ['--batch_tokens=256', '--micro_batch=4', '--max_steps=10', '--eval_tokens=512', '--sample_tokens=0', '--learning_rate=1e-2', '--dtype=float32', '--device=cpu']
+
+
+@pytest.fixture(autouse=True)
+def restore_attention():
+    """train.py chooses attention kernels for the whole process."""
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+
+@pytest.fixture
+def run_train(small_data, tmp_path):
+    """Run train.py in this process; returns the checkpoint of its out_dir, and gives every run the same small model."""
+    def run(name, *args, shape=SHAPE):
+        train.main([*shape, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / name}', *args])
+        return load_checkpoint(str(tmp_path / name))
+    return run
+
+
+def options(toggle):
+    return [f'--{k}={v}' for k, v in TOGGLES[toggle].items() if k != 'n_kv_head']
+
+
+def same_weights(a, b, tol=0.0):
+    assert a['model'].keys() == b['model'].keys()
+    for name in a['model']: assert (a['model'][name] - b['model'][name]).abs().max() <= tol, name
+
+
+@pytest.mark.parametrize('toggle', ['plain', 'depth', 'depth_uniform'])
+def test_ten_steps_equal_five_and_resume_and_five(run_train, monkeypatch, toggle, capsys):
+    extra = [*options(toggle), '--dropout=0.1']
+    straight = run_train('straight', *extra)
+    monkeypatch.setattr(Trainer, 'should_stop', lambda self: self.step == 5)
+    half = run_train('halves', *extra)
+    assert half['step'] == 5 and '--init_from=resume' in capsys.readouterr().out
+    monkeypatch.undo()
+    whole = run_train('halves', *extra, '--init_from=resume')
+    assert whole['step'] == 10
+    same_weights(straight, whole)
+    for key in straight['optimizer']['state']:
+        for name, value in straight['optimizer']['state'][key].items(): assert torch.equal(value, whole['optimizer']['state'][key][name])
+    with pytest.raises(AssertionError): same_weights(half, whole)
+
+
+def test_another_seed_gives_other_weights(run_train):
+    with pytest.raises(AssertionError): same_weights(run_train('a'), run_train('b', '--seed=2'))
+
+
+def test_micro_batches_do_not_matter(run_train):
+    same_weights(run_train('a', '--micro_batch=8'), run_train('b', '--micro_batch=2'), 2e-5)
+
+
+@pytest.mark.parametrize('toggle', ['plain', 'depth'])
+def test_two_processes_equal_one(run_train, small_data, tmp_path, toggle):
+    one = run_train('one', *options(toggle))
+    program('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, *options(toggle),
+            f'--data_dir={small_data}', f'--out_dir={tmp_path / "two"}')
+    two = load_checkpoint(str(tmp_path / 'two'))
+    same_weights(one, two, 2e-5)
+    read = lambda name: [json.loads(line) for line in open(tmp_path / name / 'log.jsonl')]
+    for a, b in zip(read('one'), read('two'), strict=True):
+        for key in {'loss', 'val_loss', 'grad_norm'} & set(a): assert a[key] == pytest.approx(b[key], rel=1e-4)
+
+
+def test_learns_and_logs(run_train, tmp_path, capsys):
+    run_train('out', '--max_steps=40', '--log_interval=20')
+    records = [json.loads(line) for line in open(tmp_path / 'out' / 'log.jsonl')]
+    losses = [r['loss'] for r in records if 'loss' in r]
+    assert [r['step'] for r in records if 'loss' in r] == [1, 20, 40] and losses[0] > 5 and losses[-1] < 0.6 * losses[0]
+    assert records[-1]['val_loss'] < 0.6 * losses[0] and records[-1]['tokens'] == 40 * 256
+    text = capsys.readouterr().out
+    for word in ('step    40/40', 'loss', 'lr', 'grad norm', 'tokens/s', 'left', 'validation loss'): assert word in text
+
+
+def test_settings_file_is_a_config_file(run_train, tmp_path):
+    first = run_train('a', '--seed=5')
+    again = tmp_path / 'again'
+    train.main([str(tmp_path / 'a' / 'settings.json'), f'--out_dir={again}'])
+    same_weights(first, load_checkpoint(str(again)))
+
+
+def test_evaluation_is_the_plain_mean_over_fixed_windows(run_train, small_data, tmp_path, capsys):
+    state = run_train('out')
+    capsys.readouterr()
+    train.main([f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', '--init_from=resume', '--eval_only=True', '--eval_tokens=100_000_000', '--dtype=float32', '--device=cpu'])
+    printed = float(capsys.readouterr().out.split('validation loss ')[1].split()[0])
+    model = GPT(GPTConfig(**state['config'])).eval()
+    model.load_state_dict(state['model'])
+    data = Windows(small_data, 'val', read_meta(small_data), 32)
+    losses = [model(*data.get([w], torch.device('cpu')))[1].item() for w in range(data.n)]
+    assert printed == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+
+
+def test_learning_rate_schedule():
+    s = Settings(max_steps=100, learning_rate=2.0, warmup=0.1, min_lr=0.1)
+    trainer = object.__new__(Trainer)
+    trainer.s = s
+    rates = [trainer.learning_rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2) and rates[9] == rates[10] == pytest.approx(2.0) and rates[99] == pytest.approx(0.2)
+    assert all(a < b for a, b in zip(rates[:9], rates[1:10])) and all(a > b for a, b in zip(rates[10:99], rates[11:]))
+
+
+def test_decay_on_matrices_only(run_train):
+    groups = run_train('out')['optimizer']['param_groups']
+    shapes = [p.shape for p in GPT(GPTConfig(n_layer=3, n_head=2, n_embd=32, mlp_hidden=48, vocab_size=320)).parameters()]
+    assert [g['weight_decay'] for g in groups] == [0.1, 0.0]
+    assert len(groups[0]['params']) == sum(len(s) == 2 for s in shapes) and len(groups[1]['params']) == sum(len(s) == 1 for s in shapes)
+
+
+def test_previous_checkpoint_is_kept_and_used(run_train, tmp_path, capsys):
+    run_train('out', '--save_interval=5')
+    assert load_checkpoint(str(tmp_path / 'out'))['step'] == 10
+    with open(tmp_path / 'out' / 'ckpt.pt', 'r+b') as f: f.truncate(1000)
+    state = load_checkpoint(str(tmp_path / 'out'))
+    assert state['step'] == 5 and 'ckpt.pt: damaged' in capsys.readouterr().err
+    os.remove(tmp_path / 'out' / 'ckpt.pt')  # as after a crash between the two renames
+    assert load_checkpoint(str(tmp_path / 'out'))['step'] == 5
+    assert not [n for n in os.listdir(tmp_path / 'out') if n.endswith('.tmp')]
+
+
+def test_a_failing_save_keeps_the_old_checkpoint(tmp_path):
+    save_checkpoint(str(tmp_path), {'step': 1})
+    class Unpicklable:
+        def __reduce__(self): raise OSError(28, 'No space left on device')
+    with pytest.raises(OSError): save_checkpoint(str(tmp_path), {'step': Unpicklable()})
+    assert torch.load(tmp_path / 'ckpt.pt', weights_only=True) == {'step': 1}
+
+
+def test_checkpoints_cannot_run_code(tmp_path):
+    class Evil:
+        def __reduce__(self): return (os.mkdir, (str(tmp_path / 'pwned'),))
+    torch.save({'version': 1, 'model': Evil()}, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='not a checkpoint'): load_checkpoint(str(tmp_path))
+    assert not (tmp_path / 'pwned').exists()
+
+
+def test_weights_can_start_another_run(run_train, tmp_path):
+    first = run_train('first')
+    second = run_train('second', f'--init_from={tmp_path / "first"}', '--max_steps=1', '--learning_rate=1e-9', '--weight_decay=0.0')
+    assert second['step'] == 1
+    same_weights(first, second, 1e-7)
+
+
+def test_bad_numbers_stop_the_run_and_keep_the_checkpoint(run_train, monkeypatch, tmp_path, capsys):
+    good = run_train('out', '--max_steps=4')
+    loss = GPT.loss
+    monkeypatch.setattr(GPT, 'loss', lambda self, h, y: loss(self, h, y) * float('nan'))
+    with pytest.raises(UserError, match='3 steps in a row.*learning_rate'): run_train('out', '--init_from=resume', '--max_bad_steps=3')
+    assert capsys.readouterr().out.count('step skipped') == 3
+    same_weights(good, load_checkpoint(str(tmp_path / 'out')))
+
+
+def test_one_bad_step_is_skipped(run_train, monkeypatch):
+    loss, calls = GPT.loss, []
+    def sometimes(self, h, y):
+        calls.append(1)
+        return loss(self, h, y) * (float('nan') if len(calls) == 5 else 1)
+    monkeypatch.setattr(GPT, 'loss', sometimes)
+    state = run_train('out')
+    assert state['step'] == 10 and all(t.isfinite().all() for t in state['model'].values())
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='POSIX signals')
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(small_data, tmp_path, number):
+    command = [sys.executable, '-u', 'train.py', *SHAPE, *QUICK, '--max_steps=100000', '--log_interval=1', f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith('step     3'): process.send_signal(number); break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert 'stopped at step' in out and '--init_from=resume' in out
+    assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
+
+
+def test_the_builtin_corpus_is_prepared_when_missing(tmp_path):
+    done = program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, '--max_steps=1', '--sample_tokens=5', cwd=tmp_path)
+    assert 'preparing the built-in corpus' in done.stdout and read_meta(str(tmp_path / 'data' / 'python'))['n_tokens'] == 257
+    assert 'preparing' not in program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, '--max_steps=1', '--out_dir=b', cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize('args, words', [
+    (['--n_hed=4'], ["'n_hed'", "'n_head'"]), (['--n_head=5'], ['n_embd=32', 'n_head=5']), (['--n_head=32'], ['head_dim=1', 'odd']), (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
+    (['--init_from=resume'], ['no checkpoint']), (['--init_from=nowhere'], ['nowhere', 'no checkpoint']), (['--eval_only=True'], ['eval_only', '--init_from']),
+    (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']), (['--vocab_size=100'], ['n_tokens=257', 'vocab_size=100']), (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
+    (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['stray'], ['stray']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
+def test_refusals(run_train, args, words):
+    with pytest.raises(UserError) as error: run_train('out', *args)
+    assert '\n' not in str(error.value)
+    for word in words: assert word in str(error.value)
+
+
+def test_existing_checkpoints_are_not_overwritten(run_train):
+    run_train('out')
+    with pytest.raises(UserError, match='--init_from=resume'): run_train('out')
+    with pytest.raises(UserError, match='max_steps=10'): run_train('out', '--init_from=resume')
+    with pytest.raises(UserError, match='n_layer=4.*n_layer=3'): run_train('out', '--init_from=resume', '--max_steps=12', '--n_layer=4')
+    with pytest.raises(UserError, match='depth_attn=True'): run_train('out', '--init_from=resume', '--max_steps=12', '--depth_attn=True')
+
+
+@pytest.mark.parametrize('content', [b'', b'garbage', {'some': 'dict'}, {'version': 99, 'model': {}}, [1, 2]])
+def test_foreign_checkpoints(run_train, tmp_path, content):
+    if isinstance(content, bytes): (tmp_path / 'ckpt.pt').write_bytes(content)
+    else: torch.save(content, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='not a checkpoint') as error: run_train('out', f'--init_from={tmp_path}')
+    assert '\n' not in str(error.value)
+
+
+def test_data_of_another_vocabulary(run_train, small_data, tmp_path):
+    run_train('out')
+    other = tmp_path / 'other'
+    os.makedirs(other)
+    for name in os.listdir(small_data):
+        with open(os.path.join(small_data, name), 'rb') as f: content = f.read()
+        (other / name).write_bytes(content.replace(b'"n_tokens": 257', b'"n_tokens": 50257') if name == 'meta.json' else content)
+    with pytest.raises(UserError, match='50257 tokens.*n_tokens=257'): run_train('out', f'--data_dir={other}', '--init_from=resume', '--max_steps=12')
+
+
+def test_an_output_folder_that_cannot_be_made(small_data, tmp_path):
+    (tmp_path / 'file').write_text('in the way')
+    refused(program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "file" / "out"}', ok=False), 'cannot be written')
+
+
+@pytest.mark.parametrize('name', sorted(n for n in os.listdir(os.path.join(ROOT, 'config', 'size')) if n.endswith('.py')))
+@pytest.mark.parametrize('mechanism', sorted(n for n in os.listdir(os.path.join(ROOT, 'config')) if n.endswith('.py')))
+def test_every_config_makes_a_model(mechanism, name):
+    from configurator import build, read
+    given, rest = read([os.path.join(ROOT, 'config', mechanism), os.path.join(ROOT, 'config', 'size', name)], '', Settings, GPTConfig)
+    settings, config = build(Settings, given), build(GPTConfig, given)
+    assert settings.batch_tokens % (settings.micro_batch * config.block_size) == 0 and not rest
+    with torch.device('meta'): parameters = GPT(config).num_params()
+    papers = {'360m.py': 0.361e9, '500m.py': 0.498e9, '710m.py': 0.716e9, '1.5b.py': 1.344e9, '3b.py': 2.748e9}  # Depth-Attention paper, tables 8 and 9
+    if name in papers: assert parameters == pytest.approx(papers[name], rel=0.01)
+    assert settings.learning_rate > 0 and math.isfinite(settings.learning_rate)

@@ -1,0 +1,197 @@
+"""
+Speed, as ratios within one run: training steps, prefill and cached decoding.
+
+    python tools/bench.py                                                 tiny, plain and depth_attn
+    python tools/bench.py config/size/small.py --against=hf               with Hugging Face's Qwen3 of the same shape
+    python tools/bench.py config/size/360m.py --micro_batch=16 --compile=True --json=bench.json
+
+Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike; the table has medians, the
+spread from the first to the third quartile, and the ratio to the plain model's median. The machine's two ceilings come
+first: a large matrix product in the same precision, and a large copy. --against=hf needs: pip install transformers
+"""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)  # run from anywhere
+import train
+from configurator import UserError, build, read, run
+from model import GPT, GPTConfig
+from train import Settings, pick_device, pick_dtype, tune_cpu
+
+
+@dataclass
+class BenchSettings:
+    """what to measure"""
+    toggles: str = 'plain,depth_attn'   # comma-separated names out of TOGGLES, or 'none' for the ceilings alone
+    against: Optional[str] = None       # 'hf' adds Hugging Face's Qwen3 of the same shape, same precision
+    repeats: int = 15                   # timed turns of each candidate, after two that are not counted
+    decode_batches: str = '1,8'         # batch sizes for decoding
+    new_tokens: int = 64                # tokens decoded per turn
+    json: Optional[str] = None          # file for all numbers
+
+    def __post_init__(self):
+        for name in self.toggles.split(','):
+            if name not in (*TOGGLES, 'none'): raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
+        if self.against not in (None, 'hf'): raise ValueError(f"against={self.against!r} must be 'hf' or None")
+        if self.repeats < 1 or self.new_tokens < 2: raise ValueError("repeats must be at least 1 and new_tokens at least 2")
+
+
+TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': dict(depth_attn=True, depth_mode='uniform'), 'depth_stride1': dict(depth_attn=True, depth_stride=1)}
+
+
+def synchronize(device):
+    if device.type == 'cuda': torch.cuda.synchronize(device)
+
+
+def seconds(f, device):
+    """Wall-clock seconds of one call, device work included."""
+    synchronize(device)
+    start = time.perf_counter()
+    f()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def take_turns(candidates, repeats, device):
+    """{name: sorted seconds} of {name: function}, called in turn."""
+    times = {name: [] for name in candidates}
+    for turn in range(repeats + 2):
+        for name, f in candidates.items():
+            t = seconds(f, device)
+            if turn >= 2: times[name].append(t)
+    return {name: sorted(ts) for name, ts in times.items()}
+
+
+def ceilings(device, dtype):
+    """(FLOP/s of a large matmul, bytes/s of a large copy counting bytes read and written), medians."""
+    n = 8192 if device.type == 'cuda' else 1536
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    big = torch.empty(2 ** (30 if device.type == 'cuda' else 27), dtype=torch.uint8, device=device)
+    other = torch.zeros_like(big)
+    times = take_turns({'matmul': lambda: a @ b, 'copy': lambda: big.copy_(other)}, 10, device)
+    return 2 * n ** 3 / statistics.median(times['matmul']), 2 * big.numel() / statistics.median(times['copy'])
+
+
+def hf_model(config):
+    """Hugging Face's Qwen3 of the same shape, with its own default attention (sdpa)."""
+    try:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+    except ImportError:
+        raise UserError("--against=hf needs transformers: pip install transformers") from None
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=config.vocab_size, hidden_size=config.n_embd, intermediate_size=config.mlp_hidden, num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head, head_dim=config.head_dim, use_cache=False,
+        max_position_embeddings=config.block_size, tie_word_embeddings=config.tie_embeddings))
+
+
+def training_step(model, loss_of, idx, dtype):
+    """A closure that does one whole optimizer step: forward, backward, clipping, fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    def step():
+        with torch.autocast(idx.device.type, dtype, enabled=dtype != torch.float32): loss = loss_of(model, idx)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def hf_loss(model, idx):
+    """Their loss, with their kernels: train.py's choice of attention for short contexts on CPUs is ours alone."""
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(True)
+    try: return model(input_ids=idx, labels=idx).loss  # shifts the labels by itself
+    finally: torch.backends.cuda.enable_flash_sdp(flash)
+
+
+def table(title, times, units, unit, extra=lambda name, median: ''):
+    """Print one comparison; returns its rows for the JSON file."""
+    print(f"\n{title}\n{'':24s} {'median':>10s} {'quartiles':>19s} {unit:>12s} {'vs plain':>9s}")
+    base, rows = statistics.median(times.get('plain', next(iter(times.values())))), {}
+    for name, ts in times.items():
+        m, low, high = statistics.median(ts), ts[len(ts) // 4], ts[(3 * len(ts)) // 4]
+        print(f"{name:24s} {m * 1e3:7.1f} ms {low * 1e3:8.1f}-{high * 1e3:7.1f} ms {units / m:12,.0f} {base / m:8.3f}x {extra(name, m)}")
+        rows[name] = dict(median_s=m, quartiles_s=[low, high], per_second=units / m, speed_vs_plain=base / m)
+    return rows
+
+
+def main(argv):
+    given, rest = read(argv or [os.path.join(ROOT, 'config', 'size', 'tiny.py')], __doc__.strip(), BenchSettings, Settings, GPTConfig)
+    if rest: raise UserError(f"{rest[0]}: neither a setting nor a config file")
+    if 'n_layer' not in given: given = {**read([os.path.join(ROOT, 'config', 'size', 'tiny.py')], '', Settings, GPTConfig)[0], **given}
+    b, s = build(BenchSettings, given), build(Settings, given)
+    device = pick_device(s.device)
+    dtype = pick_dtype(s.dtype, device)
+    given = {'vocab_size': 320, **given} if device.type == 'cpu' else given
+    configs = {name: build(GPTConfig, {**given, **TOGGLES[name]}) for name in b.toggles.split(',') if name != 'none'}
+    flops, bandwidth = ceilings(device, dtype)
+    where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f"{torch.get_num_threads()} CPU threads"
+    print(f"{where}, {platform.system()}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}: "
+          f"matmul {flops / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s")
+    report = dict(machine=where, torch=torch.__version__, dtype=str(dtype), matmul_flops=flops, copy_bytes=bandwidth, settings=given)
+    if configs:
+        torch.manual_seed(0)
+        config = next(iter(configs.values()))
+        if device.type == 'cpu': tune_cpu(config.block_size)
+        models = {name: GPT(c).to(device) for name, c in configs.items()}
+        report['training'] = bench_training(b, s, models, config, device, dtype, flops)
+        report['decoding'] = bench_decoding(b, models, config, device)
+    if b.json:
+        with open(b.json, 'w') as f: json.dump(report, f, indent=1)
+
+
+def bench_training(b, s, models, config, device, dtype, flops):
+    """Whole optimizer steps on random tokens."""
+    T, batch = config.block_size, s.micro_batch
+    idx = torch.randint(0, config.n_tokens, (batch, T), device=device)
+    if s.compile or s.compile is None and device.type == 'cuda':
+        for model in models.values():
+            for block in model.h: block.compile()
+    ours = lambda model, idx: model(idx, idx)[1]
+    steps = {name: training_step(model, ours, idx, dtype) for name, model in models.items()}
+    if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), hf_loss, idx, dtype)
+    for name, step in steps.items():
+        if device.type == 'cuda': print(f"first step of {name}, compilation included: {seconds(step, device):.1f} s")
+    work = {name: m.flops_per_token(T) * batch * T for name, m in models.items()}
+    share = lambda name, median: f"{work.get(name, work[next(iter(work))]) / median / flops:5.0%} of the matmul rate"
+    return table(f"training step, {batch} x {T} tokens, {next(iter(models.values())).num_params() / 1e6:.1f}M parameters",
+                 take_turns(steps, b.repeats, device), batch * T, 'tokens/s', share)
+
+
+def bench_decoding(b, models, config, device):
+    """Tokens after a prompt of half the context, with the cache; one pass per token."""
+    results, half = {}, config.block_size // 2
+    new = min(b.new_tokens, config.block_size - half)
+    for batch in map(int, b.decode_batches.split(',')):
+        prompt = torch.randint(0, config.n_tokens, (batch, half), device=device)
+        streams = {}
+        def turn(name, model):
+            def f():  # the prompt's pass is made before the clock starts, by `refill`
+                for _ in range(new - 1): next(streams[name])
+            return f
+        def refill():
+            for name, model in models.items():
+                streams[name] = model.stream(prompt, new, temperature=0)
+                next(streams[name])
+        times = {name: [] for name in models}
+        for i in range(b.repeats + 1):
+            refill()
+            for name, model in models.items():
+                t = seconds(turn(name, model), device)
+                if i: times[name].append(t)
+        results[batch] = table(f"decoding, batch {batch}, {new - 1} tokens after {half}, float32", {n: sorted(t) for n, t in times.items()}, batch * (new - 1), 'tokens/s')
+    return results
+
+
+if __name__ == '__main__':
+    run(main)
