@@ -30,7 +30,7 @@ def get_tokenizer(name):
     try:
         return tiktoken.get_encoding(name)
     except ValueError:
-        raise UserError(f"--tokenizer={name}: tiktoken knows no such encoding; use 'byte', 'gpt2' or another of its names") from None
+        raise UserError(f"--tokenizer={name}: tiktoken knows no such encoding; use byte, gpt2 or another of its names") from None
     except OSError as error:  # requests' errors are OSErrors
         raise UserError(f"--tokenizer={name}: its vocabulary could not be fetched ({type(error).__name__}); "
                         "check the network, or use --tokenizer=byte, which needs none") from None
@@ -45,7 +45,7 @@ def read_meta(folder):
         raise UserError(f"{folder}: no data set (no meta.json); make it with: python prepare_data.py PATH... "
                         f"--name={os.path.basename(os.path.normpath(folder))}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/meta.json: not readable as a data set's description ({error}); prepare the data again") from None
+        raise UserError(f"{folder}/meta.json: no description of a data set ({error}); prepare the data again") from None
 
 
 def open_shard(path):
@@ -53,9 +53,10 @@ def open_shard(path):
     try:
         header = np.fromfile(path, np.int32, 256)
         if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
-            raise UserError(f"{path}: not a token shard (its header lacks magic {MAGIC} and version {VERSION}); prepare the data again")
+            raise UserError(f"{path}: no token shard (header without magic {MAGIC}, version {VERSION}); prepare the data again")
         expected, size = HEADER_BYTES + 2 * int(header[2]), os.path.getsize(path)
-        if size != expected: raise UserError(f"{path}: truncated or damaged ({size} bytes, its header says {expected}); prepare the data again")
+        if size != expected:
+            raise UserError(f"{path}: damaged ({size} bytes, its header says {expected}); prepare the data again")
         return np.memmap(path, np.uint16, 'r', HEADER_BYTES)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); prepare the data again") from None
@@ -94,7 +95,8 @@ class Windows:
         self.T = T
         self.ends = np.cumsum([max(0, (len(shard) - 1) // T) for shard in self.shards])  # windows up to and with each shard
         self.n = int(self.ends[-1]) if len(self.ends) else 0
-        if self.n == 0: raise UserError(f"{folder}: no {split} shard holds block_size + 1 = {T + 1} tokens; lower block_size or add data")
+        if self.n == 0:
+            raise UserError(f"{folder}: no {split} shard holds block_size + 1 = {T + 1} tokens; lower block_size or add data")
 
     def get(self, windows, device):
         """Inputs and targets (len(windows), T) int64 of the windows with these numbers."""

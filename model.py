@@ -72,11 +72,11 @@ class GPTConfig:
                 raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}: change one, or set head_dim")
             self.head_dim = self.n_embd // self.n_head
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, and rotary positions turn pairs: choose n_head or head_dim so that it is even")
+            raise ValueError(f"head_dim={self.head_dim} is odd, but rotary positions turn pairs: change n_head or head_dim")
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: every key/value head serves the same number of query heads")
+            raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: change one of them")
         if self.n_tokens > self.vocab_size:
-            raise ValueError(f"n_tokens={self.n_tokens} is larger than vocab_size={self.vocab_size}: raise vocab_size to {math.ceil(self.n_tokens / 64) * 64}")
+            raise ValueError(f"n_tokens={self.n_tokens} is larger than vocab_size={self.vocab_size}: raise vocab_size")
         if self.depth_mode not in ('softmax', 'uniform'):
             raise ValueError(f"depth_mode={self.depth_mode!r} must be 'softmax' or 'uniform'")
         if not 0 <= self.dropout < 1:

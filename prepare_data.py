@@ -26,7 +26,7 @@ from configurator import UserError, build, read, run
 from data import HEADER_BYTES, MAGIC, VERSION, get_tokenizer
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
-PIECE_BYTES = 2 ** 16        # your files are dealt out to train and val in pieces of this size or a 32nd of the file, cut at line ends
+PIECE_BYTES = 2 ** 16        # your files go to train and val in pieces, cut at line ends: a 32nd of the file, at most this
 BUILTIN = 'data/python'      # train.py makes this one by itself
 
 
@@ -53,7 +53,8 @@ def python_sources(packages):
     """The standard library's .py files, one document each, in the order of their paths; with `packages`, site-packages too."""
     paths = sysconfig.get_paths()
     # Not every installation has the tests and the other folders named here: without them the corpus is the same everywhere.
-    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3', 'idlelib', 'turtledemo', 'ensurepip'}
+    skip = {'test', 'tests', 'idle_test', 'idlelib', 'lib2to3', 'turtledemo', 'ensurepip',
+            'site-packages', 'dist-packages', '__pycache__'}
     roots = [paths['stdlib']] + (sorted({paths['purelib'], paths['platlib']}) if packages else [])
     for root in roots:
         for path in walk(root, skip):
@@ -131,7 +132,8 @@ class ShardWriter:
         """Give the shards their final names; returns their entry in meta.json."""
         self.close()
         for name in self.names: os.replace(os.path.join(self.folder, name + '.tmp'), os.path.join(self.folder, name))
-        shards = [dict(name=name, tokens=n, sha256=checksum(os.path.join(self.folder, name))) for name, n in zip(self.names, self.sizes)]
+        shards = [dict(name=name, tokens=tokens, sha256=checksum(os.path.join(self.folder, name)))
+                  for name, tokens in zip(self.names, self.sizes)]
         return dict(bytes=self.bytes, tokens=sum(self.sizes), shards=shards)
 
 
@@ -159,7 +161,7 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
                 np.append(tokens, np.uint16(tokenizer.eot_token)) if ends else tokens, len(text))
         for split, writer in writers.items():
             if not writer.bytes:
-                raise UserError(f"{source}: no text fell to {split}; give more text, or another --val_fraction than {val_fraction}")
+                raise UserError(f"{source}: no text fell to {split}; give more text, or change --val_fraction={val_fraction}")
         if os.path.exists(meta_path): os.remove(meta_path)  # from here until the end the folder is incomplete
         meta = dict(tokenizer=tokenizer.name, n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token, source=source,
                     **{split: writer.publish() for split, writer in writers.items()})

@@ -37,8 +37,10 @@ class SampleSettings:
         if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
         if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must not be negative")
         if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
-        if self.top_p is not None and not 0 < self.top_p <= 1: raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or None")
-        if self.dtype not in ('float32', 'bfloat16', 'float16'): raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or None")
+        if self.dtype not in ('float32', 'bfloat16', 'float16'):
+            raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
 
 def load_model(folder, device):
@@ -78,7 +80,8 @@ def main(argv):
         if i: print('\n' + '-' * 80)
         print(s.start if s.start and not s.start.startswith('FILE:') else '', end='', flush=True)
         utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may come in several tokens
-        for token, _ in model.stream([prompt], s.max_new_tokens, s.temperature, s.top_k, s.top_p, s.seed + i, tokenizer.eot_token):
+        for token, _ in model.stream([prompt], s.max_new_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p,
+                                     seed=s.seed + i, stop_token=tokenizer.eot_token):
             count += 1
             token = token.item()
             if token != tokenizer.eot_token:

@@ -38,7 +38,7 @@ class Settings:
     """the run; the defaults are the recipe of the Depth-Attention paper's 360M model"""
     data_dir: str = prepare_data.BUILTIN # folder of token shards; the built-in corpus is prepared when missing
     out_dir: str = 'out'                # where checkpoint, settings and log go
-    init_from: str = 'scratch'          # 'scratch', 'resume' (go on in out_dir), a checkpoint folder, or hf:FOLDER (a Llama or Qwen3)
+    init_from: str = 'scratch'          # 'scratch', 'resume' (go on in out_dir), a checkpoint folder, or hf:FOLDER
     eval_only: bool = False             # evaluate a checkpoint and stop
     max_steps: int = 15625              # optimizer steps in all; the paper's 32B tokens
     batch_tokens: int = 1024 * 2048     # tokens per optimizer step, over all devices
@@ -58,7 +58,7 @@ class Settings:
     max_bad_steps: int = 5              # stop after so many steps in a row with a gradient that is not finite
     sample_tokens: int = 300            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
-    dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the fastest 16-bit type of the hardware, else float32)
+    dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: 16 bits where the hardware has them)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks in backward: less memory, a third more compute
 
@@ -99,14 +99,16 @@ def load_checkpoint(folder):
         path = os.path.join(folder, name)
         if not os.path.exists(path): continue
         try:
-            state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')  # Windows cannot rename a mapped file
-            if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}, this program reads {CHECKPOINT_VERSION}")
+            # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
+            state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')
+            if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}")
             GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['tokenizer']
             for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
             return state
         except Exception as error:  # torch.load can raise nearly anything on a damaged or foreign file
-            problems.append(f"{path}: damaged, or not a checkpoint of this program ({' '.join(str(error).split())[:80] or type(error).__name__})")
-    raise UserError('; '.join(problems) or f"{folder}: no checkpoint here (no ckpt.pt); train one with train.py --out_dir={folder}")
+            reason = ' '.join(str(error).split())[:80] or type(error).__name__
+            problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
+    raise UserError('; '.join(problems) or f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}")
 
 
 def load_weights(model, state):
@@ -240,7 +242,7 @@ class Trainer:
             step, optimizer_state = (state['step'], state['optimizer']) if s.init_from == 'resume' else (0, None)
         for name, value in asked.items():
             if value is not None and getattr(model.config, name) != value:
-                raise UserError(f"{name}={value}, but the model in {s.init_from} has {name}={getattr(model.config, name)}: leave the setting out")
+                raise UserError(f"{name}={value}, but the model loaded has {name}={getattr(model.config, name)}: leave the setting out")
         if model.config.n_tokens != self.meta['n_tokens']:
             raise UserError(f"{s.data_dir} is tokenised with {self.meta['n_tokens']} tokens ({self.meta['tokenizer']}), "
                             f"the model has n_tokens={model.config.n_tokens}: use the data the model was made for")
@@ -288,9 +290,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.bad_steps = 0 if finite else self.bad_steps + 1
         if not finite:
-            self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}: not finite, step skipped ({self.bad_steps} in a row)")
+            self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}; step skipped ({self.bad_steps} in a row)")
         if self.bad_steps >= s.max_bad_steps:
-            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate; the last good checkpoint is kept in {s.out_dir}")
+            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate, and resume from {s.out_dir}")
         self.step += 1
         return total, float(norm)
 
@@ -317,12 +319,13 @@ class Trainer:
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
         if self.rank: return
-        state = dict(version=CHECKPOINT_VERSION, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), step=self.step,
-                     config=asdict(self.config), settings=asdict(self.s), tokenizer=self.meta['tokenizer'])
+        state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), settings=asdict(self.s),
+                     tokenizer=self.meta['tokenizer'], model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
         try:
             save_checkpoint(self.s.out_dir, state)
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{self.s.out_dir}: the checkpoint cannot be written ({str(error).splitlines()[0]}); the one before it is kept") from None
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.s.out_dir}: cannot write the checkpoint ({reason}); the one before is kept") from None
 
     def say(self, text, **record):
         """Print on rank 0 only; `record` becomes a line of log.jsonl."""
@@ -344,22 +347,26 @@ class Trainer:
         if self.rank: return
         try:
             os.makedirs(self.s.out_dir, exist_ok=True)
-            with open(os.path.join(self.s.out_dir, 'settings.json'), 'w') as f: json.dump({**asdict(self.s), **asdict(self.config)}, f, indent=1)
+            with open(os.path.join(self.s.out_dir, 'settings.json'), 'w') as f:
+                json.dump({**asdict(self.s), **asdict(self.config)}, f, indent=1)
             self.log_file = open(os.path.join(self.s.out_dir, 'log.jsonl'), 'a', buffering=1)
         except OSError as error:
             raise UserError(f"out_dir={self.s.out_dir}: cannot be written ({error.strerror}); choose another --out_dir") from None
 
     def report_evaluation(self):
+        """Evaluate and say so; nats per byte can be compared between tokenizers."""
         loss = self.evaluate()
-        per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']  # a token of another tokenizer is several bytes
-        self.say(f"step {self.step}: validation loss {loss:.4f} nats per token, {per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte",
-                 **({} if self.s.eval_only else dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte)))
+        per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']
+        record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte)
+        self.say(f"step {self.step}: validation loss {loss:.4f} nats per token, "
+                 f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte", **({} if self.s.eval_only else record))
 
     def run(self):
         """Evaluate only, or train to max_steps with logs, checkpoints and evaluations; ends early on a signal."""
         s = self.s
         if s.eval_only: return self.report_evaluation()
-        if self.step >= s.max_steps: raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps to go on")
+        if self.step >= s.max_steps:
+            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps to go on")
         self.open_output()
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
@@ -393,23 +400,24 @@ class Trainer:
 
     def log(self, loss, norm, seconds):
         """One line for people, one for programs."""
-        s, rate = self.s, self.s.batch_tokens / seconds
-        peak = next((f for name, f in PEAK_FLOPS.items() if self.device.type == 'cuda' and name in torch.cuda.get_device_name(self.device)), None)
+        s, tokens, rate, lr = self.s, self.step * self.s.batch_tokens, self.s.batch_tokens / seconds, self.learning_rate(self.step - 1)
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
+        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
         mfu = rate * self.model.flops_per_token() / (peak * self.world) if peak else None
         left = round((s.max_steps - self.step) * seconds)
-        self.say(f"step {self.step:>5}/{s.max_steps} | {self.step * s.batch_tokens / 1e6:8.2f}M tokens | loss {loss:.4f} | lr {self.learning_rate(self.step - 1):.2e} | "
+        self.say(f"step {self.step:>5}/{s.max_steps} | {tokens / 1e6:8.2f}M tokens | loss {loss:.4f} | lr {lr:.2e} | "
                  f"grad norm {norm:.2f} | {seconds * 1e3:.0f} ms | {rate:,.0f} tokens/s" + (f" | MFU {mfu:.1%}" if mfu else '') +
                  f" | {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
-                 step=self.step, tokens=self.step * s.batch_tokens, loss=loss, lr=self.learning_rate(self.step - 1), grad_norm=norm,
-                 ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu)
+                 step=self.step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu)
 
     def print_sample(self):
         """What the model writes, started from the end-of-text token."""
         if self.rank or not self.s.sample_tokens: return
         tokenizer = get_tokenizer(self.meta['tokenizer'])
         with self.autocast():
-            tokens = self.model.generate([[self.meta['eot']]], self.s.sample_tokens, temperature=0.8, top_p=0.95, seed=self.s.seed, stop_token=self.meta['eot'])
-        print('-' * 100 + '\n' + tokenizer.decode([t for t in tokens[0].tolist() if t != self.meta['eot']]) + '\n' + '-' * 100)
+            tokens = self.model.generate([[self.meta['eot']]], self.s.sample_tokens, temperature=0.8, top_p=0.95, seed=self.s.seed)
+        text = tokenizer.decode([t for t in tokens[0].tolist() if t != self.meta['eot']])
+        print('-' * 100, text, '-' * 100, sep='\n')
 
 
 def main(argv):

@@ -46,7 +46,9 @@ class BenchSettings:
         if self.repeats < 1 or self.new_tokens < 2: raise ValueError("repeats must be at least 1 and new_tokens at least 2")
 
 
-TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': dict(depth_attn=True, depth_mode='uniform'), 'depth_stride1': dict(depth_attn=True, depth_stride=1)}
+TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': dict(depth_attn=True, depth_mode='uniform'),
+           'depth_stride1': dict(depth_attn=True, depth_stride=1)}
+TINY = os.path.join(ROOT, 'config', 'size', 'tiny.py')
 
 
 def synchronize(device):
@@ -89,9 +91,9 @@ def hf_model(config):
     except ImportError:
         raise UserError("--against=hf needs transformers: pip install transformers") from None
     return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=config.vocab_size, hidden_size=config.n_embd, intermediate_size=config.mlp_hidden, num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head, head_dim=config.head_dim, use_cache=False,
-        max_position_embeddings=config.block_size, tie_word_embeddings=config.tie_embeddings))
+        vocab_size=config.vocab_size, hidden_size=config.n_embd, intermediate_size=config.mlp_hidden,
+        num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
+        head_dim=config.head_dim, use_cache=False, max_position_embeddings=config.block_size, tie_word_embeddings=config.tie_embeddings))
 
 
 def training_step(model, loss_of, idx, dtype):
@@ -120,15 +122,16 @@ def table(title, times, units, unit, extra=lambda name, median: ''):
     base, rows = statistics.median(times.get('plain', next(iter(times.values())))), {}
     for name, ts in times.items():
         m, low, high = statistics.median(ts), ts[len(ts) // 4], ts[(3 * len(ts)) // 4]
-        print(f"{name:24s} {m * 1e3:7.1f} ms {low * 1e3:8.1f}-{high * 1e3:7.1f} ms {units / m:12,.0f} {base / m:8.3f}x {extra(name, m)}")
+        print(f"{name:24s} {m * 1e3:7.1f} ms {low * 1e3:8.1f}-{high * 1e3:7.1f} ms "
+              f"{units / m:12,.0f} {base / m:8.3f}x {extra(name, m)}")
         rows[name] = dict(median_s=m, quartiles_s=[low, high], per_second=units / m, speed_vs_plain=base / m)
     return rows
 
 
 def main(argv):
-    given, rest = read(argv or [os.path.join(ROOT, 'config', 'size', 'tiny.py')], __doc__.strip(), BenchSettings, Settings, GPTConfig)
+    given, rest = read(argv, __doc__.strip(), BenchSettings, Settings, GPTConfig)
     if rest: raise UserError(f"{rest[0]}: neither a setting nor a config file")
-    if 'n_layer' not in given: given = {**read([os.path.join(ROOT, 'config', 'size', 'tiny.py')], '', Settings, GPTConfig)[0], **given}
+    if 'n_layer' not in given: given = {**read([TINY], '', Settings, GPTConfig)[0], **given}
     b, s = build(BenchSettings, given), build(Settings, given)
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
@@ -189,7 +192,8 @@ def bench_decoding(b, models, config, device):
             for name, model in models.items():
                 t = seconds(turn(name, model), device)
                 if i: times[name].append(t)
-        results[batch] = table(f"decoding, batch {batch}, {new - 1} tokens after {half}, float32", {n: sorted(t) for n, t in times.items()}, batch * (new - 1), 'tokens/s')
+        results[batch] = table(f"decoding, batch {batch}, {new - 1} tokens after {half}, float32",
+                               {name: sorted(ts) for name, ts in times.items()}, batch * (new - 1), 'tokens/s')
     return results
 
 

@@ -43,7 +43,7 @@ def names(config):
 
 
 def rename_from_hf(state_dict, config):
-    """{Hugging Face name: tensor} -> {our name: tensor}. Names of ours that are no part of theirs pass through; KeyError if one is missing."""
+    """{Hugging Face name: tensor} -> {our name: tensor}. Other names, a mechanism's, stay; KeyError if one is missing."""
     table = names(config)
     used = {name for theirs in table.values() for name in theirs} | {'lm_head.weight'}
     out = {name: tensor for name, tensor in state_dict.items() if name not in used and not name.endswith('rotary_emb.inv_freq')}
@@ -72,11 +72,12 @@ def config_from_hf(c, where):
               f"rope scaling {scaling!r}": scaling != 'default',
               "a sliding window": c.get('use_sliding_window')}
     for what, found in refuse.items():
-        if found: raise UserError(f"{where}: {what} is not supported; Llama and Qwen3 without biases, rope scaling and windows are")
+        if found: raise UserError(f"{where}: {what} is not supported; Llama and Qwen3 without biases and rope scaling are")
     try:
         return GPTConfig(
-            vocab_size=c['vocab_size'], block_size=c['max_position_embeddings'], n_layer=c['num_hidden_layers'], n_head=c['num_attention_heads'],
-            n_kv_head=c.get('num_key_value_heads'), n_embd=c['hidden_size'], head_dim=c.get('head_dim'), mlp_hidden=c['intermediate_size'],
+            vocab_size=c['vocab_size'], block_size=c['max_position_embeddings'], n_layer=c['num_hidden_layers'],
+            n_head=c['num_attention_heads'], n_kv_head=c.get('num_key_value_heads'), n_embd=c['hidden_size'],
+            head_dim=c.get('head_dim'), mlp_hidden=c['intermediate_size'],
             rope_theta=float(c.get('rope_theta') or rope.get('rope_theta') or 1e4), norm_eps=c['rms_norm_eps'],
             qk_norm=c['model_type'] == 'qwen3', tie_embeddings=c.get('tie_word_embeddings', False))
     except (KeyError, TypeError, ValueError) as error:
@@ -116,15 +117,17 @@ def save_hf(model, folder):
     c = model.config
     for name, off in (('depth_attn', False), ('embed_scale', 1.0)):
         if getattr(c, name) != off:
-            raise UserError(f"{name}={getattr(c, name)}: Hugging Face's Llama and Qwen3 have no such mechanism and would compute something else; only plain models are exported")
+            raise UserError(f"{name}={getattr(c, name)}: only plain models are exported; Hugging Face's Llama and Qwen3 would "
+                            "load these weights and compute something else")
     weights = {name: t[:c.n_tokens] if name in ('wte.weight', 'lm_head.weight') else t for name, t in model.state_dict().items()}
     weights = rename_to_hf(weights, c)
     if c.tie_embeddings: weights.pop('lm_head.weight', None)
     config = dict(
         model_type='qwen3' if c.qk_norm else 'llama', architectures=['Qwen3ForCausalLM' if c.qk_norm else 'LlamaForCausalLM'],
-        vocab_size=c.n_tokens, max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
-        num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd, head_dim=c.head_dim, intermediate_size=c.mlp_hidden, rope_theta=c.rope_theta,
-        rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie_embeddings, hidden_act='silu', attention_bias=False, torch_dtype='float32')
+        vocab_size=c.n_tokens, max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer, hidden_size=c.n_embd,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, intermediate_size=c.mlp_hidden,
+        rope_theta=c.rope_theta, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie_embeddings, hidden_act='silu',
+        attention_bias=False, torch_dtype='float32')
     try:
         os.makedirs(folder, exist_ok=True)
         save_file(weights, os.path.join(folder, 'model.safetensors'), metadata={'format': 'pt'})
@@ -136,7 +139,8 @@ def save_hf(model, folder):
 def main(argv):
     from sample import load_model
     _, rest = read(argv, __doc__.strip())
-    if len(rest) != 2: raise UserError("name a checkpoint folder and a folder to write, such as: python tools/hf.py out/vanilla exported/vanilla")
+    if len(rest) != 2:
+        raise UserError("name a checkpoint folder and a folder to write: python tools/hf.py out/vanilla exported/vanilla")
     save_hf(load_model(rest[0], 'cpu')[0], rest[1])
     print(f"wrote {rest[1]}")
 
