@@ -100,18 +100,22 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(pos, head_dim, theta, dtype):
-    """Rotary angles (arXiv 2104.09864): cos and sin, each (S, hd/2), for the positions `pos` (S,), which may repeat."""
+    """
+    Rotary positions (arXiv 2104.09864) for `pos` (S,), which may repeat: cos and signed sin, each (S, 1, hd).
+
+    The pairs (x_i, x_{i + hd/2}) turn by pos * theta^(-2i / hd): the half-split layout of Llama and Qwen.
+    """
     wide = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=wide) / head_dim)
-    angle = pos.to(wide)[:, None] * freq
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    angle = pos.to(wide)[:, None, None] * freq        # (S, 1, hd/2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def apply_rope(x, cos, sin):
-    """Turn the pairs (x_i, x_{i + hd/2}) of x (B, heads, S, hd) by their angles: the half-split layout of Llama and Qwen."""
+    """Turn x (B, S, heads, hd) by its positions' angles. Rolling by half the head swaps the members of each pair."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
 class Attention(nn.Module):
@@ -133,8 +137,8 @@ class Attention(nn.Module):
         B, S, _ = x.shape
         qkv = self.c_attn(x).view(B, S, self.n_head + 2 * self.n_kv_head, self.head_dim)
         q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
-        q = apply_rope(self.q_norm(q).transpose(1, 2), *rope)  # (B, nh, S, hd)
-        k = apply_rope(self.k_norm(k).transpose(1, 2), *rope)  # (B, nkv, S, hd)
+        q = apply_rope(self.q_norm(q), *rope).transpose(1, 2)  # (B, nh, S, hd)
+        k = apply_rope(self.k_norm(k), *rope).transpose(1, 2)  # (B, nkv, S, hd)
         v = v.transpose(1, 2)                                  # (B, nkv, S, hd)
         v = depth_attention(q, k, v, sources, self.depth_mode)  # without sources: v itself
         new = (k, v)
@@ -215,9 +219,11 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     # One source at a time: stacking them would make autograd keep a copy of every source in every later layer.
     # Scores and softmax are at least fp32, and stay float64 in a float64 model.
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.stack([(q * k_j).sum(-1, dtype=wide) for k_j in keys], dim=-1)  # (B, nkv, S, sources + 1)
-    weights = torch.softmax(scores * hd ** -0.5, dim=-1).to(v.dtype)
-    return sum(weights[..., j:j + 1] * v_j for j, v_j in enumerate(values))        # (B, nkv, S, hd)
+    scores = torch.cat([(q * k_j).sum(-1, keepdim=True, dtype=wide) for k_j in keys], dim=-1)
+    weights = torch.softmax(scores * hd ** -0.5, dim=-1).to(v.dtype).split(1, dim=-1)  # each (B, nkv, S, 1)
+    mixed = weights[0] * values[0]
+    for a_j, v_j in zip(weights[1:], values[1:]): mixed = torch.addcmul(mixed, a_j, v_j)
+    return mixed                                                                 # (B, nkv, S, hd)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

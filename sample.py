@@ -26,9 +26,9 @@ class SampleSettings:
     start: Optional[str] = None         # text to go on from, or FILE:path (None: the end-of-text token, where documents start)
     num_samples: int = 1                # samples, one after the other
     max_new_tokens: int = 500           # length of each
-    temperature: float = 0.8            # 0 always takes the likeliest token
+    temperature: float = 0.7            # 0 always takes the likeliest token
     top_k: Optional[int] = None         # keep only the k likeliest tokens
-    top_p: Optional[float] = 0.95       # keep the fewest tokens that together have this probability
+    top_p: Optional[float] = None       # keep the fewest tokens that together have this probability
     seed: int = 1337                    # sample i is drawn with seed + i
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves the memory traffic on hardware that has it

@@ -144,15 +144,15 @@ def pick_dtype(name, device):
     return torch.bfloat16 if cpu.get('avx512_bf16') or cpu.get('amx_bf16') else torch.float32
 
 
-def tune_cpu(block_size):
+def tune_cpu(block_size, dtype):
     """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
     # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
         libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
-    # PyTorch's flash attention for CPUs is slower than two batched matmuls until the T x T scores leave the caches.
-    if block_size <= 512:
+    # In bf16, PyTorch's flash attention for CPUs is slower than two batched matmuls until the T x T scores leave the caches.
+    if block_size <= 512 and dtype == torch.bfloat16:
         torch.backends.cuda.enable_flash_sdp(False)  # named after cuda, rules all devices
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
 
@@ -192,9 +192,9 @@ class Trainer:
         self.accumulation = settings.batch_tokens // per_pass
         self.train_data = Windows(settings.data_dir, 'train', self.meta, T)
         self.val_data = Windows(settings.data_dir, 'val', self.meta, T)
-        if device.type == 'cpu': tune_cpu(T)
         torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
         self.dtype = pick_dtype(settings.dtype, device)
+        if device.type == 'cpu': tune_cpu(T, self.dtype)
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations
         if settings.compile or settings.compile is None and device.type == 'cuda':
@@ -242,7 +242,7 @@ class Trainer:
             step, optimizer_state = (state['step'], state['optimizer']) if s.init_from == 'resume' else (0, None)
         for name, value in asked.items():
             if value is not None and getattr(model.config, name) != value:
-                raise UserError(f"{name}={value}, but the model loaded has {name}={getattr(model.config, name)}: leave the setting out")
+                raise UserError(f"{name}={value}, but the model loaded has {getattr(model.config, name)}: leave the setting out")
         if model.config.n_tokens != self.meta['n_tokens']:
             raise UserError(f"{s.data_dir} is tokenised with {self.meta['n_tokens']} tokens ({self.meta['tokenizer']}), "
                             f"the model has n_tokens={model.config.n_tokens}: use the data the model was made for")
@@ -383,13 +383,14 @@ class Trainer:
         """Steps until max_steps or a signal; a checkpoint is written before anything else that is due."""
         s = self.s
         self.model.train()
-        mark, mark_step = time.perf_counter(), self.step
+        mark, losses = time.perf_counter(), []
         while self.step < s.max_steps:
             loss, norm = self.train_step()
+            losses.append(loss)
             if self.step % s.log_interval == 0 or self.step == 1:
                 now = time.perf_counter()
-                self.log(loss, norm, (now - mark) / (self.step - mark_step))
-                mark, mark_step = now, self.step
+                self.log(sum(losses) / len(losses), norm, (now - mark) / len(losses))
+                mark, losses = now, []
             pause = time.perf_counter()
             stop = self.should_stop()
             if stop or self.step % s.save_interval == 0 or self.step == s.max_steps: self.save()
@@ -399,8 +400,9 @@ class Trainer:
             mark += time.perf_counter() - pause  # saving and evaluating are no part of a step's time
 
     def log(self, loss, norm, seconds):
-        """One line for people, one for programs."""
-        s, tokens, rate, lr = self.s, self.step * self.s.batch_tokens, self.s.batch_tokens / seconds, self.learning_rate(self.step - 1)
+        """One line for people, one for programs: the mean loss and seconds per step since the last one, the last gradient norm."""
+        s, lr = self.s, self.learning_rate(self.step - 1)
+        tokens, rate = self.step * s.batch_tokens, s.batch_tokens / seconds
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
         mfu = rate * self.model.flops_per_token() / (peak * self.world) if peak else None
@@ -415,7 +417,7 @@ class Trainer:
         if self.rank or not self.s.sample_tokens: return
         tokenizer = get_tokenizer(self.meta['tokenizer'])
         with self.autocast():
-            tokens = self.model.generate([[self.meta['eot']]], self.s.sample_tokens, temperature=0.8, top_p=0.95, seed=self.s.seed)
+            tokens = self.model.generate([[self.meta['eot']]], self.s.sample_tokens, temperature=0.7, seed=self.s.seed)
         text = tokenizer.decode([t for t in tokens[0].tolist() if t != self.meta['eot']])
         print('-' * 100, text, '-' * 100, sep='\n')
 

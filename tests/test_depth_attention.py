@@ -129,7 +129,7 @@ def test_local_in_position_and_head():
 
 def test_rotation_cancels(idx):
     sources, q, k, v = bank(2), heads(2, 4, 5, 8, seed=60), heads(2, 2, 5, 8, seed=61), heads(2, 2, 5, 8, seed=62)
-    turn = lambda x: apply_rope(x, *rope_table(torch.arange(5), 8, 1e4, torch.float64))
+    turn = lambda x: apply_rope(x.transpose(1, 2), *rope_table(torch.arange(5), 8, 1e4, torch.float64)).transpose(1, 2)
     close(depth_attention(turn(q), turn(k), v, [(turn(a), b) for a, b in sources]), depth_attention(q, k, v, sources), 1e-12)
     model = make(**DEPTH)
     close(model.trunk(model.embed(idx), torch.arange(13)), model.trunk(model.embed(idx), torch.arange(13) + 100), 1e-9)

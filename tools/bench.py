@@ -23,7 +23,6 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
-import train
 from configurator import UserError, build, read, run
 from model import GPT, GPTConfig
 from train import Settings, pick_device, pick_dtype, tune_cpu
@@ -135,7 +134,7 @@ def main(argv):
     b, s = build(BenchSettings, given), build(Settings, given)
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
-    given = {'vocab_size': 320, **given} if device.type == 'cpu' else given
+    if device.type == 'cpu': given = {'vocab_size': 320, **given}  # bytes; on a GPU the table of the larger tokenizers
     configs = {name: build(GPTConfig, {**given, **TOGGLES[name]}) for name in b.toggles.split(',') if name != 'none'}
     flops, bandwidth = ceilings(device, dtype)
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f"{torch.get_num_threads()} CPU threads"
@@ -145,7 +144,7 @@ def main(argv):
     if configs:
         torch.manual_seed(0)
         config = next(iter(configs.values()))
-        if device.type == 'cpu': tune_cpu(config.block_size)
+        if device.type == 'cpu': tune_cpu(config.block_size, dtype)
         models = {name: GPT(c).to(device) for name, c in configs.items()}
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
         report['decoding'] = bench_decoding(b, models, config, device)
