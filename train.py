@@ -56,7 +56,7 @@ class Settings:
     eval_tokens: int = 2 ** 20          # tokens of the validation set per evaluation, the same each time
     save_interval: int = 500            # steps between checkpoints; there is always one at the end
     max_bad_steps: int = 5              # stop after so many steps in a row with a gradient that is not finite
-    sample_tokens: int = 300            # length of the sample printed at the end, 0 for none
+    sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: 16 bits where the hardware has them)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
@@ -413,13 +413,15 @@ class Trainer:
                  step=self.step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu)
 
     def print_sample(self):
-        """What the model writes, started from the end-of-text token."""
+        """A piece of the validation text, and how the model goes on."""
         if self.rank or not self.s.sample_tokens: return
         tokenizer = get_tokenizer(self.meta['tokenizer'])
-        with self.autocast():
-            tokens = self.model.generate([[self.meta['eot']]], self.s.sample_tokens, temperature=0.7, seed=self.s.seed)
-        text = tokenizer.decode([t for t in tokens[0].tolist() if t != self.meta['eot']])
-        print('-' * 100, text, '-' * 100, sep='\n')
+        window = self.val_data.get([self.val_data.n // 2], self.device)[0]
+        prompt = window[:, :self.config.block_size // 4]
+        with self.autocast(): tokens = self.model.generate(prompt, self.s.sample_tokens, temperature=0.7, seed=self.s.seed)[0].tolist()
+        given, new = tokenizer.decode(tokens[:prompt.size(1)]), tokenizer.decode(tokens[prompt.size(1):])
+        if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
+        print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40, f'\n{given}<|model|>{new}\n' + '-' * 133)
 
 
 def main(argv):
