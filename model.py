@@ -55,6 +55,12 @@ class GPTConfig:
     depth_stride: Optional[int] = None  # the sources are layers 0, s, 2s, ... below the current one (None: n_layer / 2)
     depth_mode: str = 'softmax'         # 'softmax' as in the paper, or 'uniform': a plain average, the paper's ablation
 
+    # pondering: several passes, or slots, for each token before its successor is predicted
+    ponder: str = 'none'                # 'embedding', 'latent', 'chain', 'loop', 'pause': see the functions of these names
+    ponder_steps: int = 3               # extra passes, or slots, per token; 0 is the plain GPT
+    ponder_topk: Optional[int] = None   # embedding: mix only the k likeliest tokens (None: all, as the authors' code)
+    jacobi_iters: int = 3               # latent: refinement passes when evaluating; training draws this or one less
+
     def __post_init__(self):
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden',
                      'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale', 'init_std'):
@@ -65,7 +71,11 @@ class GPTConfig:
         if self.n_kv_head is None: self.n_kv_head = self.n_head
         if self.mlp_hidden is None: self.mlp_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
         if self.depth_stride is None: self.depth_stride = max(1, self.n_layer // 2)
-        if self.embed_scale is None: self.embed_scale = 1.0
+        if self.ponder not in PONDER: raise ValueError(f"ponder={self.ponder!r} must be one of {', '.join(map(repr, PONDER))}")
+        if self.embed_scale is None:
+            # with init_std these give embeddings of size 0.6 and 1, the size of a normed hidden state, which they mix with
+            self.embed_scale = {'none': 1.0, 'embedding': math.sqrt(self.n_embd), 'pause': math.sqrt(self.n_embd)}.get(
+                self.ponder, math.sqrt(2.5 * self.n_embd))
         if self.init_std is None: self.init_std = math.sqrt(0.4 / self.n_embd)
         if self.head_dim is None:
             if self.n_embd % self.n_head:
@@ -77,10 +87,28 @@ class GPTConfig:
             raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: change one of them")
         if self.n_tokens > self.vocab_size:
             raise ValueError(f"n_tokens={self.n_tokens} is larger than vocab_size={self.vocab_size}: raise vocab_size")
+        if self.ponder_steps < 0 or self.jacobi_iters < 0:
+            raise ValueError(f"ponder_steps={self.ponder_steps} and jacobi_iters={self.jacobi_iters} must not be negative")
+        if self.jacobi_iters != 3 and self.ponder != 'latent':
+            raise ValueError(f"jacobi_iters={self.jacobi_iters} means nothing to ponder={self.ponder!r}: set ponder='latent'")
+        if self.ponder_topk is not None and self.ponder != 'embedding':
+            raise ValueError(f"ponder_topk={self.ponder_topk} means nothing to ponder={self.ponder!r}: set ponder='embedding'")
+        if self.ponder_topk is not None and not 1 <= self.ponder_topk <= self.n_tokens:
+            raise ValueError(f"ponder_topk={self.ponder_topk} must be between 1 and n_tokens={self.n_tokens}")
         if self.depth_mode not in ('softmax', 'uniform'):
             raise ValueError(f"depth_mode={self.depth_mode!r} must be 'softmax' or 'uniform'")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+    @property
+    def slots(self):
+        """Places a token takes in the sequence that attention sees."""
+        return self.ponder_steps + 1 if self.ponder in ('latent', 'chain', 'pause') else 1
+
+    @property
+    def caches(self):
+        """Caches that generation needs: one per pass where passes do not read each other's keys."""
+        return self.ponder_steps + 1 if self.ponder in ('embedding', 'loop') else 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -227,6 +255,122 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# pondering: what happens between embed(idx) and head(h). Each function takes scaled embeddings x (B,T,C) at positions
+# pos (T,), returns the hidden states (B,T,C) that predict the next tokens, and reads and extends `memory`, the list of
+# caches of GPT.new_memory, or [None, ...] without a cache. s is ponder_steps.
+
+def interleave(slots):
+    """[(B,T,C)] * n -> (B, T n, C), token by token: x_0 z_0 .. x_1 z_1 .."""
+    return torch.stack(slots, 2).flatten(1, 2)
+
+
+def plain(gpt, x, pos, memory, jacobi):
+    """The plain GPT: one pass."""
+    return gpt.trunk(x, pos, memory[0])
+
+
+# PonderLM: Pretraining Language Models to Ponder in Continuous Space (arXiv 2505.20674), equations 3 to 7
+#
+#     P_j     = softmax(head(trunk(E_j)))          the distribution over the next token after j steps       (B,T,V)
+#     E_{j+1} = E_j + P_j (embed_scale W_in)       the mean embedding under it joins the running input     (B,T,C)
+#     logits  = head(trunk(E_s))                   the loss reads the last pass only
+#
+# No parameter of its own; gradients flow through all passes and into the table through every mixture.
+# Cost: s + 1 passes, and per step 4 V C more FLOPs forward: a head to get P, and a matmul to mix. One cache per pass.
+# Where this differs from the authors' code: generation is cached (theirs recomputes everything), the softmax is fp32,
+# rows of padding in the vocabulary get no mass, and the input is not multiplied by s (a flag of theirs for larger models,
+# not in the paper). The full vocabulary is mixed, as in their code; the paper's text has the 100 likeliest (ponder_topk).
+
+def embedding(gpt, x, pos, memory, jacobi):
+    """PonderLM: add the expected embedding of the next token to the input, and run the trunk again."""
+    for step in range(gpt.config.ponder_steps):
+        x = x + gpt.mixture(gpt.trunk(x, pos, memory[step]))
+    return gpt.trunk(x, pos, memory[-1])
+
+
+# PonderLM-2: Pretraining LLM with Latent Thoughts in Continuous Space (arXiv 2509.23184)
+#
+# K = ponder_steps latent thoughts follow each token, each the last hidden state of the slot before it:
+#
+#     x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..       z_{t,k} = trunk(...) at the slot before; the K-th predicts token t + 1
+#
+# One token's slots share its position, and attention is causal over the flat sequence, so the latents of t depend on
+# all before them: exact, but sequential. Training solves the recursion by Jacobi iteration instead. The first K passes
+# add one guess each (the first guess is the hidden state of a plain pass); R more refresh all latents at once from the
+# ones before; a last pass gives the output. Latent n in flat order is exact after n passes, whatever the weights.
+#
+# Cost, in plain passes of T slots: K (K + 1) / 2 + (R + 1)(K + 1), so 9 for K = 1 and R = 3; decoding K + 1 passes of one slot.
+# Where this differs from the authors' code: R is given by the caller, so that all ranks draw the same; a prompt can be
+# read exactly (jacobi_iters = K (T - 1)); batches of unequal prompts work.
+
+def latent(gpt, x, pos, memory, jacobi):
+    """PonderLM-2: the last hidden state goes back in as the next slot of the sequence."""
+    K, T, cache = gpt.config.ponder_steps, x.size(1), memory[0]
+    if cache is not None and T == 1:                        # decoding: the recursion itself
+        for _ in range(K + 1): x = gpt.trunk(x, pos, cache)
+        return x
+    begin = cache.length if cache is not None else 0
+
+    def run(slots):                                         # [(B,T,C)] * n -> the hidden state of each
+        n = len(slots)
+        if cache is not None: cache.length, cache.slots = begin, n  # what the last pass wrote was a guess
+        h = gpt.trunk(interleave(slots), pos.repeat_interleave(n), cache)
+        return h.unflatten(1, (T, n)).unbind(2)
+
+    slots = [x]
+    for p in range(K + jacobi if K else 0):
+        slots = [x, *run(slots)[:min(p + 1, K)]]            # z_k <- output at slot k - 1
+    h = run(slots)
+    if K and not gpt.training:  # the next iterate comes for free: how far is it from this one? (RMS; 0 once exact)
+        gpt.jacobi_change = (torch.stack(h[:K]) - torch.stack(slots[1:])).detach().square().mean().sqrt()
+    return h[K]
+
+
+# Adaptive Latent CoT (arXiv 2602.08220), its arm of fixed length
+#
+#     z_t^(1)   = trunk at slot (t, 1), read from the token's embedding          k = 1 .. K, K = s + 1
+#     z_t^(k+1) = trunk at slot (t, k+1), read from z_t^(k)
+#     slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k          (Eq. 2)
+#
+# Because step k never looks at later steps, all tokens take step k at once: exact, in parallel, without iteration; and
+# the keys and values of earlier steps are computed once. Slots of a token share its position.
+# Cost: s + 1 passes, whose attention reads 1, 2, .. s + 1 times as many keys.
+
+def chain(gpt, x, pos, memory, jacobi):
+    """A chain of latent thoughts: step k of every token reads steps up to k of all tokens before."""
+    readable = None
+    for step in range(gpt.config.ponder_steps + 1):
+        if memory[0] is None: readable = ChainMemory(gpt.config.n_layer, before=readable)
+        else: readable, memory[0].step = memory[0], step
+        x = gpt.trunk(x, pos, readable)
+    return x
+
+
+def loop(gpt, x, pos, memory, jacobi):
+    """
+    The looped Transformer, a baseline of the papers: all blocks s + 1 times in a row, the final norm once. One cache per
+    loop. With depth_attn, what the same layer made in earlier loops is a source too (Depth-Attention, section 8.2).
+    """
+    earlier = [[] for _ in gpt.h] if gpt.config.depth_attn else None
+    for cache in memory: x = gpt.blocks(x, pos, cache, earlier=earlier)
+    return gpt.ln_f(x)
+
+
+def pause(gpt, x, pos, memory, jacobi):
+    """
+    Pause tokens, a baseline of the papers: s copies of one learned embedding follow each token, at its position, and the
+    last of them predicts the next token. One pass of s + 1 slots per token.
+    """
+    n = gpt.config.slots
+    thought = (gpt.pause * gpt.config.embed_scale).expand_as(x)
+    h = gpt.trunk(interleave([x] + [thought] * (n - 1)), pos.repeat_interleave(n), memory[0])
+    return h[:, n - 1::n]
+
+
+PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chain, 'loop': loop, 'pause': pause}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # the loss
 
 # At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and their gradient as much again. But the
@@ -281,11 +425,12 @@ class KVCache:
 
     Holds 2 L B nkv capacity hd numbers, allocated at first use in the dtype of the keys. Depth-Attention stores its
     mixed values here, so it needs not one byte more. Rows of a batch may have different lengths: they are aligned at
-    the right end, and `start` (B,) counts the padding slots on the left of each row, which nobody reads.
+    the right end, and `start` (B,) counts the padding tokens on the left of each row, of `slots` slots each, which
+    nobody reads.
     """
 
-    def __init__(self, n_layer, capacity, start=None):
-        self.capacity, self.start = capacity, start
+    def __init__(self, n_layer, capacity, start=None, slots=1):
+        self.capacity, self.start, self.slots = capacity, start, slots
         self.k, self.v = [None] * n_layer, [None] * n_layer
         self.length = 0  # slots in use
 
@@ -293,31 +438,68 @@ class KVCache:
         """Append k, v (B, nkv, S, hd) of one layer; returns all that layer holds, (B, nkv, length + S, hd)."""
         if self.k[layer] is None:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
-            self.k[layer], self.v[layer] = k.new_empty(shape), v.new_empty(shape)
-        end = self.length + k.size(2)
+            self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
+        end, where, last = self.place(k.size(2))
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} slots and slot {end} was asked for: make it larger, or slide")
-        self.k[layer][:, :, self.length:end] = k
-        self.v[layer][:, :, self.length:end] = v
-        keys, values = self.k[layer][:, :, :end], self.v[layer][:, :, :end]
-        if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
-        return keys, values
+        self.k[layer][:, :, where], self.v[layer][:, :, where] = k, v
+        if last and layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
-    def mask(self, S):
+    def place(self, S):
+        """(readable slots after S more, where the S go, whether they complete their tokens)."""
+        return self.length + S, slice(self.length, self.length + S), True
+
+    def mask(self, S, device):
         """Which slots the next S queries may read: bool (B or 1, 1, S, length + S), or None for "all up to oneself"."""
         if self.start is None and (S == 1 or self.length == 0): return None
-        device = self.start.device if self.start is not None else self.k[0].device
         key = torch.arange(self.length + S, device=device)
         query = key[self.length:, None]
-        seen = (key <= query)[None, None]                                   # (1, 1, S, length + S)
-        if self.start is not None:
-            # a padding slot reads itself: a softmax over nothing would be NaN
-            seen = seen & (key >= self.start[:, None, None, None]) | (key == query)
-        return seen
+        return self.hide_padding((key <= query)[None, None], key, query)    # (1, 1, S, length + S)
+
+    def hide_padding(self, seen, key, query):
+        """`seen` without the padding on the left of each row."""
+        if self.start is None: return seen
+        # a padding slot reads itself: a softmax over nothing would be NaN
+        return seen & (key >= self.start[:, None, None, None] * self.slots) | (key == query)
 
     def bytes(self):
         """Bytes allocated so far."""
         return sum(t.numel() * t.element_size() for t in self.k + self.v if t is not None)
+
+
+class ChainCache(KVCache):
+    """The cache of `chain`: slot (t, k) lies at t n + k, and a query of step k reads the slots of steps up to k."""
+    step = 0
+
+    def place(self, S):
+        first = self.length + self.step
+        return self.length + S * self.slots, slice(first, first + S * self.slots, self.slots), self.step == self.slots - 1
+
+    def mask(self, S, device):
+        key = torch.arange(self.length + S * self.slots, device=device)
+        query = key[self.length + self.step::self.slots, None]
+        return self.hide_padding(((key <= query) & (key % self.slots <= self.step))[None, None], key, query)
+
+
+class ChainMemory:
+    """The memory of one step of `chain` in training, where gradients forbid writing into a buffer. before: of the step before."""
+
+    def __init__(self, n_layer, before=None):
+        self.k, self.v, self.before = [None] * n_layer, [None] * n_layer, before
+        self.step = before.step + 1 if before else 0
+
+    @torch.compiler.disable  # it changes state, which a compiled block would have to know for each layer apart
+    def update(self, layer, k, v):
+        """k, v (B, nkv, T, hd) of this step -> those of all steps so far, (B, nkv, (step + 1) T, hd)."""
+        if self.before: k, v = torch.cat((self.before.k[layer], k), 2), torch.cat((self.before.v[layer], v), 2)
+        self.k[layer], self.v[layer] = k, v
+        return k, v
+
+    def mask(self, S, device):
+        """Every step's keys up to the query's token: bool (1, 1, T, (step + 1) T), or None in the first step."""
+        if self.step == 0: return None
+        return torch.ones(S, S, dtype=torch.bool, device=device).tril().repeat(1, self.step + 1)[None, None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -329,6 +511,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.jacobi_change = None            # how far another iteration of 'latent' would have moved its thoughts
         self.checkpoint_activations = False  # train.py: recompute each block in backward instead of keeping its insides
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -336,8 +519,11 @@ class GPT(nn.Module):
         self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings: self.lm_head.weight = self.wte.weight
-        for module in self.modules():
+        if config.ponder == 'pause': self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
+        for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=config.init_std)
+            # the pondering papers start what each block adds small, since the stack is run over its own output
+            if config.ponder != 'none' and name.endswith('c_proj'): module.weight.data /= math.sqrt(2 * config.n_layer)
 
     def embed(self, idx):
         """Tokens (B,T) -> embeddings times embed_scale (B,T,C)."""
@@ -352,17 +538,57 @@ class GPT(nn.Module):
         Without a mask every slot reads itself and all before it, those in `memory` included. A mask that broadcasts to
         (B, nh, S, readable slots) replaces that: bool (True = may read), or a bias added to the attention scores.
         """
-        if mask is None and memory is not None: mask = memory.mask(x.size(1))
+        return self.ln_f(self.blocks(x, pos, memory, mask))
+
+    def blocks(self, x, pos, memory=None, mask=None, earlier=None):
+        """`trunk` without the final norm. earlier: for each layer the (k, v) of earlier loops; this one's are appended."""
+        if mask is None and memory is not None: mask = memory.mask(x.size(1), x.device)
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        sources = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
+        anchors = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
         for layer, block in enumerate(self.h):
+            sources = (*earlier[layer], *anchors) if earlier else tuple(anchors)
             if self.checkpoint_activations and self.training:
                 # sources go in as arguments and come out as results: appending inside would happen twice
-                x, new = checkpoint(block, x, rope, tuple(sources), memory, mask, use_reentrant=False)
+                x, new = checkpoint(block, x, rope, sources, memory, mask, use_reentrant=False)
             else:
-                x, new = block(x, rope, tuple(sources), memory, mask)
-            if self.config.depth_attn and layer % self.config.depth_stride == 0: sources.append(new)
-        return self.ln_f(x)
+                x, new = block(x, rope, sources, memory, mask)
+            if self.config.depth_attn and layer % self.config.depth_stride == 0: anchors.append(new)
+            if earlier: earlier[layer].append(new)
+        return x
+
+    def mixture(self, h):
+        """The expected scaled embedding of the next token under head(h): (B,T,C) -> (B,T,C). Never holds all of (B,T,V)."""
+        c, rows = self.config, h.reshape(-1, h.size(-1))
+        n = max(1, ChunkedCrossEntropy.CHUNK // c.vocab_size)
+
+        def mix(rows):
+            table = self.wte.weight * c.embed_scale
+            logits = self.head(rows)
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if c.ponder_topk is None: return wide.softmax(-1).to(logits.dtype) @ table.to(logits.dtype)
+            top = wide.topk(c.ponder_topk, -1)
+            return F.embedding_bag(top.indices, table, per_sample_weights=top.values.softmax(-1).to(table.dtype), mode='sum')
+
+        # recomputed in backward, or every step would keep its probabilities
+        parts = [checkpoint(mix, part, use_reentrant=False) if torch.is_grad_enabled() else mix(part) for part in rows.split(n)]
+        return torch.cat(parts).view_as(h)
+
+    def hidden(self, idx, memory=None, jacobi=None):
+        """
+        Tokens (B,T) -> the hidden states (B,T,C) that predict their successors, by the way of `config.ponder`.
+        memory: from `new_memory`; the tokens then follow those it holds. jacobi: iterations of 'latent' (None: jacobi_iters).
+        """
+        c = self.config
+        begin = memory[0].length // c.slots if memory else 0
+        pos = torch.arange(begin, begin + idx.size(1), device=idx.device)
+        jacobi = c.jacobi_iters if jacobi is None else jacobi
+        return PONDER[c.ponder](self, self.embed(idx), pos, memory or [None] * c.caches, jacobi)
+
+    def new_memory(self, capacity, start=None):
+        """Empty caches for `hidden`, for `capacity` tokens; start (B,): tokens of padding on the left of each row."""
+        c = self.config
+        kind = ChainCache if c.ponder == 'chain' else KVCache
+        return [kind(c.n_layer, capacity * c.slots, start, c.slots) for _ in range(c.caches)]
 
     def head(self, h):
         """Hidden states (B,S,C) -> logits (B,S,V); rows of the table beyond n_tokens are -inf."""
@@ -375,29 +601,30 @@ class GPT(nn.Module):
         h, targets = h.reshape(-1, h.size(-1)), targets.reshape(-1)
         return ChunkedCrossEntropy.apply(h, self.lm_head.weight, targets, self.config.n_tokens, torch.is_grad_enabled())
 
-    def forward(self, idx, targets=None):
+    def forward(self, idx, targets=None, jacobi=None):
         """
         idx (B,T) -> (logits (B,T,V), None), or with targets (B,T) -> (None, mean loss in nats).
-        ValueError if T is larger than block_size.
+        jacobi: see `hidden`. ValueError if T is larger than block_size.
         """
         if idx.size(1) > self.config.block_size:
             raise ValueError(f"{idx.size(1)} tokens do not fit into block_size={self.config.block_size}")
-        pos = torch.arange(idx.size(1), device=idx.device)
-        h = self.trunk(self.embed(idx), pos)
+        h = self.hidden(idx, jacobi=jacobi)
         return (self.head(h), None) if targets is None else (None, self.loss(h, targets))
 
     # ------------------------------------------------------------------------------------------------------------------
     # generation
 
     @torch.inference_mode()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_token=None):
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_token=None,
+               exact=False):
         """
         Generate step by step; yields (token (B,), passes (B,)): the new token of each row and the trunk passes it took.
 
         prompts: (B,T) tensor, or a list of B sequences of any lengths, none empty or longer than block_size.
         temperature 0 takes the likeliest token; top_k keeps the k likeliest, top_p the fewest that together have
         probability p. `seed` makes the draw repeatable on one device. A row that drew `stop_token` repeats it from
-        then on, and the stream ends when all rows have.
+        then on, and the stream ends when all rows have. `exact` matters to 'latent' alone: it reads the prompt token by
+        token instead of by Jacobi iterations, slower and without their error.
 
         Past block_size: when the window is full, its newer half is read again as if it were the whole text. So a token
         is predicted from between block_size / 2 and block_size tokens, always exactly what `forward` gives for them,
@@ -409,23 +636,26 @@ class GPT(nn.Module):
         tokens = torch.cat((tokens, tokens.new_zeros(B, max_new_tokens)), 1)
         generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
         done = torch.zeros(B, dtype=torch.bool, device=device)
-        cache, first = KVCache(self.config.n_layer, min(capacity, n + max_new_tokens), start), 0
+        passes = 1 if self.config.ponder == 'none' else self.config.ponder_steps + 1
+        memory, first, read = self.new_memory(min(capacity, n + max_new_tokens), start), 0, 0  # read: tokens in memory
         was_training = self.training
         self.eval()
         try:
             for n in range(n, n + max_new_tokens):
-                if cache.length == capacity:                                # full: slide
-                    first = n - max(1, capacity // 2)
-                    cache.length = 0
-                    if start is not None: cache.start = (start - first).clamp(min=0)
-                pos = torch.arange(cache.length, n - first, device=device)  # what the cache has not seen yet
-                h = self.trunk(self.embed(tokens[:, first + cache.length:n]), pos, cache)
+                if read == capacity:                                        # full: slide
+                    first, read = n - max(1, capacity // 2), 0
+                    for cache in memory:
+                        cache.length = 0
+                        if start is not None: cache.start = (start - first).clamp(min=0)
+                chunk = 1 if exact else n                                   # what the memory does not hold yet
+                for part in tokens[:, first + read:n].split(chunk, 1): h = self.hidden(part, memory)
+                read = n - first
                 token = self._sample(self.head(h[:, -1]), temperature, top_k, top_p, generator)
                 if stop_token is not None:
                     token = torch.where(done, stop_token, token)
                     done |= token == stop_token
                 tokens[:, n] = token
-                yield token, torch.ones_like(token)
+                yield token, torch.full_like(token, passes)
                 if stop_token is not None and done.all(): return
         finally:
             self.train(was_training)
@@ -487,9 +717,18 @@ class GPT(nn.Module):
         activations and recomputation are left out.
         """
         c, T = self.config, T or self.config.block_size
-        matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        attention = 2 * c.n_layer * c.n_head * c.head_dim * T               # q k^T, and weights times v
+        s, factor = c.ponder_steps, 3 if training else 1                    # backward is two forwards
+        head = self.lm_head.weight.numel()
+        row = sum(m.weight.numel() for m in self.h.modules() if isinstance(m, nn.Linear))
         sources = [len(range(0, layer, c.depth_stride)) for layer in range(c.n_layer)]
-        depth = 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim if c.depth_attn else 0
-        forward = 2 * (matmuls + attention + depth)
-        return 3 * forward if training else forward
+        if c.depth_attn: row += 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim
+        # (slots per token, keys per slot in multiples of T) of every pass
+        flat = lambda n: (n, n)
+        passes = {'none': [flat(1)], 'embedding': [flat(1)] * (s + 1), 'loop': [flat(1)] * (s + 1), 'pause': [flat(s + 1)],
+                  'chain': [(1, k + 1) for k in range(s + 1)],
+                  'latent': [flat(n + 1) for n in range(s)] + [flat(s + 1)] * (c.jacobi_iters + 1 if s else 1)}[c.ponder]
+        # q k^T, and weights times v, for each key
+        trunk = sum(n * (row + 2 * keys * T * c.n_layer * c.n_head * c.head_dim) for n, keys in passes)
+        # a step's head, and mixing the table's rows; backward computes them again first
+        mixing = s * (head + (c.ponder_topk or c.vocab_size) * c.n_embd) if c.ponder == 'embedding' else 0
+        return 2 * (factor * (trunk + head) + (factor + 1 if training else 1) * mixing)

@@ -30,11 +30,14 @@ class SampleSettings:
     top_k: Optional[int] = None         # keep only the k likeliest tokens
     top_p: Optional[float] = None       # keep the fewest tokens that together have this probability
     seed: int = 1337                    # sample i is drawn with seed + i
+    ponder_steps: Optional[int] = None  # pondering steps or thoughts per token (None: as trained)
+    exact: bool = False                 # ponder='latent': read the prompt token by token instead of by Jacobi iterations
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves the memory traffic on hardware that has it
 
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
+        if (self.ponder_steps or 0) < 0: raise ValueError(f"ponder_steps={self.ponder_steps} must not be negative")
         if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must not be negative")
         if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -73,6 +76,9 @@ def main(argv):
     device = pick_device(s.device)
     model, tokenizer = load_model(folders[0], device)
     model.to(getattr(torch, s.dtype))
+    if s.ponder_steps is not None:
+        if model.config.ponder == 'none': raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
+        model.config.ponder_steps = s.ponder_steps
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
     count, started = 0, time.perf_counter()
@@ -81,7 +87,7 @@ def main(argv):
         print(s.start if s.start and not s.start.startswith('FILE:') else '', end='', flush=True)
         utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may come in several tokens
         for token, _ in model.stream([prompt], s.max_new_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p,
-                                     seed=s.seed + i, stop_token=tokenizer.eot_token):
+                                     seed=s.seed + i, stop_token=tokenizer.eot_token, exact=s.exact):
             count += 1
             token = token.item()
             if token != tokenizer.eot_token:

@@ -198,7 +198,9 @@ class Trainer:
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations
         if settings.compile or settings.compile is None and device.type == 'cuda':
-            for block in self.model.h: block.compile()  # one block's code for all: compile time does not grow with depth
+            # one block's code serves all, so compile time does not grow with depth; the variants are those of shapes and sources
+            torch._dynamo.config.recompile_limit = 128
+            for block in self.model.h: block.compile(dynamic=False)
         self.optimizer = self._optimizer()
         if optimizer_state: self.optimizer.load_state_dict(optimizer_state)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
@@ -270,6 +272,8 @@ class Trainer:
         """One optimizer step; returns (mean loss over all micro-batches and ranks, gradient norm)."""
         s, step, model = self.s, self.step, self.ddp or self.model
         torch.manual_seed((s.seed * 1_000_003 + step) * 4096 + self.rank)  # dropout too is a function of (seed, step)
+        # 'latent' trains with jacobi_iters or one less: the same on all ranks
+        jacobi = max(0, self.config.jacobi_iters - int(np.random.default_rng((s.seed, step)).integers(2)))
         for group in self.optimizer.param_groups: group['lr'] = self.learning_rate(step)
         total = torch.zeros(1, device=self.device)
         for micro in range(self.accumulation):
@@ -278,7 +282,7 @@ class Trainer:
             x, y = self.train_data.sample(first, s.micro_batch, s.seed, self.device)
             last = micro == self.accumulation - 1  # ranks exchange gradients only then
             with self.autocast(), contextlib.nullcontext() if last or not self.ddp else self.ddp.no_sync():
-                loss = model(x, y)[1] / self.accumulation
+                loss = model(x, y, jacobi)[1] / self.accumulation
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
@@ -359,7 +363,9 @@ class Trainer:
         per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']
         record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte)
         self.say(f"step {self.step}: validation loss {loss:.4f} nats per token, "
-                 f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte", **({} if self.s.eval_only else record))
+                 f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte"
+                 + (f", Jacobi change {self.model.jacobi_change:.1e}" if self.model.jacobi_change is not None else ''),
+                 **({} if self.s.eval_only else record))
 
     def run(self):
         """Evaluate only, or train to max_steps with logs, checkpoints and evaluations; ends early on a signal."""

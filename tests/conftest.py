@@ -18,13 +18,27 @@ TOGGLES = {
     'depth': dict(depth_attn=True),
     'depth_gqa_stride1': dict(depth_attn=True, depth_stride=1, n_kv_head=2),
     'depth_uniform': dict(depth_attn=True, depth_mode='uniform', qk_norm=False),
+    'embedding': dict(ponder='embedding', ponder_steps=2),
+    'embedding_depth': dict(ponder='embedding', ponder_steps=2, depth_attn=True, n_kv_head=2),
+    'embedding_topk': dict(ponder='embedding', ponder_steps=2, ponder_topk=5),
+    'latent': dict(ponder='latent', ponder_steps=1),
+    'latent2_depth': dict(ponder='latent', ponder_steps=2, depth_attn=True, n_kv_head=2),
+    'chain': dict(ponder='chain', ponder_steps=2),
+    'chain_depth': dict(ponder='chain', ponder_steps=2, depth_attn=True, n_kv_head=2),
+    'loop': dict(ponder='loop', ponder_steps=2),
+    'loop_depth': dict(ponder='loop', ponder_steps=2, depth_attn=True, n_kv_head=2),
+    'pause': dict(ponder='pause', ponder_steps=2),
+    'pause_depth': dict(ponder='pause', ponder_steps=2, depth_attn=True, n_kv_head=2),
 }
 
 
 def make(seed=0, **settings):
     """A small float64 model in eval mode with weights large enough that every part matters."""
     torch.manual_seed(seed)
-    config = GPTConfig(**{**dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2), **settings})
+    small = dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2)
+    if settings.get('ponder') == 'latent':
+        small.update(n_layer=3, jacobi_iters=25 * settings.get('ponder_steps', 3))  # enough to be exact for 25 tokens
+    config = GPTConfig(**{**small, **settings})
     model = GPT(config).double().eval()
     for name, p in model.named_parameters():
         if p.dim() == 1: torch.nn.init.uniform_(p, 0.5, 1.5)  # norm gains that are not all 1

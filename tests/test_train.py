@@ -46,7 +46,7 @@ def same_weights(a, b, tol=0.0):
     for name in a['model']: assert (a['model'][name] - b['model'][name]).abs().max() <= tol, name
 
 
-@pytest.mark.parametrize('toggle', ['plain', 'depth', 'depth_uniform'])
+@pytest.mark.parametrize('toggle', [t for t in TOGGLES if 'gqa' not in t])
 def test_ten_steps_equal_five_and_resume_and_five(run_train, monkeypatch, toggle, capsys):
     extra = [*options(toggle), '--dropout=0.1']
     straight = run_train('straight', *extra)
@@ -70,7 +70,7 @@ def test_micro_batches_do_not_matter(run_train):
     same_weights(run_train('a', '--micro_batch=8'), run_train('b', '--micro_batch=2'), 2e-5)
 
 
-@pytest.mark.parametrize('toggle', ['plain', 'depth'])
+@pytest.mark.parametrize('toggle', ['plain', 'depth', 'embedding', 'latent2_depth', 'chain', 'loop_depth', 'pause'])
 def test_two_processes_equal_one(run_train, small_data, tmp_path, toggle):
     one = run_train('one', *options(toggle))
     program('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, *options(toggle),
@@ -216,6 +216,7 @@ def test_existing_checkpoints_are_not_overwritten(run_train):
     with pytest.raises(UserError, match='--init_from=resume'): run_train('out')
     with pytest.raises(UserError, match='max_steps=10'): run_train('out', '--init_from=resume')
     with pytest.raises(UserError, match='n_layer=4.*has 3'): run_train('out', '--init_from=resume', '--max_steps=12', '--n_layer=4')
+    with pytest.raises(UserError, match="ponder=latent, but the model loaded has none"): run_train('out', '--init_from=resume', '--max_steps=12', '--ponder=latent')
     with pytest.raises(UserError, match='depth_attn=True'): run_train('out', '--init_from=resume', '--max_steps=12', '--depth_attn=True')
 
 

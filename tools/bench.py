@@ -46,20 +46,19 @@ class BenchSettings:
 
 
 TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': dict(depth_attn=True, depth_mode='uniform'),
-           'depth_stride1': dict(depth_attn=True, depth_stride=1)}
+           'depth_stride1': dict(depth_attn=True, depth_stride=1), 'embedding': dict(ponder='embedding'),
+           'latent': dict(ponder='latent', ponder_steps=1), 'chain': dict(ponder='chain'), 'loop': dict(ponder='loop'),
+           'pause': dict(ponder='pause')}
 TINY = os.path.join(ROOT, 'config', 'size', 'tiny.py')
-
-
-def synchronize(device):
-    if device.type == 'cuda': torch.cuda.synchronize(device)
 
 
 def seconds(f, device):
     """Wall-clock seconds of one call, device work included."""
-    synchronize(device)
+    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+    synchronize()
     start = time.perf_counter()
     f()
-    synchronize(device)
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -158,14 +157,15 @@ def bench_training(b, s, models, config, device, dtype, flops):
     idx = torch.randint(0, config.n_tokens, (batch, T), device=device)
     if s.compile or s.compile is None and device.type == 'cuda':
         for model in models.values():
-            for block in model.h: block.compile()
+            for block in model.h: block.compile(dynamic=False)
     ours = lambda model, idx: model(idx, idx)[1]
     steps = {name: training_step(model, ours, idx, dtype) for name, model in models.items()}
     if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), hf_loss, idx, dtype)
     for name, step in steps.items():
         if device.type == 'cuda': print(f"first step of {name}, compilation included: {seconds(step, device):.1f} s")
     work = {name: m.flops_per_token(T) * batch * T for name, m in models.items()}
-    share = lambda name, median: f"{work.get(name, work[next(iter(work))]) / median / flops:5.0%} of the matmul rate"
+    first = next(iter(work.values()))
+    share = lambda name, t: f"{work.get(name, first) / t / flops:5.0%} of the matmul rate, {work.get(name, first) / first:.3f}x the FLOPs"
     return table(f"training step, {batch} x {T} tokens, {next(iter(models.values())).num_params() / 1e6:.1f}M parameters",
                  take_turns(steps, b.repeats, device), batch * T, 'tokens/s', share)
 

@@ -1,0 +1,7 @@
+"""The looped Transformer, the papers' baseline: the whole stack four times in a row. Cost: 4 plain passes."""
+out_dir = 'out/loop'
+ponder = 'loop'
+ponder_steps = 3
+learning_rate = 3e-4
+batch_tokens = 512 * 2048
+max_steps = 50000
