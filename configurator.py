@@ -21,10 +21,10 @@ class UserError(Exception):
 
 
 def run(main):
-    """Call main(argv); a UserError becomes one line and exit status 2, Ctrl-C exit status 130."""
+    """Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit status 2; Ctrl-C is 130."""
     try: main(sys.argv[1:])
     except KeyboardInterrupt: sys.exit(130)
-    except UserError as error: sys.exit(print("error:", *str(error).splitlines(), file=sys.stderr) or 2)
+    except (UserError, OSError) as error: sys.exit(print("error:", *str(error).splitlines(), file=sys.stderr) or 2)
 
 
 def evaluate(node):

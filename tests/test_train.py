@@ -70,6 +70,7 @@ def test_micro_batches_do_not_matter(run_train):
     same_weights(run_train('a', '--micro_batch=8'), run_train('b', '--micro_batch=2'), 2e-5)
 
 
+@pytest.mark.skipif(sys.platform == 'win32', reason='gloo over torchrun needs POSIX')
 @pytest.mark.parametrize('toggle', ['plain', 'depth', 'embedding', 'latent2_depth', 'chain', 'loop_depth', 'pause'])
 def test_two_processes_equal_one(run_train, small_data, tmp_path, toggle):
     one = run_train('one', *options(toggle))
@@ -241,6 +242,13 @@ def test_data_of_another_vocabulary(run_train, small_data, tmp_path):
 def test_an_output_folder_that_cannot_be_made(small_data, tmp_path):
     (tmp_path / 'file').write_text('in the way')
     refused(program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "file" / "out"}', ok=False), 'cannot be written')
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs a device that is always full')
+def test_a_full_disk_while_logging_is_one_line(small_data, tmp_path):
+    os.makedirs(tmp_path / 'out')
+    os.symlink('/dev/full', tmp_path / 'out' / 'log.jsonl')
+    refused(program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', ok=False), 'No space left')
 
 
 @pytest.mark.parametrize('name', sorted(n for n in os.listdir(os.path.join(ROOT, 'config', 'size')) if n.endswith('.py')))
