@@ -6,10 +6,11 @@ attention, SwiGLU, no biases. One seam carries every mechanism, "embeddings in, 
 
     embed(idx) -> x (B,T,C)        trunk(x, pos) -> h (B,T,C)        head(h) -> logits (B,T,V)
 
-so that a mechanism is one block of code that decides how often, and on what, the trunk is called.
+A mechanism is one block of code that decides how often, and on what, the trunk is called. Depth-Attention is the
+exception: it lives inside the trunk.
 
-Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention (the first mechanism), GPT.trunk,
-GPT.forward, GPT.stream (generation with a cache), and last ChunkedCrossEntropy and KVCache.
+Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention and the functions under "pondering" (the
+mechanisms), GPT.blocks, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss and the caches.
 
     shape letters   B batch   T tokens   S slots (tokens, or tokens and their latent thoughts)   C n_embd   V vocab_size
                     nh query heads   nkv key/value heads   g = nh / nkv   hd head dimension   L n_layer
@@ -123,7 +124,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        # the weight follows x to bf16: one fused kernel; mixed dtypes would fall back to a slow path
+        # the weight follows x to bf16: with mixed dtypes PyTorch warns and leaves its fused kernel
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -218,7 +219,7 @@ class Block(nn.Module):
 #     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j         own value raw, earlier ones already mixed    (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)               keys stay as they are                        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2: the anchors 0, s, 2s, ... (GPT.trunk
+# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2: the anchors 0, s, 2s, ... (GPT.blocks
 # keeps their keys and values for the length of one pass). Layer 0 has no source and is an ordinary layer.
 # q and k are those of sequence attention, after norm and rotation; at one position both sides are turned alike, so the
 # rotation cancels. With grouped queries the g queries of a key/value head are averaged first (section 3.3).
@@ -234,7 +235,7 @@ class Block(nn.Module):
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
     The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
-    sources: [(k_j, v~_j), ...] of the layers in S(l), earliest first; with none of them the result is v itself.
+    sources: [(k_j, v~_j), ...] of the layers in S(l), in any order; with none of them the result is v itself.
     mode: 'softmax' (Eq. 2), or 'uniform', equal weights for all entries: most of the gain in the paper's ablation.
     """
     if not sources: return v  # layer 0, or the plain GPT
@@ -301,7 +302,7 @@ def embedding(gpt, x, pos, memory, jacobi):
 #
 # Cost, in plain passes of T slots: K (K + 1) / 2 + (R + 1)(K + 1), so 9 for K = 1 and R = 3; decoding K + 1 passes of one slot.
 # Where this differs from the authors' code: R is given by the caller, so that all ranks draw the same; a prompt can be
-# read exactly (jacobi_iters = K (T - 1)); batches of unequal prompts work.
+# read exactly (`exact` in GPT.stream, or R = K (T - 1)); batches of unequal prompts work.
 
 def latent(gpt, x, pos, memory, jacobi):
     """PonderLM-2: the last hidden state goes back in as the next slot of the sequence."""
