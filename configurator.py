@@ -74,13 +74,16 @@ def option(arg, kinds):
     return [(name, ast.Constant(text) if str in kinds.get(name, ()) and text != 'None' else tree, arg)]
 
 
-def read(argv, usage, *blocks):
-    """({name: value} that argv and its files set, [arguments that are neither]); --help prints all settings and leaves."""
+def read(argv, usage, *blocks, files=True):
+    """
+    ({name: value} that argv and its files set, [arguments that are neither]); --help prints all settings and leaves.
+    files=False: arguments that end with .py or .json are no config files here.
+    """
     kinds = {f.name: get_args(f.type) or (f.type,) for block in blocks for f in fields(block)}  # Optional[int]: (int, NoneType)
     given, rest = {}, []
     for arg in argv:
         if arg in ('-h', '--help'): sys.exit(print(usage, *map(describe, blocks), sep='\n\n'))
-        is_file, is_option = arg.endswith(('.py', '.json')), arg.startswith('--')
+        is_file, is_option = files and arg.endswith(('.py', '.json')), arg.startswith('--')
         if not (is_file or is_option): rest.append(arg)
         for name, tree, where in option(arg, kinds) if is_option else lines(arg) if is_file else ():
             near = [f"; did you mean '{n}'?" for n in difflib.get_close_matches(name, kinds, 1)] or ["; see --help"]

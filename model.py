@@ -698,8 +698,8 @@ class GPT(nn.Module):
             logits = logits.masked_fill(logits < kth, -math.inf)
         if top_p is not None:
             ordered, order = logits.softmax(-1).sort(descending=True)
-            # a token stays if the likelier ones do not reach p yet, so the likeliest always stays
-            drop = (ordered.cumsum(-1) - ordered >= top_p).scatter(1, order, ordered.cumsum(-1) - ordered >= top_p)
+            likelier = ordered.cumsum(-1) - ordered  # a token stays if the likelier ones do not reach p without it
+            drop = torch.zeros_like(order, dtype=torch.bool).scatter(1, order, likelier >= top_p)
             logits = logits.masked_fill(drop, -math.inf)
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
@@ -714,8 +714,8 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None, training=True):
         """
         Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or
-        forward alone. Attention counts all T keys for every query, as is usual, though half are masked; norms,
-        activations and recomputation are left out.
+        forward alone; 'latent' with jacobi_iters iterations. Attention counts all T keys for every query, as is usual,
+        though half are masked; norms, activations and the recomputation of checkpoint_activations are left out.
         """
         c, T = self.config, T or self.config.block_size
         s, factor = c.ponder_steps, 3 if training else 1                    # backward is two forwards

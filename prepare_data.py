@@ -188,7 +188,7 @@ def prepare(settings, paths=()):
 
 
 def main(argv):
-    given, paths = read(argv, __doc__.strip(), DataSettings)
+    given, paths = read(argv, __doc__.strip(), DataSettings, files=False)  # a .py file is text here
     prepare(build(DataSettings, given), paths)
 
 

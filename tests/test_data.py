@@ -69,14 +69,15 @@ def test_your_own_folder_through_the_command_line(tmp_path):
     long = ''.join(f'line {i} of a long file\n' for i in range(4000)).encode()
     (tmp_path / 'texts' / 'a.txt').write_bytes(long)
     (tmp_path / 'texts' / 'sub' / 'latin1.txt').write_bytes('caf\xe9 cr\xe8me\n'.encode('latin-1') * 50)
+    (tmp_path / 'settings.py').write_bytes(b'name = "a text like others"\n')
     (tmp_path / 'texts' / 'picture.bin').write_bytes(b'\x89PNG\0\0')
     (tmp_path / 'texts' / '.hidden').write_bytes(b'secret')
-    program(os.path.join(os.path.dirname(prepare_data.__file__), 'prepare_data.py'), 'texts', '--name=mine', cwd=tmp_path)
+    program(os.path.join(os.path.dirname(prepare_data.__file__), 'prepare_data.py'), 'texts', 'settings.py', '--name=mine', cwd=tmp_path)
     meta = read_meta(str(tmp_path / 'data' / 'mine'))
     total = meta['train']['bytes'] + meta['val']['bytes']
-    assert total == len(long) + 50 * 11, "a file that is no UTF-8 is kept byte for byte; binary and hidden files are left out"
+    assert total == len(long) + 50 * 11 + 28, "a file that is no UTF-8 is kept byte for byte; binary and hidden files are left out"
     assert 0.02 < meta['val']['bytes'] / total < 0.3
-    assert meta['train']['tokens'] + meta['val']['tokens'] == total + 2, "one end-of-text per file, not per piece"
+    assert meta['train']['tokens'] + meta['val']['tokens'] == total + 3, "one end-of-text per file, not per piece"
 
 
 def test_byte_encoding_is_what_tiktoken_says():
