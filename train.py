@@ -76,16 +76,17 @@ class Settings:
 # checkpoints
 
 CHECKPOINT_VERSION = 1
+CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
 
 
 def save_checkpoint(folder, state):
     """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt."""
-    path = os.path.join(folder, 'ckpt.pt')
+    path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
     with open(path + '.tmp', 'wb') as f:
         torch.save(state, f)
         f.flush()
         os.fsync(f.fileno())
-    if os.path.exists(path): os.replace(path, os.path.join(folder, 'ckpt_prev.pt'))
+    if os.path.exists(path): os.replace(path, previous)
     os.replace(path + '.tmp', path)
 
 
@@ -95,7 +96,7 @@ def load_checkpoint(folder):
     A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
     """
     problems = []
-    for name in ('ckpt.pt', 'ckpt_prev.pt'):
+    for name in CHECKPOINTS:
         path = os.path.join(folder, name)
         if not os.path.exists(path): continue
         try:
@@ -227,9 +228,9 @@ class Trainer:
         s, own = self.s, {f.name for f in fields(GPTConfig)}
         asked = {name: value for name, value in given.items() if name in own}
         if s.init_from == 'scratch':
-            if os.path.exists(os.path.join(s.out_dir, 'ckpt.pt')) and not s.eval_only:
-                raise UserError(f"{s.out_dir}/ckpt.pt exists: go on with it by --init_from=resume, or choose another --out_dir")
             if s.eval_only: raise UserError("eval_only needs a trained model: add --init_from=resume or --init_from=FOLDER")
+            if any(os.path.exists(os.path.join(s.out_dir, name)) for name in CHECKPOINTS):
+                raise UserError(f"{s.out_dir} holds a checkpoint: go on by --init_from=resume, or choose another --out_dir")
             asked.setdefault('vocab_size', math.ceil(self.meta['n_tokens'] / 64) * 64)
             asked.setdefault('n_tokens', self.meta['n_tokens'])
             torch.manual_seed(s.seed)

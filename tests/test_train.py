@@ -212,8 +212,10 @@ def test_refusals(run_train, args, words):
     for word in words: assert word in str(error.value)
 
 
-def test_existing_checkpoints_are_not_overwritten(run_train):
+def test_existing_checkpoints_are_not_overwritten(run_train, tmp_path):
     run_train('out')
+    with pytest.raises(UserError, match='--init_from=resume'): run_train('out')
+    os.rename(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'out' / 'ckpt_prev.pt')  # as after a crash between two renames
     with pytest.raises(UserError, match='--init_from=resume'): run_train('out')
     with pytest.raises(UserError, match='max_steps=10'): run_train('out', '--init_from=resume')
     with pytest.raises(UserError, match='n_layer=4.*has 3'): run_train('out', '--init_from=resume', '--max_steps=12', '--n_layer=4')
