@@ -1,7 +1,7 @@
 """
 Train a GPT on a laptop CPU, one GPU, or many.
 
-    python train.py config/depth_attn.py config/size/tiny.py            about 3 minutes on 2 CPU cores
+    python train.py config/depth_attn.py config/size/tiny.py            3 to 4 minutes on 2 CPU cores
     python train.py config/depth_attn.py --learning_rate=1e-3           360M, one GPU
     torchrun --nproc_per_node=8 train.py config/depth_attn.py           360M, eight GPUs
     python train.py --init_from=resume --out_dir=out                    go on after an interruption
