@@ -339,10 +339,10 @@ def latent(gpt, x, pos, memory, jacobi):
 
 def chain(gpt, x, pos, memory, jacobi):
     """A chain of latent thoughts: step k of every token reads steps up to k of all tokens before."""
-    readable = None
+    readable = memory[0]
     for step in range(gpt.config.ponder_steps + 1):
         if memory[0] is None: readable = ChainMemory(gpt.config.n_layer, before=readable)
-        else: readable, memory[0].step = memory[0], step
+        else: readable.step = step
         x = gpt.trunk(x, pos, readable)
     return x
 

@@ -100,7 +100,7 @@ def test_schedule_has_the_papers_number_of_sources(L, s, total):
     for block in model.h: block.register_forward_pre_hook(lambda m, args: counts.append(len(args[2])))
     model(torch.tensor([[1, 2]]))
     assert sum(n + 1 for n in counts if n) == total
-    assert counts[0] == 0 and counts[s] == (1 if s > 1 else s) and counts[s + 1] == 2
+    assert counts[0] == 0 and counts[s] == 1 and counts[s + 1] == 2
 
 
 def test_mix_is_convex():

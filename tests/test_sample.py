@@ -2,13 +2,11 @@
 import os
 
 import pytest
-import torch
 from conftest import ROOT, make, program, refused
 
 import sample
 from configurator import UserError
 from data import get_tokenizer
-from model import GPT
 from sample import encode_prompt
 from train import load_checkpoint, save_checkpoint
 

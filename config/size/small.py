@@ -1,4 +1,4 @@
-"""25M parameters besides the embeddings; hours on two CPU cores, minutes on a GPU."""
+"""25M parameters besides the embeddings, for one GPU."""
 n_layer = 8
 n_head = 8
 n_embd = 512
