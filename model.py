@@ -27,6 +27,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from memory import Active, FrozenMemory, KVCache, RaggedCache, StepMemory, awake
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings
@@ -62,6 +64,15 @@ class GPTConfig:
     ponder_topk: Optional[int] = None   # embedding: mix only the k likeliest tokens (None: all, as the authors' code)
     jacobi_iters: int = 3               # latent: refinement passes when evaluating; training draws this or one less
 
+    # halting: each token takes as many of those steps as it needs; see the functions of these names
+    halting: str = 'none'               # 'gate' (needs ponder='embedding'), 'mask' ('latent') or 'router' ('chain')
+    halt_tau: float = 1e-4              # a step is taken if its gate, or the probability that it is needed, reaches this
+    halt_lambda: Optional[float] = None # weight of the term that asks for fewer steps (None: gate 0.1, mask 0.01, router 0.4)
+    halt_start: float = 0.4             # gate, mask: share of the run after which that term, and the gates' halting, begins
+    halt_full: float = 0.48             # gate, mask: share of the run from which on it has its full weight
+    halt_share: float = 0.1             # gate: the term is the mean of this share of all gates, the lowest
+    halt_beta: float = 10.0             # router: the term weighs a step by p^beta, p the probability of the right token
+
     def __post_init__(self):
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden',
                      'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale', 'init_std'):
@@ -96,6 +107,15 @@ class GPTConfig:
             raise ValueError(f"ponder_topk={self.ponder_topk} means nothing to ponder={self.ponder!r}: set ponder='embedding'")
         if self.ponder_topk is not None and not 1 <= self.ponder_topk <= self.n_tokens:
             raise ValueError(f"ponder_topk={self.ponder_topk} must be between 1 and n_tokens={self.n_tokens}")
+        needs = {'none': self.ponder, 'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}
+        if self.halting not in needs: raise ValueError(f"halting={self.halting!r} must be one of {', '.join(map(repr, needs))}")
+        if self.ponder != needs[self.halting]:
+            raise ValueError(f"halting={self.halting!r} does not work with ponder={self.ponder!r}: set ponder={needs[self.halting]!r}")
+        if self.halt_lambda is None: self.halt_lambda = {'mask': 0.01, 'router': 0.4}.get(self.halting, 0.1)
+        if not 0 <= self.halt_start < self.halt_full <= 1:
+            raise ValueError(f"halt_start={self.halt_start} and halt_full={self.halt_full} must be shares of the run, in this order")
+        if min(self.halt_tau, self.halt_lambda, self.halt_beta) < 0 or not 0 <= self.halt_share <= 1:
+            raise ValueError("halt_tau, halt_lambda and halt_beta must not be negative, halt_share must be between 0 and 1")
         if self.depth_mode not in ('softmax', 'uniform'):
             raise ValueError(f"depth_mode={self.depth_mode!r} must be 'softmax' or 'uniform'")
         if not 0 <= self.dropout < 1:
@@ -109,7 +129,7 @@ class GPTConfig:
     @property
     def caches(self):
         """Caches that generation needs: one per pass where passes do not read each other's keys."""
-        return self.ponder_steps + 1 if self.ponder in ('embedding', 'loop') else 1
+        return self.ponder_steps + 1 if self.ponder in ('embedding', 'loop') and self.halting == 'none' else 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,13 +150,13 @@ class RMSNorm(nn.Module):
 
 def rope_table(pos, head_dim, theta, dtype):
     """
-    Rotary positions (arXiv 2104.09864) for `pos` (S,), which may repeat: cos and signed sin, each (S, 1, hd).
+    Rotary positions (arXiv 2104.09864) for `pos` (S,) or (B,S), which may repeat: cos and signed sin, each (.., S, 1, hd).
 
     The pairs (x_i, x_{i + hd/2}) turn by pos * theta^(-2i / hd): the half-split layout of Llama and Qwen.
     """
     wide = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=wide) / head_dim)
-    angle = pos.to(wide)[:, None, None] * freq        # (S, 1, hd/2)
+    angle = pos.to(wide)[..., None, None] * freq      # (S, 1, hd/2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
@@ -161,7 +181,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, rope, sources=(), memory=None, mask=None):
+    def forward(self, x, rope, sources=(), memory=None, mask=None, bias=None):
         """x (B,S,C) -> y (B,S,C), and this layer's (k, v) for later layers to read, each (B, nkv, S, hd)."""
         B, S, _ = x.shape
         qkv = self.c_attn(x).view(B, S, self.n_head + 2 * self.n_kv_head, self.head_dim)
@@ -171,12 +191,23 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)                                  # (B, nkv, S, hd)
         v = depth_attention(q, k, v, sources, self.depth_mode)  # without sources: v itself
         new = (k, v)
+        if bias is not None: q, k, v = with_key_bias(q, k, v, bias)
         if memory is not None:
             k, v = memory.update(self.layer, k, v)             # (B, nkv, everything readable, hd)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and S > 1,  # one new slot reads all there is
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.n_head != self.n_kv_head)
-        return self.c_proj(y.transpose(1, 2).reshape(B, S, -1)), new
+            dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5, enable_gqa=self.n_head != self.n_kv_head)
+        return self.c_proj(y[..., :self.head_dim].transpose(1, 2).reshape(B, S, -1)), new
+
+
+def with_key_bias(q, k, v, bias):
+    """
+    q, k, v with 8 more dimensions, so that q' k'^T / sqrt(hd) = q k^T / sqrt(hd) + bias: every query gets a 1, key s gets
+    sqrt(hd) bias[s]. For bias (B,S) this is what a mask (B,1,S,S) would do, but flash kernels can run it, and a cache keeps
+    it with the key. The other 7 dimensions are 0; those kernels want multiples of 8.
+    """
+    own = (bias * math.sqrt(k.size(-1))).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)
+    return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, own), -1), (0, 7)), F.pad(v, (0, 8))
 
 
 class MLP(nn.Module):
@@ -203,8 +234,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, sources=(), memory=None, mask=None):
-        y, new = self.attn(self.ln_1(x), rope, sources, memory, mask)
+    def forward(self, x, rope, sources=(), memory=None, mask=None, bias=None):
+        y, new = self.attn(self.ln_1(x), rope, sources, memory, mask, bias)
         x = x + self.drop(y)
         return x + self.drop(self.mlp(self.ln_2(x))), new
 
@@ -339,11 +370,10 @@ def latent(gpt, x, pos, memory, jacobi):
 
 def chain(gpt, x, pos, memory, jacobi):
     """A chain of latent thoughts: step k of every token reads steps up to k of all tokens before."""
-    readable = memory[0]
+    cache, read, everyone = memory[0], None, Active(awake(x, pos, memory[0]), gather=memory[0] is not None)
     for step in range(gpt.config.ponder_steps + 1):
-        if memory[0] is None: readable = ChainMemory(gpt.config.n_layer, before=readable)
-        else: readable.step = step
-        x = gpt.trunk(x, pos, readable)
+        read = cache.open(everyone, pos, step) if cache is not None else StepMemory(gpt.config.n_layer, pos[None], read)
+        x = everyone.put(x, gpt.trunk(everyone.take(x), everyone.take(pos), read))
     return x
 
 
@@ -369,6 +399,163 @@ def pause(gpt, x, pos, memory, jacobi):
 
 
 PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chain, 'loop': loop, 'pause': pause}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# halting: the modes above with a number of steps for each token. These functions have the same arguments and result; they
+# also leave gpt.steps (B,T), the passes each token took, and gpt.trace, what `penalty` needs. A full forward computes what
+# the equations say; with a cache, what a token does not need is not computed.
+
+# AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
+#
+#     s^i     = sigmoid(MLP_i(h^i))                         a gate after every pass i but the last       (2), (3)
+#     m^{i+1} = m^i and s^i >= tau                          who takes another pass; nobody comes back    (4), (5)
+#     E^{i+1} = E^i + m^{i+1} s^i P^i W_in                  PonderLM's step, scaled by the gate          (6) to (9)
+#     K^i, V^i of a token with m^i = 0 are those of its last pass, in every layer                        (10)
+#
+# The loss gains halt_lambda times the mean of the lowest share of all gates (13), which grows to halt_share between
+# halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
+# Cost: `embedding` in training, plus 16 C^2 FLOPs per gate; the mean of steps at inference.
+# Where the paper is silent: the hidden state a token ends with is that of its last pass (otherwise training computes
+# something that skipping cannot); there is no gate after the last pass; "gate values" are the s; GELU and a start at
+# sigmoid(4). The lowest share is taken in each micro-batch. No code of the authors was found.
+
+def gate(gpt, x, pos, memory, jacobi):
+    """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
+    c, cache, read = gpt.config, memory[0], None
+    h, m = torch.zeros_like(x), awake(x, pos, cache)                        # (B,T,C), (B,T)
+    gpt.steps, s = m.long(), None
+    for i in range(c.ponder_steps + 1):
+        a = Active(m, gather=cache is not None, drop_rows=True)
+        if i: x = a.put(x, a.take(x) + a.take(s)[..., None] * gpt.mixture(a.take(h)))
+        read = cache.open(a, pos, i) if cache is not None else FrozenMemory(c.n_layer, m, read)
+        h = a.put(h, gpt.trunk(a.take(x), a.take(pos), read))
+        if i == c.ponder_steps: break
+        s_i = gpt.wide(gpt.gates[i], a.take(h)).squeeze(-1).sigmoid()       # (r,n)
+        gpt.trace.append(s_i)
+        s = a.put(s_i.new_zeros(m.shape), s_i)
+        if not gpt.training or gpt.progress >= c.halt_start: m = m & (s >= c.halt_tau)
+        gpt.steps = gpt.steps + m
+        if cache is not None:
+            cache.replace(a.take(m) & a.valid)
+            if not m.any(): break
+    return h
+
+
+# PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023), on ponder='latent'
+#
+#     s_t     = softmax(router(h_t^(0)))              how many thoughts token t needs, K + 1 outcomes
+#     w_{t,k} = sum_{j >= k} s_{t,j}                  probability that thought k is needed: 1 for k = 0, falling in k
+#     scores of key (t, k), in every layer, += log w_{t,k}
+#     output  = sum_k s_{t,k} h_t^(k)                 h_t^(k): hidden state at slot (t, k)
+#
+# Training computes all slots and refreshes s in every Jacobi sweep. Otherwise slots with w < tau do not exist.
+# Cost: `latent` in training; 1 + (kept thoughts) slots per token in decoding.
+# The text of the paper could not be had: the equations are those of its figure and of a reader's notes. The term that asks
+# for fewer steps is ours: halt_lambda times the expected thoughts, sum_{k >= 1} w_{t,k}, from halt_start on. Thoughts kept
+# (w >= tau) are more than expected ones. No code of the authors was found.
+
+def mask(gpt, x, pos, memory, jacobi):
+    """PonderLM-3: a router says up front how many latents a token needs; in training, log w on their keys; else they are cut."""
+    (B, T, _), K, cache = x.shape, gpt.config.ponder_steps, memory[0]
+    real, begin = awake(x, pos, cache), int(pos[0]) * (K + 1)
+    log_tau = math.log(gpt.config.halt_tau) if gpt.config.halt_tau else -math.inf
+
+    def route(h):                                           # (..,C) -> s, log w and which slots are kept, each (.., K + 1)
+        log_s = gpt.wide(gpt.router, h).log_softmax(-1)
+        log_w = log_s[..., 1:].flip(-1).logcumsumexp(-1).flip(-1)   # tail sums, without leaving log space
+        log_w = torch.cat((torch.zeros_like(log_s[..., :1]), log_w), -1)
+        return log_s.exp(), log_w, log_w >= log_tau
+
+    def run(slots, route_of):                               # [(B,T,C)] * n -> the hidden state of each
+        n, flat = len(slots), interleave(slots)
+        at = pos.repeat_interleave(n)
+        if route_of is None: log_w, kept = flat.new_zeros(B, T), torch.ones_like(real)  # a plain pass
+        else: log_w, kept = (r[..., :n].flatten(1) for r in route_of[1:])
+        if cache is None:
+            h = gpt.trunk(flat, at, bias=log_w if gpt.training else log_w.masked_fill(~kept, -math.inf))
+        else:
+            cache.forget(begin)                             # what the last sweep wrote was a guess
+            a = Active(real.repeat_interleave(n, 1) & kept)
+            time = ((pos * (K + 1))[:, None] + torch.arange(n, device=x.device)).flatten()
+            h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), cache.open(a, time), bias=a.take(log_w)))
+        return h.unflatten(1, (T, n)).unbind(2)
+
+    if cache is not None and T == 1:                        # decoding: the recursion itself
+        h, z, now = [], x, real
+        for k in range(K + 1):
+            a = Active(now, drop_rows=True)
+            bias = a.take(log_w[..., k] if k else torch.zeros_like(real, dtype=x.dtype))
+            z = a.put(z, gpt.trunk(a.take(z), a.take(pos), cache.open(a, pos * (K + 1) + k), bias=bias))
+            h.append(z)
+            if k == 0: s, log_w, kept = route(z)
+            if k < K: now = real & kept[..., k + 1]
+            if not now.any(): break
+    else:
+        h, routed = run([x], None), None
+        for p in range(K + jacobi):
+            routed = route(h[0])
+            h = run([x, *h[:min(p + 1, K)]], routed)
+        s, log_w, kept = route(h[0])
+    gpt.steps = (kept & real[..., None]).sum(-1)
+    gpt.trace.append(s)
+    if not gpt.training: s = s * kept
+    return sum(s[..., k, None] * h_k for k, h_k in enumerate(h)).to(x.dtype)
+
+
+# Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), on ponder='chain'
+#
+#     g_t^(k)  = sigmoid(router(z_t^(k))), 0 after the last step                  whether to go on                  (3)
+#     reach^(1) = 1,  reach^(k+1) = reach^(k) g^(k)                               probability of getting there      (4)
+#     K* = the last step with reach >= tau                                        later ones are never computed     (6)
+#     output = sum_k weight^(k) z^(k),  weight = reach (1 - g) before K*, reach at K*                               (5), (7), (8)
+#     loss  += halt_lambda * mean_t sum_{k <= K*} g^(k) p_k(y_t)^beta             p_k: the right token's probability after
+#                                                                                step k, a constant for the gradient (9), (10)
+#
+# Cost: the mean of steps in plain passes, in training and inference alike, and one head per step for p_k in training.
+# Where the paper is silent: the router starts near 1/2; the sums over t are means. No code of the authors was found.
+
+def router(gpt, x, pos, memory, jacobi):
+    """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
+    c, cache, read = gpt.config, memory[0], None
+    active = awake(x, pos, cache)                                           # (B,T)
+    reach = x.new_ones(active.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    out, gpt.steps = x.new_zeros(x.shape, dtype=reach.dtype), torch.zeros_like(active, dtype=torch.long)
+    for k in range(c.ponder_steps + 1):
+        a = Active(active, gather=cache is not None or not gpt.dense, drop_rows=cache is not None)
+        read = cache.open(a, pos, k) if cache is not None else StepMemory(c.n_layer, a.time(pos), read)
+        z, r = gpt.trunk(a.take(x), a.take(pos), read), a.take(reach)       # (r,n,C), (r,n)
+        g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid() if k < c.ponder_steps else torch.zeros_like(r)
+        on = a.valid & (r * g >= c.halt_tau) & (k < c.ponder_steps)
+        weight = torch.where(on, r * (1 - g), r)
+        out = a.put(out, a.take(out) + weight[..., None] * z)
+        gpt.steps = gpt.steps + active
+        if k < c.ponder_steps: gpt.trace.append((a, z.detach(), g))
+        if not on.any(): break
+        x, reach, active = a.put(x, z), a.put(reach, r * g), a.put(active, on)
+    return out.to(x.dtype)
+
+
+def penalty(gpt, targets):
+    """What halting adds to the training loss, so that steps which do not help are not taken; targets as in GPT.forward."""
+    c, trace, counts = gpt.config, gpt.trace, targets >= 0
+    ramp = min(max((gpt.progress - c.halt_start) / (c.halt_full - c.halt_start), 0.0), 1.0)
+    if c.halting == 'gate':
+        lowest = torch.cat([s[counts] for s in trace])
+        n = int(ramp * c.halt_share * lowest.numel())
+        return c.halt_lambda * lowest.topk(n, largest=False).values.mean() if n else 0.0
+    if c.halting == 'mask':
+        expected = (trace[0] * torch.arange(c.ponder_steps + 1, device=targets.device)).sum(-1)  # (B,T)
+        return c.halt_lambda * ramp * expected[counts].mean()
+    total = 0.0
+    for a, z, g in trace:
+        y = a.take(targets)
+        known = gpt.probability(z, y.clamp(min=0)) ** c.halt_beta
+        total = total + (g * known * (a.valid & (y >= 0))).sum()
+    return c.halt_lambda * total / counts.sum().clamp(min=1)
+
+
+HALTING = {'gate': gate, 'mask': mask, 'router': router}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -418,92 +605,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the cache
-
-class KVCache:
-    """
-    A memory for `GPT.trunk`: keeps the keys and values of all slots seen so far, so that a new token costs one slot.
-
-    Holds 2 L B nkv capacity hd numbers, allocated at first use in the dtype of the keys. Depth-Attention stores its
-    mixed values here, so it needs not one byte more. Rows of a batch may have different lengths: they are aligned at
-    the right end, and `start` (B,) counts the padding tokens on the left of each row, of `slots` slots each, which
-    nobody reads.
-    """
-
-    def __init__(self, n_layer, capacity, start=None, slots=1):
-        self.capacity, self.start, self.slots = capacity, start, slots
-        self.k, self.v = [None] * n_layer, [None] * n_layer
-        self.length = 0  # slots in use
-
-    def update(self, layer, k, v):
-        """Append k, v (B, nkv, S, hd) of one layer; returns all that layer holds, (B, nkv, length + S, hd)."""
-        if self.k[layer] is None:
-            shape = (k.size(0), k.size(1), self.capacity, k.size(3))
-            self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
-        end, where, last = self.place(k.size(2))
-        if end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} slots and slot {end} was asked for: make it larger, or slide")
-        self.k[layer][:, :, where], self.v[layer][:, :, where] = k, v
-        if last and layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
-
-    def place(self, S):
-        """(readable slots after S more, where the S go, whether they complete their tokens)."""
-        return self.length + S, slice(self.length, self.length + S), True
-
-    def mask(self, S, device):
-        """Which slots the next S queries may read: bool (B or 1, 1, S, length + S), or None for "all up to oneself"."""
-        if self.start is None and (S == 1 or self.length == 0): return None
-        key = torch.arange(self.length + S, device=device)
-        query = key[self.length:, None]
-        return self.hide_padding((key <= query)[None, None], key, query)    # (1, 1, S, length + S)
-
-    def hide_padding(self, seen, key, query):
-        """`seen` without the padding on the left of each row."""
-        if self.start is None: return seen
-        # a padding slot reads itself: a softmax over nothing would be NaN
-        return seen & (key >= self.start[:, None, None, None] * self.slots) | (key == query)
-
-    def bytes(self):
-        """Bytes allocated so far."""
-        return sum(t.numel() * t.element_size() for t in self.k + self.v if t is not None)
-
-
-class ChainCache(KVCache):
-    """The cache of `chain`: slot (t, k) lies at t n + k, and a query of step k reads the slots of steps up to k."""
-    step = 0
-
-    def place(self, S):
-        first = self.length + self.step
-        return self.length + S * self.slots, slice(first, first + S * self.slots, self.slots), self.step == self.slots - 1
-
-    def mask(self, S, device):
-        key = torch.arange(self.length + S * self.slots, device=device)
-        query = key[self.length + self.step::self.slots, None]
-        return self.hide_padding(((key <= query) & (key % self.slots <= self.step))[None, None], key, query)
-
-
-class ChainMemory:
-    """The memory of one step of `chain` in training, where gradients forbid writing into a buffer. before: of the step before."""
-
-    def __init__(self, n_layer, before=None):
-        self.k, self.v, self.before = [None] * n_layer, [None] * n_layer, before
-        self.step = before.step + 1 if before else 0
-
-    @torch.compiler.disable  # it changes state, which a compiled block would have to know for each layer apart
-    def update(self, layer, k, v):
-        """k, v (B, nkv, T, hd) of this step -> those of all steps so far, (B, nkv, (step + 1) T, hd)."""
-        if self.before: k, v = torch.cat((self.before.k[layer], k), 2), torch.cat((self.before.v[layer], v), 2)
-        self.k[layer], self.v[layer] = k, v
-        return k, v
-
-    def mask(self, S, device):
-        """Every step's keys up to the query's token: bool (1, 1, T, (step + 1) T), or None in the first step."""
-        if self.step == 0: return None
-        return torch.ones(S, S, dtype=torch.bool, device=device).tril().repeat(1, self.step + 1)[None, None]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # the model
 
 class GPT(nn.Module):
@@ -513,6 +614,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.jacobi_change = None            # how far another iteration of 'latent' would have moved its thoughts
+        self.steps = None                    # with halting: passes each token took in the last call, (B,T)
+        self.trace = []                      # with halting: what `penalty` needs to know of that call
+        self.progress = 1.0                  # with halting: share of the training run that is done; train.py sets it
+        self.dense = False                   # 'router': compute halted tokens too, so that all shapes stay the same
         self.checkpoint_activations = False  # train.py: recompute each block in backward instead of keeping its insides
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -521,8 +626,14 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings: self.lm_head.weight = self.wte.weight
         if config.ponder == 'pause': self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
+        C, outcomes = config.n_embd, {'mask': config.ponder_steps + 1, 'router': 1}.get(config.halting)
+        if config.halting == 'gate':
+            self.gates = nn.ModuleList(nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1)) for _ in range(config.ponder_steps))
+        if outcomes and config.ponder_steps: self.router = nn.Linear(C, outcomes)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=config.init_std)
+            # a router starts undecided; gates start open, sigmoid(4), so that training begins as plain pondering
+            if isinstance(module, nn.Linear) and module.bias is not None: nn.init.constant_(module.bias, 4.0 if name.endswith('.2') else 0.0)
             # the pondering papers start what each block adds small, since the stack is run over its own output
             if config.ponder != 'none' and name.endswith('c_proj'): module.weight.data /= math.sqrt(2 * config.n_layer)
 
@@ -532,27 +643,27 @@ class GPT(nn.Module):
         if self.config.embed_scale != 1: x = x * self.config.embed_scale
         return self.drop(x)
 
-    def trunk(self, x, pos, memory=None, mask=None):
+    def trunk(self, x, pos, memory=None, bias=None):
         """
-        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,), which may repeat -> h (B,S,C).
+        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S), which may repeat -> h (B,S,C).
 
-        Without a mask every slot reads itself and all before it, those in `memory` included. A mask that broadcasts to
-        (B, nh, S, readable slots) replaces that: bool (True = may read), or a bias added to the attention scores.
+        Every slot reads itself and all before it, or what `memory` lets it read. bias (B,S): added in every layer to the
+        attention scores of these slots as keys.
         """
-        return self.ln_f(self.blocks(x, pos, memory, mask))
+        return self.ln_f(self.blocks(x, pos, memory, bias))
 
-    def blocks(self, x, pos, memory=None, mask=None, earlier=None):
+    def blocks(self, x, pos, memory=None, bias=None, earlier=None):
         """`trunk` without the final norm. earlier: for each layer the (k, v) of earlier loops; this one's are appended."""
-        if mask is None and memory is not None: mask = memory.mask(x.size(1), x.device)
+        mask = memory.mask(x.size(1), x.device) if memory is not None else None  # (B or 1, 1, S, readable slots) bool, or None
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         anchors = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
         for layer, block in enumerate(self.h):
             sources = (*earlier[layer], *anchors) if earlier else tuple(anchors)
             if self.checkpoint_activations and self.training:
                 # sources go in as arguments and come out as results: appending inside would happen twice
-                x, new = checkpoint(block, x, rope, sources, memory, mask, use_reentrant=False)
+                x, new = checkpoint(block, x, rope, sources, memory, mask, bias, use_reentrant=False)
             else:
-                x, new = block(x, rope, sources, memory, mask)
+                x, new = block(x, rope, sources, memory, mask, bias)
             if self.config.depth_attn and layer % self.config.depth_stride == 0: anchors.append(new)
             if earlier: earlier[layer].append(new)
         return x
@@ -580,16 +691,29 @@ class GPT(nn.Module):
         memory: from `new_memory`; the tokens then follow those it holds. jacobi: iterations of 'latent' (None: jacobi_iters).
         """
         c = self.config
-        begin = memory[0].length // c.slots if memory else 0
+        begin = memory[0].tokens if memory else 0
         pos = torch.arange(begin, begin + idx.size(1), device=idx.device)
-        jacobi = c.jacobi_iters if jacobi is None else jacobi
-        return PONDER[c.ponder](self, self.embed(idx), pos, memory or [None] * c.caches, jacobi)
+        for cache in memory or (): cache.tokens = begin + idx.size(1)
+        self.steps, self.trace = None, []
+        think = HALTING[c.halting] if c.halting != 'none' and c.ponder_steps else PONDER[c.ponder]
+        return think(self, self.embed(idx), pos, memory or [None] * c.caches, c.jacobi_iters if jacobi is None else jacobi)
 
     def new_memory(self, capacity, start=None):
         """Empty caches for `hidden`, for `capacity` tokens; start (B,): tokens of padding on the left of each row."""
         c = self.config
-        kind = ChainCache if c.ponder == 'chain' else KVCache
-        return [kind(c.n_layer, capacity * c.slots, start, c.slots) for _ in range(c.caches)]
+        if c.ponder == 'chain' or c.halting != 'none': return [RaggedCache(c.n_layer, start)]
+        return [KVCache(c.n_layer, capacity * c.slots, start, c.slots) for _ in range(c.caches)]
+
+    def wide(self, module, h):
+        """module(h) in fp32 (or float64), whatever autocast says: halting compares numbers as small as 1e-4."""
+        with torch.autocast(h.device.type, enabled=False): return module(h.to(next(module.parameters()).dtype))
+
+    @torch.no_grad()
+    def probability(self, h, targets):
+        """The probability (..) that hidden states (..,C) give to targets (..)."""
+        rows, y, n = h.reshape(-1, h.size(-1)), targets.reshape(-1, 1), max(1, ChunkedCrossEntropy.CHUNK // self.config.vocab_size)
+        chunks = [self.head(r).float().log_softmax(-1).gather(1, i) for r, i in zip(rows.split(n), y.split(n))]
+        return torch.cat(chunks).exp().view(targets.shape)
 
     def head(self, h):
         """Hidden states (B,S,C) -> logits (B,S,V); rows of the table beyond n_tokens are -inf."""
@@ -604,13 +728,15 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, jacobi=None):
         """
-        idx (B,T) -> (logits (B,T,V), None), or with targets (B,T) -> (None, mean loss in nats).
+        idx (B,T) -> (logits (B,T,V), None), or with targets (B,T) -> (None, mean loss in nats, in training plus `penalty`).
         jacobi: see `hidden`. ValueError if T is larger than block_size.
         """
         if idx.size(1) > self.config.block_size:
             raise ValueError(f"{idx.size(1)} tokens do not fit into block_size={self.config.block_size}")
         h = self.hidden(idx, jacobi=jacobi)
-        return (self.head(h), None) if targets is None else (None, self.loss(h, targets))
+        if targets is None: return self.head(h), None
+        loss = self.loss(h, targets)
+        return None, loss + penalty(self, targets) if self.trace and self.training else loss
 
     # ------------------------------------------------------------------------------------------------------------------
     # generation
@@ -645,9 +771,7 @@ class GPT(nn.Module):
             for n in range(n, n + max_new_tokens):
                 if read == capacity:                                        # full: slide
                     first, read = n - max(1, capacity // 2), 0
-                    for cache in memory:
-                        cache.length = 0
-                        if start is not None: cache.start = (start - first).clamp(min=0)
+                    memory = self.new_memory(capacity, None if start is None else (start - first).clamp(min=0))
                 chunk = 1 if exact else n                                   # what the memory does not hold yet
                 for part in tokens[:, first + read:n].split(chunk, 1): h = self.hidden(part, memory)
                 read = n - first
@@ -656,7 +780,7 @@ class GPT(nn.Module):
                     token = torch.where(done, stop_token, token)
                     done |= token == stop_token
                 tokens[:, n] = token
-                yield token, torch.full_like(token, passes)
+                yield token, torch.full_like(token, passes) if self.steps is None else self.steps[:, -1]
                 if stop_token is not None and done.all(): return
         finally:
             self.train(was_training)

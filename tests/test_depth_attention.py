@@ -7,7 +7,8 @@ import torch
 from conftest import make
 from test_promises import close, differ
 
-from model import GPTConfig, KVCache, apply_rope, depth_attention, rope_table
+from memory import KVCache
+from model import GPTConfig, apply_rope, depth_attention, rope_table
 
 DEPTH = dict(depth_attn=True)
 

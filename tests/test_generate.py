@@ -3,7 +3,7 @@ import pytest
 import torch
 from conftest import make
 
-from model import KVCache
+from memory import KVCache
 
 
 def greedy(model, prompt, n):

@@ -1,0 +1,202 @@
+"""
+What attention may read. Attention asks one object:
+
+    k, v = memory.update(layer, k, v)    this pass's keys and values (B, nkv, S, hd) in, all that the pass may read out
+    memory.mask(S, device)               which of those each of the S queries reads: bool (B or 1, 1, S, readable), or None
+                                         for "itself and all before it"
+
+    KVCache         generation where every token takes the same slots      plain, embedding, loop, pause, latent
+    RaggedCache     generation where it does not                           chain, and everything that halts
+    StepMemory      training, steps that read the steps before             chain, router
+    FrozenMemory    training, tokens that stopped and are still read       gate
+
+`Active` is the other half of halting: it picks the slots that still think out of a batch, and puts them back.
+"""
+
+import torch
+import torch.nn.functional as F
+
+NEVER = 2 ** 40  # the time of padding: later than everything, so that no slot reads it
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# generation
+
+class KVCache:
+    """
+    A memory for `GPT.trunk`: keeps the keys and values of all slots seen so far, so that a new token costs one slot.
+
+    Holds 2 L B nkv capacity hd numbers, allocated at first use in the dtype of the keys. Depth-Attention stores its
+    mixed values here, so it needs not one byte more. Rows of a batch may have different lengths: they are aligned at
+    the right end, and `start` (B,) counts the padding tokens on the left of each row, of `slots` slots each, which
+    nobody reads.
+    """
+
+    def __init__(self, n_layer, capacity, start=None, slots=1):
+        self.capacity, self.start, self.slots = capacity, start, slots
+        self.k, self.v = [None] * n_layer, [None] * n_layer
+        self.length = self.tokens = 0  # slots and tokens in use
+
+    def update(self, layer, k, v):
+        """Append k, v (B, nkv, S, hd) of one layer; returns all that layer holds, (B, nkv, length + S, hd)."""
+        if self.k[layer] is None:
+            shape = (k.size(0), k.size(1), self.capacity, k.size(3))
+            self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
+        end = self.length + k.size(2)
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} slots and slot {end} was asked for: make it larger, or slide")
+        self.k[layer][:, :, self.length:end], self.v[layer][:, :, self.length:end] = k, v
+        if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def mask(self, S, device):
+        """Which slots the next S queries may read: bool (B or 1, 1, S, length + S), or None for "all up to oneself"."""
+        if self.start is None and (S == 1 or self.length == 0): return None
+        key = torch.arange(self.length + S, device=device)
+        query = key[self.length:, None]
+        seen = (key <= query)[None, None]                                   # (1, 1, S, length + S)
+        if self.start is None: return seen
+        # padding reads itself: a softmax over nothing would be NaN
+        return seen & (key >= self.start[:, None, None, None] * self.slots) | (key == query)
+
+    def bytes(self):
+        """Bytes allocated so far."""
+        return sum(t.numel() * t.element_size() for t in self.k + self.v if t is not None)
+
+
+class RaggedCache:
+    """
+    The cache where tokens have different numbers of slots: it holds what was computed, row by row, and no more. A query of
+    time t in step k reads the slots of times up to t that were made in steps up to k and not replaced by then.
+    """
+
+    def __init__(self, n_layer, start=None):
+        self.k, self.v, self.start = [None] * n_layer, [None] * n_layer, start
+        self.tokens, self.time = 0, None
+
+    def open(self, active, time, step=0):
+        """Make room for a pass over `active` slots of the times (S,); returns self, a memory for this pass."""
+        if self.time is None:
+            self.used = torch.zeros(active.shape[0], dtype=torch.long, device=time.device)   # slots of each row
+            self.time, self.step, self.until = (self.used.new_zeros(len(self.used), 0) for _ in range(3))
+        self.rows, time = active.rows, active.time(time)                                      # (r,), (r,n)
+        self.place = self.used[self.rows, None] + torch.arange(time.size(1), device=time.device)  # (r,n)
+        self.now, self.end = step, int(self.place.max()) + 1
+        if self.end > self.time.size(1):                                                      # grow by doubling
+            more = max(self.end, 2 * self.time.size(1)) - self.time.size(1)
+            self.time, self.step, self.until = (F.pad(t, (0, more), value=NEVER) for t in (self.time, self.step, self.until))
+        here = self.rows[:, None], self.place
+        self.time[here], self.step[here], self.until[here] = time, step, NEVER
+        self.used[self.rows] += active.valid.sum(1)  # padding stands last and is written over
+        key_time, key_step, key_until = (t[self.rows, None, :self.end] for t in (self.time, self.step, self.until))
+        self.seen = ((key_time <= time[..., None]) & (key_step <= step) & (key_until > step))[:, None]  # (r,1,n,end)
+        return self
+
+    def mask(self, S, device):
+        return self.seen
+
+    def update(self, layer, k, v):
+        """Store k, v (r, nkv, n, hd) of one layer; returns all it holds of these rows, (r, nkv, end, hd)."""
+        every = len(self.rows) == len(self.used)  # then there is nothing to copy
+        for held, new in ((self.k, k), (self.v, v)):
+            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), new.size(1), 0, new.size(3))
+            if held[layer].size(2) < self.end: held[layer] = F.pad(held[layer], (0, 0, 0, self.time.size(1) - held[layer].size(2)))
+            held[layer][self.rows[:, None], :, self.place] = new.transpose(1, 2)
+        return tuple(held[layer][:, :, :self.end] if every else held[layer][self.rows, :, :self.end] for held in (self.k, self.v))
+
+    def replace(self, which):
+        """Those of the last pass's slots (r,n) will have a successor in the next step, which is then read in their place."""
+        self.until[self.rows[:, None].expand_as(self.place)[which], self.place[which]] = self.now + 1
+
+    def forget(self, since):
+        """Drop all slots of times from `since` on."""
+        if self.time is None: return
+        self.time[self.time >= since] = NEVER
+        self.used = (self.time < NEVER).sum(1)
+
+    bytes = KVCache.bytes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# training
+
+class PassMemory:
+    """The memory of one pass in training, where gradients forbid writing into a buffer; `before` is that of the pass before."""
+
+    def __init__(self, n_layer, before=None):
+        self.k, self.v, self.before, self.seen = [None] * n_layer, [None] * n_layer, before, None
+
+    @torch.compiler.disable  # it changes state, which a compiled block would have to know for each layer apart
+    def update(self, layer, k, v):
+        """k, v (B, nkv, S, hd) of this pass -> what it may read, made from them and the pass before."""
+        if self.before: k, v = self.join(self.before.k[layer], k), self.join(self.before.v[layer], v)
+        self.k[layer], self.v[layer] = k, v
+        return k, v
+
+    def mask(self, S, device):
+        return self.seen
+
+
+class StepMemory(PassMemory):
+    """Each step of a chain reads its own slots and those of the steps before, up to its token's time (1 or B, n)."""
+
+    def __init__(self, n_layer, time, before=None):
+        super().__init__(n_layer, before)
+        self.time = time if before is None else torch.cat((before.time, time), 1)
+        if before: self.seen = self.time[:, None, None, :] <= time[:, None, :, None]    # (1 or B, 1, n, keys)
+
+    def join(self, before, new):
+        return torch.cat((before, new), 2)
+
+
+class FrozenMemory(PassMemory):
+    """Tokens that are not `active` (B,S) keep the keys and values of the pass before."""
+
+    def __init__(self, n_layer, active, before=None):
+        super().__init__(n_layer, before)
+        self.active = active
+
+    def join(self, before, new):
+        return torch.where(self.active[:, None, :, None], new, before)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# who still thinks
+
+def awake(x, pos, cache):
+    """(B,T) bool: all slots but the padding on the left of short prompts."""
+    real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    return real if cache is None or cache.start is None else real & (pos >= cache.start[:, None])
+
+
+class Active:
+    """
+    The slots of (B,S) where `active` is True, as a rectangle (r,n): row i holds those of one row in their order, and
+    padding where `valid` is False. drop_rows leaves out rows without any; otherwise r = B. With gather=False the
+    rectangle is (B,S) itself: nothing is saved, but shapes stay the same.
+    """
+
+    def __init__(self, active, gather=True, drop_rows=False):
+        self.gather, self.shape, self.valid = gather, active.shape, active
+        if not gather: return
+        B, S = active.shape
+        self.rows = active.any(1).nonzero()[:, 0] if drop_rows else torch.arange(B, device=active.device)  # (r,)
+        n = int(active.sum(1).max())
+        self.slots = active[self.rows].byte().argsort(dim=1, descending=True, stable=True)[:, :n]              # (r,n)
+        self.index = self.rows[:, None] * S + self.slots                                                   # of (B S)
+        self.valid = active.flatten()[self.index]                                                          # (r,n)
+
+    def take(self, x):
+        """(B,S,...) or (S,) -> (r,n,...)"""
+        if not self.gather: return x
+        if x.dim() == 1: return x[self.slots]
+        return x.flatten(0, 1).index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+    def put(self, x, new):
+        """x (B,S,...) with new (r,n,...) in these slots."""
+        if not self.gather: return torch.where(self.valid.view(*self.shape, *[1] * (x.dim() - 2)), new.to(x.dtype), x)
+        return x.flatten(0, 1).index_copy(0, self.index[self.valid], new[self.valid].to(x.dtype)).view_as(x)
+
+    def time(self, pos):
+        """(r,n): the positions, and NEVER for padding."""
+        return torch.where(self.valid, self.take(pos), NEVER)
