@@ -45,7 +45,7 @@ class KVCache:
         end = self.length + k.size(2)
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} slots and slot {end} was asked for: make it larger, or slide")
-        self.k[layer][:, :, self.length:end], self.v[layer][:, :, self.length:end] = k, v
+        self.k[layer][:, :, self.length:end], self.v[layer][:, :, self.length:end] = k.detach(), v.detach()
         if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
@@ -101,7 +101,7 @@ class RaggedCache:
         for held, new in ((self.k, k), (self.v, v)):
             if held[layer] is None: held[layer] = new.new_zeros(len(self.used), new.size(1), 0, new.size(3))
             if held[layer].size(2) < self.end: held[layer] = F.pad(held[layer], (0, 0, 0, self.time.size(1) - held[layer].size(2)))
-            held[layer][self.rows[:, None], :, self.place] = new.transpose(1, 2)
+            held[layer][self.rows[:, None], :, self.place] = new.detach().transpose(1, 2)
         return tuple(held[layer][:, :, :self.end] if every else held[layer][self.rows, :, :self.end] for held in (self.k, self.v))
 
     def replace(self, which):

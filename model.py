@@ -456,48 +456,43 @@ def gate(gpt, x, pos, memory, jacobi):
 # (w >= tau) are more than expected ones. No code of the authors was found.
 
 def mask(gpt, x, pos, memory, jacobi):
-    """PonderLM-3: a router says up front how many latents a token needs; in training, log w on their keys; else they are cut."""
-    (B, T, _), K, cache = x.shape, gpt.config.ponder_steps, memory[0]
-    real, begin = awake(x, pos, cache), int(pos[0]) * (K + 1)
-    log_tau = math.log(gpt.config.halt_tau) if gpt.config.halt_tau else -math.inf
+    """PonderLM-3: a router says up front how many latents a token needs; the others fade in training and are cut elsewhere."""
+    (B, T, _), K, cache, begin = x.shape, gpt.config.ponder_steps, memory[0], pos[0] * gpt.config.slots
+    real, log_tau = awake(x, pos, cache), math.log(min(max(gpt.config.halt_tau, 1e-300), 1))
+    s, log_w, kept = None, x.new_zeros(B, T, K + 1), real[..., None].expand(B, T, K + 1)  # before a router spoke
 
-    def route(h):                                           # (..,C) -> s, log w and which slots are kept, each (.., K + 1)
-        log_s = gpt.wide(gpt.router, h).log_softmax(-1)
-        log_w = log_s[..., 1:].flip(-1).logcumsumexp(-1).flip(-1)   # tail sums, without leaving log space
-        log_w = torch.cat((torch.zeros_like(log_s[..., :1]), log_w), -1)
-        return log_s.exp(), log_w, log_w >= log_tau
+    def route(h):                                           # h_t^(0) -> s, log w, and which slots are kept
+        log_s = gpt.wide(gpt.router, h).log_softmax(-1)     # (B,T,K+1)
+        log_w = F.pad(log_s[..., 1:].flip(-1).logcumsumexp(-1).flip(-1), (1, 0))  # tail sums without leaving log space; w_0 = 1
+        return log_s.exp(), log_w, real[..., None] & (log_w >= log_tau)
 
-    def run(slots, route_of):                               # [(B,T,C)] * n -> the hidden state of each
+    def run(slots):                                         # [(B,T,C)] * n -> the hidden state of each
         n, flat = len(slots), interleave(slots)
-        at = pos.repeat_interleave(n)
-        if route_of is None: log_w, kept = flat.new_zeros(B, T), torch.ones_like(real)  # a plain pass
-        else: log_w, kept = (r[..., :n].flatten(1) for r in route_of[1:])
+        at, bias, keep = pos.repeat_interleave(n), log_w[..., :n].flatten(1), kept[..., :n].flatten(1)
         if cache is None:
-            h = gpt.trunk(flat, at, bias=log_w if gpt.training else log_w.masked_fill(~kept, -math.inf))
+            h = gpt.trunk(flat, at, bias=bias if gpt.training else bias.masked_fill(~keep, -math.inf))
         else:
             cache.forget(begin)                             # what the last sweep wrote was a guess
-            a = Active(real.repeat_interleave(n, 1) & kept)
-            time = ((pos * (K + 1))[:, None] + torch.arange(n, device=x.device)).flatten()
-            h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), cache.open(a, time), bias=a.take(log_w)))
+            a, time = Active(keep), at * (K + 1) + torch.arange(n, device=x.device).repeat(T)
+            h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), cache.open(a, time), bias=a.take(bias)))
         return h.unflatten(1, (T, n)).unbind(2)
 
     if cache is not None and T == 1:                        # decoding: the recursion itself
-        h, z, now = [], x, real
+        h = []
         for k in range(K + 1):
-            a = Active(now, drop_rows=True)
-            bias = a.take(log_w[..., k] if k else torch.zeros_like(real, dtype=x.dtype))
-            z = a.put(z, gpt.trunk(a.take(z), a.take(pos), cache.open(a, pos * (K + 1) + k), bias=bias))
-            h.append(z)
-            if k == 0: s, log_w, kept = route(z)
-            if k < K: now = real & kept[..., k + 1]
-            if not now.any(): break
+            a = Active(kept[..., k], drop_rows=True)
+            read = cache.open(a, pos * (K + 1) + k)
+            x = a.put(x, gpt.trunk(a.take(x), a.take(pos), read, bias=a.take(log_w[..., k])))
+            h.append(x)
+            if k == 0: s, log_w, kept = route(x)
+            if not kept[..., k + 1:].any(): break
     else:
-        h, routed = run([x], None), None
+        h = run([x])
         for p in range(K + jacobi):
-            routed = route(h[0])
-            h = run([x, *h[:min(p + 1, K)]], routed)
+            s, log_w, kept = route(h[0])
+            h = run([x, *h[:min(p + 1, K)]])
         s, log_w, kept = route(h[0])
-    gpt.steps = (kept & real[..., None]).sum(-1)
+    gpt.steps = kept.sum(-1)
     gpt.trace.append(s)
     if not gpt.training: s = s * kept
     return sum(s[..., k, None] * h_k for k, h_k in enumerate(h)).to(x.dtype)
@@ -838,11 +833,12 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None, training=True):
         """
         Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or
-        forward alone; 'latent' with jacobi_iters iterations. Attention counts all T keys for every query, as is usual,
-        though half are masked; norms, activations and the recomputation of checkpoint_activations are left out.
+        forward alone; 'latent' with jacobi_iters iterations, halting as if nobody halts. Attention counts all T keys for every
+        query, as is usual, though half are masked; norms, activations and recomputation in backward for
+        checkpoint_activations are left out.
         """
-        c, T = self.config, T or self.config.block_size
-        s, factor = c.ponder_steps, 3 if training else 1                    # backward is two forwards
+        c, T, s = self.config, T or self.config.block_size, self.config.ponder_steps
+        factor = 3 if training else 1                                       # backward is two forwards
         head = self.lm_head.weight.numel()
         row = sum(m.weight.numel() for m in self.h.modules() if isinstance(m, nn.Linear))
         sources = [len(range(0, layer, c.depth_stride)) for layer in range(c.n_layer)]
@@ -852,8 +848,12 @@ class GPT(nn.Module):
         passes = {'none': [flat(1)], 'embedding': [flat(1)] * (s + 1), 'loop': [flat(1)] * (s + 1), 'pause': [flat(s + 1)],
                   'chain': [(1, k + 1) for k in range(s + 1)],
                   'latent': [flat(n + 1) for n in range(s)] + [flat(s + 1)] * (c.jacobi_iters + 1 if s else 1)}[c.ponder]
-        # q k^T, and weights times v, for each key
-        trunk = sum(n * (row + 2 * keys * T * c.n_layer * c.n_head * c.head_dim) for n, keys in passes)
+        # q k^T, and weights times v, for each key; a key bias widens the heads
+        width = c.head_dim + (8 if c.halting == 'mask' and s else 0)
+        trunk = sum(n * (row + 2 * keys * T * c.n_layer * c.n_head * width) for n, keys in passes)
+        decide = sum(p.numel() for name, p in self.named_parameters() if name.startswith(('gates.', 'router.')) and p.dim() == 2)
+        decide *= {'mask': len(passes), 'router': s}.get(c.halting, 1)
         # a step's head, and mixing the table's rows; backward computes them again first
         mixing = s * (head + (c.ponder_topk or c.vocab_size) * c.n_embd) if c.ponder == 'embedding' else 0
-        return 2 * (factor * (trunk + head) + (factor + 1 if training else 1) * mixing)
+        known = s * head if c.halting == 'router' and training else 0       # p_k, forward only
+        return 2 * (factor * (trunk + head + decide) + (factor + 1 if training else 1) * mixing + known)

@@ -4,9 +4,11 @@ Sample from a checkpoint, streaming to the terminal.
     python sample.py out/depth_attn                                        from the start of a document
     python sample.py out/depth_attn --start="def " --num_samples=3         go on from a text
     python sample.py out/depth_attn --start=FILE:prompt.txt --seed=7       go on from a file, repeatably
+    python sample.py out/halting_gate --show_steps=True                    colour each token by the passes it took
 """
 
 import codecs
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ class SampleSettings:
     top_p: Optional[float] = None       # keep the fewest tokens that together have this probability
     seed: int = 1337                    # sample i is drawn with seed + i
     ponder_steps: Optional[int] = None  # pondering steps or thoughts per token (None: as trained)
+    halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
+    show_steps: bool = False            # colour each token by the passes it took; numbers where there is no colour
     exact: bool = False                 # ponder='latent': read the prompt token by token instead of by Jacobi iterations
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves the memory traffic on hardware that has it
@@ -38,6 +42,7 @@ class SampleSettings:
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
         if (self.ponder_steps or 0) < 0: raise ValueError(f"ponder_steps={self.ponder_steps} must not be negative")
+        if (self.halt_tau or 0) < 0: raise ValueError(f"halt_tau={self.halt_tau} must not be negative")
         if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must not be negative")
         if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -69,6 +74,41 @@ def encode_prompt(start, tokenizer, block_size):
     return tokens
 
 
+SHADES = (255, 228, 220, 209, 203, 197)  # backgrounds of the 256-colour terminal, pale for one pass to red for six or more
+
+
+class Shade:
+    """Text marked by a number of passes: a background colour, or without colours the number wherever it changes."""
+
+    def __init__(self, on):
+        self.on, self.last = on, None
+        self.colour = sys.stdout.isatty() and 'NO_COLOR' not in os.environ and os.environ.get('TERM') != 'dumb'
+
+    def __call__(self, text, passes):
+        if not self.on: return text
+        if self.colour: return f"\033[30;48;5;{SHADES[min(passes, len(SHADES)) - 1]}m{text}\033[0m"
+        mark, self.last = f"[{passes}]" if passes != self.last else '', passes
+        return mark + text
+
+    def legend(self, most):
+        """What the marks mean, for up to `most` passes."""
+        marks = ' '.join(self(f" {n} ", n) for n in range(1, most + 1)) if self.colour else "[n] before the text"
+        return f"passes per token: {marks}"
+
+
+def override(config, s):
+    """Settings that may differ from those of training; UserError where they mean nothing to this model."""
+    if s.ponder_steps is not None:
+        if config.ponder == 'none': raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
+        if config.halting == 'mask' or config.halting == 'gate' and s.ponder_steps > config.ponder_steps:
+            raise UserError(f"ponder_steps={s.ponder_steps}: halting={config.halting!r} learned decisions for {config.ponder_steps} steps; "
+                            f"leave the setting out, and use --halt_tau")
+        config.ponder_steps = s.ponder_steps
+    if s.halt_tau is not None:
+        if config.halting == 'none': raise UserError("halt_tau: this model has halting='none'; leave the setting out")
+        config.halt_tau = s.halt_tau
+
+
 def main(argv):
     given, folders = read(argv, __doc__.strip(), SampleSettings)
     s = build(SampleSettings, given)
@@ -76,25 +116,24 @@ def main(argv):
     device = pick_device(s.device)
     model, tokenizer = load_model(folders[0], device)
     model.to(getattr(torch, s.dtype))
-    if s.ponder_steps is not None:
-        if model.config.ponder == 'none': raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
-        model.config.ponder_steps = s.ponder_steps
+    override(model.config, s)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
-    count, started = 0, time.perf_counter()
+    shade, count, total, started = Shade(s.show_steps), 0, 0, time.perf_counter()
     for i in range(s.num_samples):
         if i: print('\n' + '-' * 80)
         print(s.start if s.start and not s.start.startswith('FILE:') else '', end='', flush=True)
         utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may come in several tokens
-        for token, _ in model.stream([prompt], s.max_new_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p,
-                                     seed=s.seed + i, stop_token=tokenizer.eot_token, exact=s.exact):
-            count += 1
-            token = token.item()
-            if token != tokenizer.eot_token:
-                print(utf8.decode(tokenizer.decode_single_token_bytes(token)), end='', flush=True)
+        for token, passes in model.stream([prompt], s.max_new_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p,
+                                          seed=s.seed + i, stop_token=tokenizer.eot_token, exact=s.exact):
+            token, passes = token.item(), passes.item()
+            count, total = count + 1, total + passes
+            text = utf8.decode(tokenizer.decode_single_token_bytes(token)) if token != tokenizer.eot_token else ''
+            if text: print(shade(text, passes), end='', flush=True)
         print(utf8.decode(b'', final=True), end='')  # what is left of a character that never ended
     seconds = time.perf_counter() - started
-    print(f"\n\n{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s", file=sys.stderr)
+    if s.show_steps: print('\n\n' + shade.legend(1 if model.config.ponder == 'none' else model.config.ponder_steps + 1), end='')
+    print(f"\n\n{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s, {total / count:.2f} passes per token", file=sys.stderr)
 
 
 if __name__ == '__main__':

@@ -75,6 +75,8 @@ class Settings:
 # ----------------------------------------------------------------------------------------------------------------------
 # checkpoints
 
+FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start', 'halt_full', 'halt_share',
+        'halt_beta')  # settings of the model that may differ from the checkpoint's
 CHECKPOINT_VERSION = 1
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
 
@@ -206,7 +208,7 @@ class Trainer:
         if optimizer_state: self.optimizer.load_state_dict(optimizer_state)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         self.ddp = DistributedDataParallel(self.model) if world > 1 else None
-        self.stop, self.bad_steps = False, 0
+        self.stop, self.bad_steps, self.passes = False, 0, []
         self.log_file = None
 
     @property
@@ -240,7 +242,8 @@ class Trainer:
             model, step, optimizer_state = load_hf(s.init_from[3:]), 0, None
         else:
             state = load_checkpoint(s.out_dir if s.init_from == 'resume' else s.init_from)
-            model = GPT(GPTConfig(**state['config']))
+            free = {name: asked.pop(name) for name in FREE if asked.get(name) is not None}
+            model = GPT(build(GPTConfig, {**state['config'], **free}))
             load_weights(model, state)
             step, optimizer_state = (state['step'], state['optimizer']) if s.init_from == 'resume' else (0, None)
         for name, value in asked.items():
@@ -273,6 +276,7 @@ class Trainer:
         """One optimizer step; returns (mean loss over all micro-batches and ranks, gradient norm)."""
         s, step, model = self.s, self.step, self.ddp or self.model
         torch.manual_seed((s.seed * 1_000_003 + step) * 4096 + self.rank)  # dropout too is a function of (seed, step)
+        self.model.progress = step / s.max_steps  # when halting sets in
         # 'latent' trains with jacobi_iters or one less: the same on all ranks
         jacobi = max(0, self.config.jacobi_iters - int(np.random.default_rng((s.seed, step)).integers(2)))
         for group in self.optimizer.param_groups: group['lr'] = self.learning_rate(step)
@@ -286,6 +290,7 @@ class Trainer:
                 loss = model(x, y, jacobi)[1] / self.accumulation
                 self.scaler.scale(loss).backward()
             total += loss.detach()
+            self.passes.append(self.shares())
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         total = self.mean(total)
@@ -306,20 +311,29 @@ class Trainer:
         if self.world > 1: dist.all_reduce(value)
         return value.item() / self.world
 
+    def shares(self):
+        """Shares of the tokens that took at least 1, 2, .. passes in the last forward, (ponder_steps + 1,); None without halting."""
+        if self.model.steps is None: return None
+        return torch.stack([(self.model.steps > k).float().mean() for k in range(self.config.ponder_steps + 1)])
+
     @torch.no_grad()
     def evaluate(self):
-        """Mean loss in nats per token over the same eval_tokens of the validation set each time, spread evenly over it."""
+        """
+        (mean loss in nats per token, mean passes per token or None without halting) over the same eval_tokens of the validation
+        set each time, spread evenly over it.
+        """
         data, was_training = self.val_data, self.model.training
         n = min(data.n, max(self.world, self.s.eval_tokens // data.T))
         windows = np.arange(n) * data.n // n
         mine = windows[self.rank::self.world]
         self.model.eval()
-        total = torch.zeros(1, device=self.device)
+        total, passes = torch.zeros(1, device=self.device), torch.zeros(1, device=self.device)
         for i in range(0, len(mine), self.s.micro_batch):
             x, y = data.get(mine[i:i + self.s.micro_batch], self.device)
             with self.autocast(): total += self.model(x, y)[1] * len(x)
+            if self.model.steps is not None: passes += self.model.steps.float().mean() * len(x)
         self.model.train(was_training)
-        return self.mean(total) * self.world / n
+        return self.mean(total) * self.world / n, self.mean(passes) * self.world / n or None
 
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
@@ -360,11 +374,12 @@ class Trainer:
 
     def report_evaluation(self):
         """Evaluate and say so; nats per byte can be compared between tokenizers."""
-        loss = self.evaluate()
+        loss, passes = self.evaluate()
         per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']
-        record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte)
+        record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte, val_passes=passes)
         self.say(f"step {self.step}: validation loss {loss:.4f} nats per token, "
                  f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte"
+                 + (f", {passes:.3f} passes per token" if passes else '')
                  + (f", Jacobi change {self.model.jacobi_change:.1e}" if self.model.jacobi_change is not None else ''),
                  **({} if self.s.eval_only else record))
 
@@ -414,10 +429,22 @@ class Trainer:
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
         mfu = rate * self.model.flops_per_token() / (peak * self.world) if peak else None
         left = round((s.max_steps - self.step) * seconds)
+        thinking, shares = self.thinking()
         self.say(f"step {self.step:>5}/{s.max_steps} | {tokens / 1e6:8.2f}M tokens | loss {loss:.4f} | lr {lr:.2e} | "
                  f"grad norm {norm:.2f} | {seconds * 1e3:.0f} ms | {rate:,.0f} tokens/s" + (f" | MFU {mfu:.1%}" if mfu else '') +
-                 f" | {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
-                 step=self.step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu)
+                 thinking + f" | {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
+                 step=self.step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu, passes=shares)
+
+    def thinking(self):
+        """Mean passes per token since the last log line, and the share of tokens in each pass: (text, list); ('', None) without halting."""
+        kept, self.passes = [p for p in self.passes if p is not None], []
+        if not kept: return '', None
+        kept = torch.stack(kept).mean(0)
+        if self.world > 1: dist.all_reduce(kept)
+        shares, most = (kept / self.world).tolist(), self.config.ponder_steps + 1
+        early = self.model.progress < self.config.halt_full  # nothing pushes tokens to halt yet
+        collapse = 'nobody halts!' if sum(shares) > most - 0.005 and not early else 'everybody halts!' if sum(shares) < 1.005 else ''
+        return f" | {sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)}) {collapse}".rstrip(), shares
 
     def print_sample(self):
         """A piece of the validation text, and how the model goes on."""

@@ -29,6 +29,12 @@ TOGGLES = {
     'loop_depth': dict(ponder='loop', ponder_steps=2, depth_attn=True, n_kv_head=2),
     'pause': dict(ponder='pause', ponder_steps=2),
     'pause_depth': dict(ponder='pause', ponder_steps=2, depth_attn=True, n_kv_head=2),
+    'gate': dict(ponder='embedding', ponder_steps=2, halting='gate', halt_tau=0.45),
+    'gate_depth': dict(ponder='embedding', ponder_steps=2, halting='gate', halt_tau=0.45, depth_attn=True, n_kv_head=2),
+    'mask': dict(ponder='latent', ponder_steps=1, halting='mask', halt_tau=0.4),
+    'mask2_depth': dict(ponder='latent', ponder_steps=2, halting='mask', halt_tau=0.3, depth_attn=True, n_kv_head=2),
+    'router': dict(ponder='chain', ponder_steps=2, halting='router', halt_tau=0.3),
+    'router_depth': dict(ponder='chain', ponder_steps=2, halting='router', halt_tau=0.3, depth_attn=True, n_kv_head=2),
 }
 
 
@@ -41,7 +47,8 @@ def make(seed=0, **settings):
     config = GPTConfig(**{**small, **settings})
     model = GPT(config).double().eval()
     for name, p in model.named_parameters():
-        if p.dim() == 1: torch.nn.init.uniform_(p, 0.5, 1.5)  # norm gains that are not all 1
+        if name.startswith(('gates.', 'router.')) and p.dim() == 1: torch.nn.init.zeros_(p)  # some tokens halt, some do not
+        elif p.dim() == 1: torch.nn.init.uniform_(p, 0.5, 1.5)  # norm gains that are not all 1
     return model
 
 

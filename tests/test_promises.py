@@ -8,6 +8,7 @@ from conftest import TOGGLES, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from memory import RaggedCache
 from model import GPT, GPTConfig
 
 
@@ -28,6 +29,7 @@ def targets(idx):
 def test_initial_loss_and_gradients(toggle):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**dict(vocab_size=320, n_tokens=257, block_size=64, n_layer=5, n_head=4, n_embd=64, mlp_hidden=128), **toggle})).train()
+    model.progress = 0.0  # halting adds its own term to the loss later in a run
     idx = torch.randint(0, 257, (16, 64))
     loss = model(idx, torch.randint(0, 257, (16, 64)))[1]
     assert abs(loss.item() / math.log(257) - 1) < 0.05
@@ -38,26 +40,32 @@ def test_initial_loss_and_gradients(toggle):
 
 def test_causality(toggle, idx):
     model = make(**toggle)
-    before = model(idx)[0]
+    model.dense = True  # or later tokens that halt would change the shapes that earlier ones are computed in, and their rounding
+    before, steps = model(idx)[0], model.steps
     for t in (0, 5, 12):
         changed = idx.clone()
         changed[:, t] = (changed[:, t] + 1) % 50
         after = model(changed)[0]
         assert torch.equal(before[:, :t], after[:, :t])
         differ(before[:, t], after[:, t])
+        if steps is not None: assert torch.equal(steps[:, :t], model.steps[:, :t])
 
 
 def test_cached_equals_full_for_every_split(toggle, idx):
     model = make(**toggle)
-    full = model(idx)[0]
-    T = idx.size(1)
+    full, steps = model(idx)[0], model.steps
+    T, per_token = idx.size(1), model.config.slots * model.config.caches
     for split in [[n, T - n] for n in range(1, T)] + [[1] * T, [5, 3, 1, 4]]:
-        memory, parts, start = model.new_memory(T), [], 0
+        memory, parts, taken, start = model.new_memory(T), [], [], 0
         for n in split:
             parts.append(model.head(model.hidden(idx[:, start:start + n], memory)))
+            taken.append(model.steps)
             start += n
         close(torch.cat(parts, 1), full)
-        assert len(memory) == model.config.caches and all(cache.length == T * model.config.slots for cache in memory)
+        held = sum(cache.used.sum().item() if isinstance(cache, RaggedCache) else 3 * cache.length for cache in memory)
+        if steps is None: assert held == 3 * T * per_token
+        else:  # what a token did not compute is not in the cache
+            assert torch.equal(torch.cat(taken, 1), steps) and held == steps.sum() < 3 * T * (model.config.ponder_steps + 1)
 
 
 def test_batch_of_unequal_prompts_equals_each_alone(toggle):
@@ -79,10 +87,13 @@ def test_batch_of_unequal_prompts_equals_each_alone(toggle):
 def test_equals_the_naive_loop(toggle):
     model = make(**toggle)
     tokens = [3, 14, 15, 9, 26, 5, 35]
-    close(model(torch.tensor([tokens]))[0][0], naive.logits(model, tokens))
+    passes = []
+    close(model(torch.tensor([tokens]))[0][0], naive.logits(model, tokens, passes=passes))
+    if passes: assert model.steps[0].tolist() == passes
 
 
 def test_flops_agree_with_torch(toggle):
+    if 'halting' in toggle: toggle = {**toggle, 'halt_tau': 0.0}  # counted as if nobody halts
     model = GPT(GPTConfig(**{**dict(vocab_size=256, block_size=128, n_layer=3, n_head=4, n_embd=128, mlp_hidden=256), **toggle}))
     idx = torch.randint(0, 256, (2, 128))
     for training in (False, True):
@@ -118,7 +129,7 @@ def test_compiled_blocks_change_nothing(toggle, idx):
     want = gradients(model, idx)
     torch._dynamo.reset()  # forget what other tests compiled
     # this backend traces and differentiates as on a GPU, but needs no compiler
-    for block in model.h: block.compile(backend='aot_eager', dynamic=False, fullgraph=toggle.get('ponder') != 'chain')
+    for block in model.h: block.compile(backend='aot_eager', dynamic=False, fullgraph=toggle.get('ponder') != 'chain' and toggle.get('halting') != 'gate')
     with torch._dynamo.config.patch(recompile_limit=128):  # as train.py does: one variant for each shape and number of sources
         for a, b in zip(gradients(model, idx), want): close(a, b, 1e-12)
 
@@ -139,12 +150,18 @@ def test_same_result_twice_and_rows_are_independent(toggle, idx):
     close(model(idx[1:2])[0], full[1:2])
 
 
+OWN_PARAMETERS = {'pause': {'pause': (32,)}, 'mask': {'router.weight': (2, 32), 'router.bias': (2,)},
+                  'mask2': {'router.weight': (3, 32), 'router.bias': (3,)}, 'router': {'router.weight': (1, 32), 'router.bias': (1,)},
+                  'gate': {f'gates.{i}.{name}': shape for i in range(2) for name, shape in
+                           {'0.weight': (128, 32), '0.bias': (128,), '2.weight': (1, 128), '2.bias': (1,)}.items()}}
+
+
 @pytest.mark.parametrize('name', TOGGLES)
-def test_only_pause_has_a_parameter_of_its_own(name):
+def test_a_toggle_adds_no_parameters_but_its_own(name):
     settings = {k: v for k, v in TOGGLES[name].items() if k in ('n_kv_head', 'tie_embeddings', 'qk_norm')}
     plain, own = make(**settings, n_layer=3).state_dict(), make(**{**TOGGLES[name], 'n_layer': 3}).state_dict()
-    extra = {'pause'} if name.startswith('pause') else set()
-    assert {k: v.shape for k, v in own.items() if k not in extra} == {k: v.shape for k, v in plain.items()} and extra <= own.keys()
+    want = {**{k: v.shape for k, v in plain.items()}, **OWN_PARAMETERS.get(name.removesuffix('_depth'), {})}
+    assert {k: v.shape for k, v in own.items()} == want
 
 
 @pytest.mark.parametrize('ponder', ['embedding', 'latent', 'chain', 'loop', 'pause'])

@@ -1,8 +1,10 @@
 """sample.py: text in, text out, from a checkpoint trained here."""
 import os
+import re
+from dataclasses import asdict
 
 import pytest
-from conftest import ROOT, make, program, refused
+from conftest import ROOT, TOGGLES, make, program, refused
 
 import sample
 from configurator import UserError
@@ -16,7 +18,6 @@ def folder(tmp_path):
     """A checkpoint with random weights."""
     model = make(vocab_size=320, n_tokens=257, block_size=32, depth_attn=True).float()
     os.makedirs(tmp_path / 'ckpt')
-    from dataclasses import asdict
     save_checkpoint(str(tmp_path / 'ckpt'), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config), settings={}, tokenizer='byte'))
     return str(tmp_path / 'ckpt')
 
@@ -78,3 +79,29 @@ def test_weights_that_do_not_fit_their_settings(folder):
     state['config']['depth_stride'] = 2
     save_checkpoint(folder, dict(state))
     with pytest.raises(UserError, match='do not fit'): sample.main([folder])
+
+
+@pytest.mark.parametrize('toggle', ['gate', 'mask', 'router'])
+def test_show_steps(tmp_path, capsys, monkeypatch, toggle):
+    model = make(**TOGGLES[toggle], vocab_size=320, n_tokens=257, block_size=32).float()
+    save_checkpoint(str(tmp_path), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config), settings={}, tokenizer='byte'))
+    most = model.config.ponder_steps + 1
+    args = [str(tmp_path), '--start=ab', '--max_new_tokens=20', '--temperature=0', '--device=cpu', '--show_steps=True']
+    sample.main(args)
+    plain = capsys.readouterr()
+    assert plain.out.startswith('ab[') and '[n] before the text' in plain.out
+    monkeypatch.setattr('sys.stdout.isatty', lambda: True)
+    monkeypatch.delenv('NO_COLOR', raising=False)
+    monkeypatch.setenv('TERM', 'xterm')
+    sample.main(args)
+    coloured = capsys.readouterr().out
+    strip = lambda text, marks: re.sub(marks, '', text.split('passes per token')[0])
+    assert strip(coloured, r'\x1b\[[\d;]*m') == strip(plain.out, r'\[\d\]') and coloured.count('\x1b[30;48;5;') > 10
+    for tau, want in ((0, most), (1.1, 1)):
+        sample.main(args + [f'--halt_tau={tau}'])
+        assert f'{want:.2f} passes per token' in capsys.readouterr().err
+
+
+def test_settings_that_mean_nothing_to_the_model_are_refused(folder):
+    refused(program('sample.py', folder, '--halt_tau=0.5', ok=False), 'halt_tau', "halting='none'")
+    refused(program('sample.py', folder, '--ponder_steps=2', ok=False), 'ponder_steps', "ponder='none'")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TOGGLES, program, refused
+from conftest import ROOT, TOGGLES, make, program, refused
 
 import train
 from configurator import UserError
@@ -71,7 +71,7 @@ def test_micro_batches_do_not_matter(run_train):
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='gloo over torchrun needs POSIX')
-@pytest.mark.parametrize('toggle', ['plain', 'depth', 'embedding', 'latent2_depth', 'chain', 'loop_depth', 'pause'])
+@pytest.mark.parametrize('toggle', ['plain', 'depth', 'embedding', 'latent2_depth', 'chain', 'loop_depth', 'pause', 'gate', 'mask', 'router'])
 def test_two_processes_equal_one(run_train, small_data, tmp_path, toggle):
     one = run_train('one', *options(toggle))
     program('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, *options(toggle),
@@ -111,6 +111,27 @@ def test_evaluation_is_the_plain_mean_over_fixed_windows(run_train, small_data, 
     data = Windows(small_data, 'val', read_meta(small_data), 32)
     losses = [model(*data.get([w], torch.device('cpu')))[1].item() for w in range(data.n)]
     assert printed == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+
+
+def test_passes_are_logged_and_tau_can_change_at_evaluation(run_train, small_data, tmp_path, capsys):
+    run_train('out', *options('router'), '--max_steps=10', '--log_interval=5')
+    records = [json.loads(line) for line in open(tmp_path / 'out' / 'log.jsonl')]
+    for record in records[:-1]:
+        assert record['passes'][0] == 1 and record['passes'] == sorted(record['passes'], reverse=True) and len(record['passes']) == 3
+    assert 1 < records[-1]['val_passes'] < 3
+    assert f"{sum(records[0]['passes']):.2f} passes (1.00" in capsys.readouterr().out
+    for tau, passes in ((0.0, '3.000 passes'), (1.1, '1.000 passes'), (0.3, f"{records[-1]['val_passes']:.2f}")):
+        train.main([f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', '--init_from=resume', '--eval_only=True',
+                    f'--halt_tau={tau}', '--dtype=float32', '--device=cpu', '--eval_tokens=2048'])
+        assert passes in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('passes, progress, words', [([1, 1, 1], 0.5, 'nobody halts!'), ([1, 1, 1], 0.3, ''), ([1, 0, 0], 0.3, 'everybody halts!'), ([1, 0.9, 0.1], 0.9, '')])
+def test_collapse_is_named_in_the_log(passes, progress, words):
+    trainer = object.__new__(Trainer)
+    trainer.model, trainer.world = make(**TOGGLES['gate']), 1
+    trainer.model.progress, trainer.passes = progress, [torch.tensor(passes, dtype=torch.float32)]
+    assert trainer.thinking()[0].rsplit(')', 1)[1].strip() == words and trainer.passes == []
 
 
 def test_learning_rate_schedule():
@@ -260,7 +281,7 @@ def test_every_config_makes_a_model(mechanism, name):
     given, rest = read([os.path.join(ROOT, 'config', mechanism), os.path.join(ROOT, 'config', 'size', name)], '', Settings, GPTConfig)
     settings, config = build(Settings, given), build(GPTConfig, given)
     assert settings.batch_tokens % (settings.micro_batch * config.block_size) == 0 and not rest
-    with torch.device('meta'): parameters = GPT(config).num_params()
+    with torch.device('meta'): parameters = sum(p.numel() for name, p in GPT(config).named_parameters() if not name.startswith('gates.'))
     papers = {'360m.py': 0.361e9, '500m.py': 0.498e9, '710m.py': 0.716e9, '1.5b.py': 1.344e9, '3b.py': 2.748e9}  # Depth-Attention paper, tables 8 and 9
     if name in papers: assert parameters == pytest.approx(papers[name], rel=0.01)
     assert settings.learning_rate > 0 and math.isfinite(settings.learning_rate)
