@@ -99,10 +99,10 @@ class RaggedCache:
         """Store k, v (r, nkv, n, hd) of one layer; returns all it holds of these rows, (r, nkv, end, hd)."""
         every = len(self.rows) == len(self.used)  # then there is nothing to copy
         for held, new in ((self.k, k), (self.v, v)):
-            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), new.size(1), 0, new.size(3))
-            if held[layer].size(2) < self.end: held[layer] = F.pad(held[layer], (0, 0, 0, self.time.size(1) - held[layer].size(2)))
-            held[layer][self.rows[:, None], :, self.place] = new.detach().transpose(1, 2)
-        return tuple(held[layer][:, :, :self.end] if every else held[layer][self.rows, :, :self.end] for held in (self.k, self.v))
+            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), 0, new.size(1), new.size(3))  # (B, slots, nkv, hd)
+            if held[layer].size(1) < self.end: held[layer] = F.pad(held[layer], (0, 0, 0, 0, 0, self.time.size(1) - held[layer].size(1)))
+            held[layer][self.rows[:, None], self.place] = new.detach().transpose(1, 2)
+        return tuple((held[layer][:, :self.end] if every else held[layer][self.rows, :self.end]).transpose(1, 2) for held in (self.k, self.v))
 
     def replace(self, which):
         """Those of the last pass's slots (r,n) will have a successor in the next step, which is then read in their place."""
@@ -177,10 +177,11 @@ class Active:
     """
 
     def __init__(self, active, gather=True, drop_rows=False):
-        self.gather, self.shape, self.valid = gather, active.shape, active
-        if not gather: return
-        B, S = active.shape
-        self.rows = active.any(1).nonzero()[:, 0] if drop_rows else torch.arange(B, device=active.device)  # (r,)
+        (B, S), self.shape, self.valid = active.shape, active.shape, active
+        self.rows = torch.arange(B, device=active.device)                                                  # (r,)
+        self.gather = gather and not active.all()  # nothing to gather: nothing to copy
+        if not self.gather: return
+        if drop_rows: self.rows = active.any(1).nonzero()[:, 0]
         n = int(active.sum(1).max())
         self.slots = active[self.rows].byte().argsort(dim=1, descending=True, stable=True)[:, :n]              # (r,n)
         self.index = self.rows[:, None] * S + self.slots                                                   # of (B S)
