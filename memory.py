@@ -13,6 +13,8 @@ What attention may read. Attention asks one object:
 `Active` is the other half of halting: it picks the slots that still think out of a batch, and puts them back.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -97,12 +99,15 @@ class RaggedCache:
 
     def update(self, layer, k, v):
         """Store k, v (r, nkv, n, hd) of one layer; returns all it holds of these rows, (r, nkv, end, hd)."""
-        every = len(self.rows) == len(self.used)  # then there is nothing to copy
-        for held, new in ((self.k, k), (self.v, v)):
-            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), 0, new.size(1), new.size(3))  # (B, slots, nkv, hd)
-            if held[layer].size(1) < self.end: held[layer] = F.pad(held[layer], (0, 0, 0, 0, 0, self.time.size(1) - held[layer].size(1)))
+        rows = slice(None) if len(self.rows) == len(self.used) else self.rows  # all of them: a view, not a copy
+        readable = []
+        for held, new in ((self.k, k), (self.v, v)):                           # held: (B, slots, nkv, hd) for each layer
+            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), 0, new.size(1), new.size(3))
+            more = self.time.size(1) - held[layer].size(1)
+            if more > 0: held[layer] = F.pad(held[layer], (0, 0, 0, 0, 0, more))
             held[layer][self.rows[:, None], self.place] = new.detach().transpose(1, 2)
-        return tuple((held[layer][:, :self.end] if every else held[layer][self.rows, :self.end]).transpose(1, 2) for held in (self.k, self.v))
+            readable.append(held[layer][rows, :self.end].transpose(1, 2))
+        return readable
 
     def replace(self, which):
         """Those of the last pass's slots (r,n) will have a successor in the next step, which is then read in their place."""
@@ -158,6 +163,16 @@ class FrozenMemory(PassMemory):
 
     def join(self, before, new):
         return torch.where(self.active[:, None, :, None], new, before)
+
+
+def with_key_bias(q, k, v, bias):
+    """
+    q, k, v with 8 more dimensions, so that q' k'^T / sqrt(hd) = q k^T / sqrt(hd) + bias: every query gets a 1, key s gets
+    sqrt(hd) bias[s]. For bias (B,S) this is what a mask (B,1,S,S) would do, but flash kernels can run it, and a cache keeps
+    it with the key. The other 7 dimensions are 0; those kernels want multiples of 8.
+    """
+    own = (bias * math.sqrt(k.size(-1))).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)
+    return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, own), -1), (0, 7)), F.pad(v, (0, 8))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

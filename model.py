@@ -7,19 +7,18 @@ attention, SwiGLU, no biases. One seam carries every mechanism, "embeddings in, 
     embed(idx) -> x (B,T,C)        trunk(x, pos) -> h (B,T,C)        head(h) -> logits (B,T,V)
 
 A mechanism is one block of code that decides how often, and on what, the trunk is called. Depth-Attention is the
-exception: it lives inside the trunk.
+exception: it lives inside the trunk. What attention may read, such as a cache, is an object of memory.py.
 
-Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention and the functions under "pondering" (the
-mechanisms), GPT.blocks, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss and the caches.
+Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention, the functions under "pondering" and "halting"
+(the mechanisms), GPT.blocks, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss.
 
     shape letters   B batch   T tokens   S slots (tokens, or tokens and their latent thoughts)   C n_embd   V vocab_size
                     nh query heads   nkv key/value heads   g = nh / nkv   hd head dimension   L n_layer
-
-Not included, on purpose: biases, LayerNorm, learned positions, ALiBi, mixtures of experts, sliding windows.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Optional
 
 import torch
@@ -27,11 +26,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memory import Active, FrozenMemory, KVCache, RaggedCache, StepMemory, awake
+from memory import Active, FrozenMemory, KVCache, RaggedCache, StepMemory, awake, with_key_bias
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# settings
+# ---- settings --------------------------------------------------------------------------------------------------------
 
 @dataclass
 class GPTConfig:
@@ -77,63 +75,49 @@ class GPTConfig:
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden',
                      'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale', 'init_std'):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive")
-        if self.n_tokens is None: self.n_tokens = self.vocab_size
-        if self.n_kv_head is None: self.n_kv_head = self.n_head
-        if self.mlp_hidden is None: self.mlp_hidden = math.ceil(8 * self.n_embd / 3 / 64) * 64
-        if self.depth_stride is None: self.depth_stride = max(1, self.n_layer // 2)
-        if self.ponder not in PONDER: raise ValueError(f"ponder={self.ponder!r} must be one of {', '.join(map(repr, PONDER))}")
-        if self.embed_scale is None:
-            # with init_std these give embeddings of size 0.6 and 1, the size of a normed hidden state, which they mix with
-            self.embed_scale = {'none': 1.0, 'embedding': math.sqrt(self.n_embd), 'pause': math.sqrt(self.n_embd)}.get(
-                self.ponder, math.sqrt(2.5 * self.n_embd))
-        if self.init_std is None: self.init_std = math.sqrt(0.4 / self.n_embd)
-        if self.head_dim is None:
-            if self.n_embd % self.n_head:
-                raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}: change one, or set head_dim")
-            self.head_dim = self.n_embd // self.n_head
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, but rotary positions turn pairs: change n_head or head_dim")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: change one of them")
-        if self.n_tokens > self.vocab_size:
-            raise ValueError(f"n_tokens={self.n_tokens} is larger than vocab_size={self.vocab_size}: raise vocab_size")
-        if self.ponder_steps < 0 or self.jacobi_iters < 0:
-            raise ValueError(f"ponder_steps={self.ponder_steps} and jacobi_iters={self.jacobi_iters} must not be negative")
-        if self.jacobi_iters != 3 and self.ponder != 'latent':
-            raise ValueError(f"jacobi_iters={self.jacobi_iters} means nothing to ponder={self.ponder!r}: set ponder='latent'")
-        if self.ponder_topk is not None and self.ponder != 'embedding':
-            raise ValueError(f"ponder_topk={self.ponder_topk} means nothing to ponder={self.ponder!r}: set ponder='embedding'")
-        if self.ponder_topk is not None and not 1 <= self.ponder_topk <= self.n_tokens:
-            raise ValueError(f"ponder_topk={self.ponder_topk} must be between 1 and n_tokens={self.n_tokens}")
-        needs = {'none': self.ponder, 'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}
-        if self.halting not in needs: raise ValueError(f"halting={self.halting!r} must be one of {', '.join(map(repr, needs))}")
-        if self.ponder != needs[self.halting]:
-            raise ValueError(f"halting={self.halting!r} does not work with ponder={self.ponder!r}: set ponder={needs[self.halting]!r}")
-        if self.halt_lambda is None: self.halt_lambda = {'mask': 0.01, 'router': 0.4}.get(self.halting, 0.1)
-        if not 0 <= self.halt_start < self.halt_full <= 1:
-            raise ValueError(f"halt_start={self.halt_start} and halt_full={self.halt_full} must be shares of the run, in this order")
-        if min(self.halt_tau, self.halt_lambda, self.halt_beta) < 0 or not 0 <= self.halt_share <= 1:
-            raise ValueError("halt_tau, halt_lambda and halt_beta must not be negative, halt_share must be between 0 and 1")
-        if self.depth_mode not in ('softmax', 'uniform'):
-            raise ValueError(f"depth_mode={self.depth_mode!r} must be 'softmax' or 'uniform'")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+            if value is not None and not value > 0: raise ValueError(f"{name}={value} must be positive")
+        C, own_head_dim, ponder = self.n_embd, self.head_dim is not None, self.ponder
+        # with init_std these give embeddings of size 0.6 and 1, the size of a normed hidden state, which they mix with
+        scale = {'none': 1.0, 'embedding': math.sqrt(C), 'pause': math.sqrt(C)}.get(ponder, math.sqrt(2.5 * C))
+        defaults = dict(n_tokens=self.vocab_size, n_kv_head=self.n_head, head_dim=C // self.n_head, embed_scale=scale,
+                        mlp_hidden=math.ceil(8 * C / 3 / 64) * 64, init_std=math.sqrt(0.4 / C), depth_stride=max(1, self.n_layer // 2),
+                        halt_lambda={'mask': 0.01, 'router': 0.4}.get(self.halting, 0.1))
+        for name, value in defaults.items():
+            if getattr(self, name) is None: setattr(self, name, value)
+        needs = {'none': ponder, 'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}
+        problems = {  # message: whether it is true
+            f"n_embd={C} is not a multiple of n_head={self.n_head}: change one, or set head_dim": not own_head_dim and C % self.n_head,
+            f"head_dim={self.head_dim} is odd, but rotary positions turn pairs: change n_head or head_dim": self.head_dim % 2,
+            f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: change one of them": self.n_head % self.n_kv_head,
+            f"n_tokens={self.n_tokens} is larger than vocab_size={self.vocab_size}: raise vocab_size": self.n_tokens > self.vocab_size,
+            f"depth_mode={self.depth_mode!r} must be 'softmax' or 'uniform'": self.depth_mode not in ('softmax', 'uniform'),
+            f"dropout={self.dropout} must be at least 0 and below 1": not 0 <= self.dropout < 1,
+            f"ponder={ponder!r} must be one of {', '.join(map(repr, PONDER))}": ponder not in PONDER,
+            f"ponder_steps={self.ponder_steps} and jacobi_iters={self.jacobi_iters} must not be negative":
+                min(self.ponder_steps, self.jacobi_iters) < 0,
+            f"jacobi_iters={self.jacobi_iters} means nothing to ponder={ponder!r}: set ponder='latent'":
+                self.jacobi_iters != 3 and ponder != 'latent',
+            f"ponder_topk={self.ponder_topk} means nothing to ponder={ponder!r}: set ponder='embedding'":
+                self.ponder_topk is not None and ponder != 'embedding',
+            f"ponder_topk={self.ponder_topk} must be between 1 and n_tokens={self.n_tokens}":
+                self.ponder_topk is not None and not 1 <= self.ponder_topk <= self.n_tokens,
+            f"halting={self.halting!r} must be one of {', '.join(map(repr, needs))}": self.halting not in needs,
+            f"halting={self.halting!r} does not work with ponder={ponder!r}: set ponder={needs.get(self.halting)!r}":
+                ponder != needs.get(self.halting),
+            f"halt_start={self.halt_start} and halt_full={self.halt_full} must be shares of the run, the first one smaller":
+                not 0 <= self.halt_start < self.halt_full <= 1,
+            "halt_tau, halt_lambda and halt_beta must not be negative, halt_share must be between 0 and 1":
+                min(self.halt_tau, self.halt_lambda, self.halt_beta) < 0 or not 0 <= self.halt_share <= 1}
+        for message, true in problems.items():
+            if true: raise ValueError(message)
 
     @property
     def slots(self):
         """Places a token takes in the sequence that attention sees."""
         return self.ponder_steps + 1 if self.ponder in ('latent', 'chain', 'pause') else 1
 
-    @property
-    def caches(self):
-        """Caches that generation needs: one per pass where passes do not read each other's keys."""
-        return self.ponder_steps + 1 if self.ponder in ('embedding', 'loop') and self.halting == 'none' else 1
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the plain GPT
+# ---- the plain GPT ---------------------------------------------------------------------------------------------------
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis."""
@@ -151,7 +135,6 @@ class RMSNorm(nn.Module):
 def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864) for `pos` (S,) or (B,S), which may repeat: cos and signed sin, each (.., S, 1, hd).
-
     The pairs (x_i, x_{i + hd/2}) turn by pos * theta^(-2i / hd): the half-split layout of Llama and Qwen.
     """
     wide = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
@@ -200,16 +183,6 @@ class Attention(nn.Module):
         return self.c_proj(y[..., :self.head_dim].transpose(1, 2).reshape(B, S, -1)), new
 
 
-def with_key_bias(q, k, v, bias):
-    """
-    q, k, v with 8 more dimensions, so that q' k'^T / sqrt(hd) = q k^T / sqrt(hd) + bias: every query gets a 1, key s gets
-    sqrt(hd) bias[s]. For bias (B,S) this is what a mask (B,1,S,S) would do, but flash kernels can run it, and a cache keeps
-    it with the key. The other 7 dimensions are 0; those kernels want multiples of 8.
-    """
-    own = (bias * math.sqrt(k.size(-1))).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)
-    return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, own), -1), (0, 7)), F.pad(v, (0, 8))
-
-
 class MLP(nn.Module):
     """SwiGLU (arXiv 2002.05202): c_proj(silu(gate) * up), gate and up in one matmul."""
 
@@ -250,18 +223,16 @@ class Block(nn.Module):
 #     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j         own value raw, earlier ones already mixed    (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)               keys stay as they are                        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2: the anchors 0, s, 2s, ... (GPT.blocks
-# keeps their keys and values for the length of one pass). Layer 0 has no source and is an ordinary layer.
+# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2: the anchors 0, s, 2s, ... whose keys and
+# values GPT.blocks keeps for the length of one pass. Layer 0 has no source and is an ordinary layer.
 # q and k are those of sequence attention, after norm and rotation; at one position both sides are turned alike, so the
 # rotation cancels. With grouped queries the g queries of a key/value head are averaged first (section 3.3).
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model. No parameter. The cache stores v~ in
-# the place of v, so it is the plain GPT's byte for byte; while decoding, only the new token's anchors are needed.
-#
+# the place of v, so it is the plain GPT's byte for byte.
 # Where this differs from the authors' code: keys are normed before they are rotated (the paper's "Qwen3-style" order),
 # not after, so that weights depend on no absolute position; and the mixed value is cached, which makes decoding exact.
-# Anchors are absolute, as in their code and their cost table; one sentence of the paper's first version counts them
-# relative to the layer (l - s, l - 2s, ...), which would leave the lower half of the model without any source.
+# Anchors are absolute, as in their code; counted from the layer down (a sentence of the paper), half the layers had none.
 
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
@@ -274,8 +245,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     q = q.reshape(B, nkv, -1, S, hd).mean(2) if q.shape != k.shape else q        # (B, nkv, S, hd)
     keys = [k_j for k_j, _ in sources] + [k]
     values = [v_j for _, v_j in sources] + [v]
-    if mode == 'uniform':
-        return sum(values) / len(values)
+    if mode == 'uniform': return sum(values) / len(values)
     # One source at a time: stacking them would make autograd keep a copy of every source in every later layer.
     # Scores and softmax are at least fp32, and stay float64 in a float64 model.
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -307,11 +277,10 @@ def plain(gpt, x, pos, memory, jacobi):
 #     E_{j+1} = E_j + P_j (embed_scale W_in)       the mean embedding under it joins the running input     (B,T,C)
 #     logits  = head(trunk(E_s))                   the loss reads the last pass only
 #
-# No parameter of its own; gradients flow through all passes and into the table through every mixture.
 # Cost: s + 1 passes, and per step 4 V C more FLOPs forward: a head to get P, and a matmul to mix. One cache per pass.
-# Where this differs from the authors' code: generation is cached (theirs recomputes everything), the softmax is fp32,
-# rows of padding in the vocabulary get no mass, and the input is not multiplied by s (a flag of theirs for larger models,
-# not in the paper). The full vocabulary is mixed, as in their code; the paper's text has the 100 likeliest (ponder_topk).
+# Where this differs from the authors' code: generation is cached, the softmax is fp32, padding in the vocabulary gets no
+# mass, the input is not multiplied by s (a flag of theirs that the paper does not have). All tokens are mixed, as in their
+# code; the paper's text has the 100 likeliest (ponder_topk).
 
 def embedding(gpt, x, pos, memory, jacobi):
     """PonderLM: add the expected embedding of the next token to the input, and run the trunk again."""
@@ -330,10 +299,8 @@ def embedding(gpt, x, pos, memory, jacobi):
 # all before them: exact, but sequential. Training solves the recursion by Jacobi iteration instead. The first K passes
 # add one guess each (the first guess is the hidden state of a plain pass); R more refresh all latents at once from the
 # ones before; a last pass gives the output. Latent n in flat order is exact after n passes, whatever the weights.
-#
 # Cost, in plain passes of T slots: K (K + 1) / 2 + (R + 1)(K + 1), so 9 for K = 1 and R = 3; decoding K + 1 passes of one slot.
-# Where this differs from the authors' code: R is given by the caller, so that all ranks draw the same; a prompt can be
-# read exactly (`exact` in GPT.stream, or R = K (T - 1)); batches of unequal prompts work.
+# Where this differs from the authors' code: a prompt can also be read exactly (`exact` in GPT.stream, or R = K (T - 1)).
 
 def latent(gpt, x, pos, memory, jacobi):
     """PonderLM-2: the last hidden state goes back in as the next slot of the sequence."""
@@ -364,13 +331,13 @@ def latent(gpt, x, pos, memory, jacobi):
 #     z_t^(k+1) = trunk at slot (t, k+1), read from z_t^(k)
 #     slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k          (Eq. 2)
 #
-# Because step k never looks at later steps, all tokens take step k at once: exact, in parallel, without iteration; and
-# the keys and values of earlier steps are computed once. Slots of a token share its position.
-# Cost: s + 1 passes, whose attention reads 1, 2, .. s + 1 times as many keys.
+# Step k never looks at later steps, so all tokens take it at once: exact, in parallel, without iteration, and the keys and
+# values of earlier steps are computed once. Cost: s + 1 passes, whose attention reads 1, 2, .. s + 1 times as many keys.
 
 def chain(gpt, x, pos, memory, jacobi):
     """A chain of latent thoughts: step k of every token reads steps up to k of all tokens before."""
-    cache, read, everyone = memory[0], None, Active(awake(x, pos, memory[0]), gather=memory[0] is not None)
+    cache, read = memory[0], None
+    everyone = Active(awake(x, pos, cache), gather=cache is not None)
     for step in range(gpt.config.ponder_steps + 1):
         read = cache.open(everyone, pos, step) if cache is not None else StepMemory(gpt.config.n_layer, pos[None], read)
         x = everyone.put(x, gpt.trunk(everyone.take(x), everyone.take(pos), read))
@@ -379,8 +346,8 @@ def chain(gpt, x, pos, memory, jacobi):
 
 def loop(gpt, x, pos, memory, jacobi):
     """
-    The looped Transformer, a baseline of the papers: all blocks s + 1 times in a row, the final norm once. One cache per
-    loop. With depth_attn, what the same layer made in earlier loops is a source too (Depth-Attention, section 8.2).
+    The looped Transformer, a baseline of the papers: all blocks s + 1 times in a row, the final norm once. One cache per loop.
+    With depth_attn, what the same layer made in earlier loops is a source too (Depth-Attention, section 8.2).
     """
     earlier = [[] for _ in gpt.h] if gpt.config.depth_attn else None
     for cache in memory: x = gpt.blocks(x, pos, cache, earlier=earlier)
@@ -402,9 +369,8 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# halting: the modes above with a number of steps for each token. These functions have the same arguments and result; they
-# also leave gpt.steps (B,T), the passes each token took, and gpt.trace, what `penalty` needs. A full forward computes what
-# the equations say; with a cache, what a token does not need is not computed.
+# halting: three of the modes above with a number of steps for each token. The functions have the same arguments and result, and
+# leave gpt.steps (B,T), the passes each token took, and gpt.trace for `penalty`. With a cache, no token computes more than that.
 
 # AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
 #
@@ -415,10 +381,9 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 #
 # The loss gains halt_lambda times the mean of the lowest share of all gates (13), which grows to halt_share between
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
-# Cost: `embedding` in training, plus 16 C^2 FLOPs per gate; the mean of steps at inference.
-# Where the paper is silent: the hidden state a token ends with is that of its last pass (otherwise training computes
-# something that skipping cannot); there is no gate after the last pass; "gate values" are the s; GELU and a start at
-# sigmoid(4). The lowest share is taken in each micro-batch. No code of the authors was found.
+# Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
+# Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping
+# cannot); no gate follows the last pass; "gate values" are the s; GELU, and a start at sigmoid(4). No authors' code was found.
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
@@ -450,14 +415,13 @@ def gate(gpt, x, pos, memory, jacobi):
 #     output  = sum_k s_{t,k} h_t^(k)                 h_t^(k): hidden state at slot (t, k)
 #
 # Training computes all slots and refreshes s in every Jacobi sweep. Otherwise slots with w < tau do not exist.
-# Cost: `latent` in training; 1 + (kept thoughts) slots per token in decoding.
+# Cost: `latent` in training; 1 + (kept thoughts) slots per token in decoding. Kept (w >= tau) are more than expected.
 # The text of the paper could not be had: the equations are those of its figure and of a reader's notes. The term that asks
-# for fewer steps is ours: halt_lambda times the expected thoughts, sum_{k >= 1} w_{t,k}, from halt_start on. Thoughts kept
-# (w >= tau) are more than expected ones. No code of the authors was found.
+# for fewer steps is ours: halt_lambda times the expected thoughts, sum_{k >= 1} w_{t,k}, from halt_start on.
 
 def mask(gpt, x, pos, memory, jacobi):
     """PonderLM-3: a router says up front how many latents a token needs; the others fade in training and are cut elsewhere."""
-    (B, T, _), K, cache, begin = x.shape, gpt.config.ponder_steps, memory[0], pos[0] * gpt.config.slots
+    (B, T, _), K, cache = x.shape, gpt.config.ponder_steps, memory[0]
     real, log_tau = awake(x, pos, cache), math.log(min(max(gpt.config.halt_tau, 1e-300), 1))
     s, log_w, kept = None, x.new_zeros(B, T, K + 1), real[..., None].expand(B, T, K + 1)  # before a router spoke
 
@@ -472,7 +436,7 @@ def mask(gpt, x, pos, memory, jacobi):
         if cache is None:
             h = gpt.trunk(flat, at, bias=bias if gpt.training else bias.masked_fill(~keep, -math.inf))
         else:
-            cache.forget(begin)                             # what the last sweep wrote was a guess
+            cache.forget(pos[0] * (K + 1))                  # what the last sweep wrote was a guess
             a, time = Active(keep), at * (K + 1) + torch.arange(n, device=x.device).repeat(T)
             h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), cache.open(a, time), bias=a.take(bias)))
         return h.unflatten(1, (T, n)).unbind(2)
@@ -507,8 +471,8 @@ def mask(gpt, x, pos, memory, jacobi):
 #     loss  += halt_lambda * mean_t sum_{k <= K*} g^(k) p_k(y_t)^beta             p_k: the right token's probability after
 #                                                                                step k, a constant for the gradient (9), (10)
 #
-# Cost: the mean of steps in plain passes, in training and inference alike, and one head per step for p_k in training.
-# Where the paper is silent: the router starts near 1/2; the sums over t are means. No code of the authors was found.
+# Cost: the mean of steps in plain passes, in training too, where p_k takes one head per step. Where the paper is silent: the
+# router starts near 1/2; the sums over t are means. No code of the authors was found.
 
 def router(gpt, x, pos, memory, jacobi):
     """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
@@ -541,25 +505,20 @@ def penalty(gpt, targets):
         return c.halt_lambda * lowest.topk(n, largest=False).values.mean() if n else 0.0
     if c.halting == 'mask':
         expected = (trace[0] * torch.arange(c.ponder_steps + 1, device=targets.device)).sum(-1)  # (B,T)
-        return c.halt_lambda * ramp * expected[counts].mean()
-    total = 0.0
-    for a, z, g in trace:
-        y = a.take(targets)
-        known = gpt.probability(z, y.clamp(min=0)) ** c.halt_beta
-        total = total + (g * known * (a.valid & (y >= 0))).sum()
+        return c.halt_lambda * ramp * (expected * counts).sum() / counts.sum().clamp(min=1)
+    terms = [(g, a.take(targets), a.valid & a.take(counts), z) for a, z, g in trace]  # each (r,n)
+    total = sum((g * gpt.probability(z, y.clamp(min=0)) ** c.halt_beta * on).sum() for g, y, on, z in terms)
     return c.halt_lambda * total / counts.sum().clamp(min=1)
 
 
 HALTING = {'gate': gate, 'mask': mask, 'router': router}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the loss
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
-# At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and their gradient as much again. But the
-# gradient of cross-entropy, softmax - onehot, is known as soon as the logits are. So forward goes through the rows in
-# chunks, turns the logits of each into its share of dL/dh and dL/dW, and drops them: nothing large is kept, nothing is
-# computed twice, and backward only scales.
+# At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and their gradient as much again. But the gradient,
+# softmax - onehot, is known as soon as the logits are. So forward turns the logits of a chunk of rows into its share of
+# dL/dh and dL/dW, and drops them: nothing large is kept, nothing is computed twice, and backward only scales.
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean of -log softmax(h W^T)[target] over the rows of h (N,C), without ever holding all logits."""
@@ -567,8 +526,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, targets, n_tokens, need_grad):
-        device = h.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+        on = h.device.type
+        dtype = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else h.dtype
         x, w = h.to(dtype), weight.to(dtype)                     # (N,C), (V,C)
         wide = torch.promote_types(dtype, torch.float32)         # softmax and sums are at least fp32
         valid = targets >= 0                                     # a negative target counts for nothing
@@ -599,8 +558,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return dh * (grad / count), dw * (grad / count), None, None, None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the model
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 class GPT(nn.Module):
     """A decoder-only transformer; see the top of this file."""
@@ -620,30 +578,26 @@ class GPT(nn.Module):
         self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings: self.lm_head.weight = self.wte.weight
-        if config.ponder == 'pause': self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
-        C, outcomes = config.n_embd, {'mask': config.ponder_steps + 1, 'router': 1}.get(config.halting)
-        if config.halting == 'gate':
-            self.gates = nn.ModuleList(nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1)) for _ in range(config.ponder_steps))
-        if outcomes and config.ponder_steps: self.router = nn.Linear(C, outcomes)
+        C, s = config.n_embd, config.ponder_steps
+        if config.ponder == 'pause': self.pause = nn.Parameter(torch.randn(C) * config.init_std)
+        mlp = lambda: nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1))
+        if config.halting == 'gate': self.gates = nn.ModuleList(mlp() for _ in range(s))
+        if config.halting in ('mask', 'router') and s: self.router = nn.Linear(C, s + 1 if config.halting == 'mask' else 1)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=config.init_std)
-            # a router starts undecided; gates start open, sigmoid(4), so that training begins as plain pondering
-            if isinstance(module, nn.Linear) and module.bias is not None: nn.init.constant_(module.bias, 4.0 if name.endswith('.2') else 0.0)
+            # a router starts undecided; gates start open, at sigmoid(4), so that training begins as plain pondering
+            if getattr(module, 'bias', None) is not None: nn.init.constant_(module.bias, 4.0 if name.endswith('.2') else 0.0)
             # the pondering papers start what each block adds small, since the stack is run over its own output
             if config.ponder != 'none' and name.endswith('c_proj'): module.weight.data /= math.sqrt(2 * config.n_layer)
 
     def embed(self, idx):
         """Tokens (B,T) -> embeddings times embed_scale (B,T,C)."""
-        x = self.wte(idx)
-        if self.config.embed_scale != 1: x = x * self.config.embed_scale
-        return self.drop(x)
+        return self.drop(self.wte(idx) * self.config.embed_scale)
 
     def trunk(self, x, pos, memory=None, bias=None):
         """
-        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S), which may repeat -> h (B,S,C).
-
-        Every slot reads itself and all before it, or what `memory` lets it read. bias (B,S): added in every layer to the
-        attention scores of these slots as keys.
+        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S), which may repeat -> h (B,S,C). A slot
+        reads itself and all before it, or what `memory` says. bias (B,S): added in every layer to all scores of these keys.
         """
         return self.ln_f(self.blocks(x, pos, memory, bias))
 
@@ -654,11 +608,9 @@ class GPT(nn.Module):
         anchors = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
         for layer, block in enumerate(self.h):
             sources = (*earlier[layer], *anchors) if earlier else tuple(anchors)
-            if self.checkpoint_activations and self.training:
-                # sources go in as arguments and come out as results: appending inside would happen twice
-                x, new = checkpoint(block, x, rope, sources, memory, mask, bias, use_reentrant=False)
-            else:
-                x, new = block(x, rope, sources, memory, mask, bias)
+            # sources go in as arguments and come out as results: in recomputation, appending inside would happen twice
+            call = partial(checkpoint, block, use_reentrant=False) if self.checkpoint_activations and self.training else block
+            x, new = call(x, rope, sources, memory, mask, bias)
             if self.config.depth_attn and layer % self.config.depth_stride == 0: anchors.append(new)
             if earlier: earlier[layer].append(new)
         return x
@@ -677,38 +629,40 @@ class GPT(nn.Module):
             return F.embedding_bag(top.indices, table, per_sample_weights=top.values.softmax(-1).to(table.dtype), mode='sum')
 
         # recomputed in backward, or every step would keep its probabilities
-        parts = [checkpoint(mix, part, use_reentrant=False) if torch.is_grad_enabled() else mix(part) for part in rows.split(n)]
-        return torch.cat(parts).view_as(h)
+        step = partial(checkpoint, mix, use_reentrant=False) if torch.is_grad_enabled() else mix
+        return torch.cat([step(part) for part in rows.split(n)]).view_as(h)
 
     def hidden(self, idx, memory=None, jacobi=None):
         """
-        Tokens (B,T) -> the hidden states (B,T,C) that predict their successors, by the way of `config.ponder`.
+        Tokens (B,T) -> the hidden states (B,T,C) that predict their successors, by the way of `config.ponder` and `config.halting`.
         memory: from `new_memory`; the tokens then follow those it holds. jacobi: iterations of 'latent' (None: jacobi_iters).
         """
         c = self.config
-        begin = memory[0].tokens if memory else 0
+        memory, begin = (memory, memory[0].tokens) if memory else ([None] * (c.ponder_steps + 1), 0)
         pos = torch.arange(begin, begin + idx.size(1), device=idx.device)
-        for cache in memory or (): cache.tokens = begin + idx.size(1)
+        if memory[0]: memory[0].tokens = begin + idx.size(1)
         self.steps, self.trace = None, []
         think = HALTING[c.halting] if c.halting != 'none' and c.ponder_steps else PONDER[c.ponder]
-        return think(self, self.embed(idx), pos, memory or [None] * c.caches, c.jacobi_iters if jacobi is None else jacobi)
+        return think(self, self.embed(idx), pos, memory, c.jacobi_iters if jacobi is None else jacobi)
 
     def new_memory(self, capacity, start=None):
         """Empty caches for `hidden`, for `capacity` tokens; start (B,): tokens of padding on the left of each row."""
         c = self.config
         if c.ponder == 'chain' or c.halting != 'none': return [RaggedCache(c.n_layer, start)]
-        return [KVCache(c.n_layer, capacity * c.slots, start, c.slots) for _ in range(c.caches)]
+        passes = c.ponder_steps + 1 if c.ponder in ('embedding', 'loop') else 1  # these do not read each other's keys
+        return [KVCache(c.n_layer, capacity * c.slots, start, c.slots) for _ in range(passes)]
 
     def wide(self, module, h):
         """module(h) in fp32 (or float64), whatever autocast says: halting compares numbers as small as 1e-4."""
-        with torch.autocast(h.device.type, enabled=False): return module(h.to(next(module.parameters()).dtype))
+        with torch.autocast(h.device.type, enabled=False): out = module(h.to(next(module.parameters()).dtype))
+        return out.to(torch.promote_types(out.dtype, torch.float32))
 
     @torch.no_grad()
     def probability(self, h, targets):
         """The probability (..) that hidden states (..,C) give to targets (..)."""
-        rows, y, n = h.reshape(-1, h.size(-1)), targets.reshape(-1, 1), max(1, ChunkedCrossEntropy.CHUNK // self.config.vocab_size)
-        chunks = [self.head(r).float().log_softmax(-1).gather(1, i) for r, i in zip(rows.split(n), y.split(n))]
-        return torch.cat(chunks).exp().view(targets.shape)
+        n = max(1, ChunkedCrossEntropy.CHUNK // self.config.vocab_size)
+        chunks = zip(h.reshape(-1, h.size(-1)).split(n), targets.reshape(-1, 1).split(n))
+        return torch.cat([self.head(rows).float().softmax(-1).gather(1, y) for rows, y in chunks]).view(targets.shape)
 
     def head(self, h):
         """Hidden states (B,S,C) -> logits (B,S,V); rows of the table beyond n_tokens are -inf."""
@@ -722,10 +676,7 @@ class GPT(nn.Module):
         return ChunkedCrossEntropy.apply(h, self.lm_head.weight, targets, self.config.n_tokens, torch.is_grad_enabled())
 
     def forward(self, idx, targets=None, jacobi=None):
-        """
-        idx (B,T) -> (logits (B,T,V), None), or with targets (B,T) -> (None, mean loss in nats, in training plus `penalty`).
-        jacobi: see `hidden`. ValueError if T is larger than block_size.
-        """
+        """(B,T) -> (logits (B,T,V), None); with targets (B,T): (None, mean loss in nats, in training plus `penalty`)."""
         if idx.size(1) > self.config.block_size:
             raise ValueError(f"{idx.size(1)} tokens do not fit into block_size={self.config.block_size}")
         h = self.hidden(idx, jacobi=jacobi)
@@ -733,8 +684,7 @@ class GPT(nn.Module):
         loss = self.loss(h, targets)
         return None, loss + penalty(self, targets) if self.trace and self.training else loss
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # generation
+    # ---- generation --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_token=None,
@@ -744,13 +694,11 @@ class GPT(nn.Module):
 
         prompts: (B,T) tensor, or a list of B sequences of any lengths, none empty or longer than block_size.
         temperature 0 takes the likeliest token; top_k keeps the k likeliest, top_p the fewest that together have
-        probability p. `seed` makes the draw repeatable on one device. A row that drew `stop_token` repeats it from
-        then on, and the stream ends when all rows have. `exact` matters to 'latent' alone: it reads the prompt token by
-        token instead of by Jacobi iterations, slower and without their error.
+        probability p. `seed` makes the draw repeatable on one device. A row that drew `stop_token` repeats it, and the stream
+        ends when all rows have. `exact`, for 'latent': read the prompt token by token, not by Jacobi iterations.
 
-        Past block_size: when the window is full, its newer half is read again as if it were the whole text. So a token
-        is predicted from between block_size / 2 and block_size tokens, always exactly what `forward` gives for them,
-        and reading again costs no more than one slot per new token on average.
+        Past block_size: when the window is full, its newer half is read again as if it were the whole text. So a token is
+        predicted from block_size / 2 to block_size tokens, exactly as `forward` would, for one slot more per token on average.
         """
         device, capacity = self.wte.weight.device, self.config.block_size
         tokens, start = self._left_pad(prompts, device)                     # (B,T), (B,) or None
@@ -781,14 +729,10 @@ class GPT(nn.Module):
             self.train(was_training)
 
     def generate(self, prompts, max_new_tokens, **options):
-        """
-        The whole of `stream` at once, with its options. A (B,T) tensor gives (B, T + new) tokens, fewer than
-        T + max_new_tokens only if every row stopped; a list of prompts gives a list of tensors, each cut after its stop token.
-        """
-        stop = options.get('stop_token')
-        new = [token for token, _ in self.stream(prompts, max_new_tokens, **options)]
-        device = self.wte.weight.device
+        """All of `stream`, with its options: (B,T) gives (B, T + new); a list gives tensors, each cut after its stop token."""
+        stop, device = options.get('stop_token'), self.wte.weight.device
         rows = [torch.as_tensor(p, device=device) for p in prompts]
+        new = [token for token, _ in self.stream(prompts, max_new_tokens, **options)]
         new = torch.stack(new, 1) if new else torch.zeros(len(rows), 0, dtype=torch.long, device=device)
         if isinstance(prompts, torch.Tensor): return torch.cat((prompts.to(device), new), 1)
         stops = [(row == stop).nonzero() if stop is not None else () for row in new]
@@ -803,7 +747,7 @@ class GPT(nn.Module):
         if max(lengths) > self.config.block_size:
             raise ValueError(f"a prompt of {max(lengths)} tokens does not fit into block_size={self.config.block_size}")
         tokens = torch.stack([F.pad(row, (max(lengths) - len(row), 0)) for row in rows])
-        # Rotary attention sees only differences of positions, so rows shifted to the right need no positions of their own.
+        # rotary attention sees only differences of positions, so rows shifted to the right need no positions of their own
         start = torch.tensor([max(lengths) - n for n in lengths], device=device)
         return tokens, start if min(lengths) < max(lengths) else None
 
@@ -822,32 +766,28 @@ class GPT(nn.Module):
             logits = logits.masked_fill(drop, -math.inf)
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # accounting
+    # ---- accounting --------------------------------------------------------------------------------------------------
 
     def num_params(self, embeddings=True):
         """Parameters, each counted once; embeddings=False leaves out the token table where it is not also the head."""
-        n = sum(p.numel() for p in self.parameters())
-        return n if embeddings or self.config.tie_embeddings else n - self.wte.weight.numel()
+        left_out = 0 if embeddings or self.config.tie_embeddings else self.wte.weight.numel()
+        return sum(p.numel() for p in self.parameters()) - left_out
 
     def flops_per_token(self, T=None, training=True):
         """
-        Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or
-        forward alone; 'latent' with jacobi_iters iterations, halting as if nobody halts. Attention counts all T keys for every
-        query, as is usual, though half are masked; norms, activations and recomputation in backward for
-        checkpoint_activations are left out.
+        Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or forward
+        alone; 'latent' with jacobi_iters iterations, halting as if nobody halts. Attention counts all T keys for every query,
+        as is usual, though half are masked; norms, activations and what checkpoint_activations repeats are left out.
         """
-        c, T, s = self.config, T or self.config.block_size, self.config.ponder_steps
+        c, T, s, head = self.config, T or self.config.block_size, self.config.ponder_steps, self.lm_head.weight.numel()
         factor = 3 if training else 1                                       # backward is two forwards
-        head = self.lm_head.weight.numel()
         row = sum(m.weight.numel() for m in self.h.modules() if isinstance(m, nn.Linear))
         sources = [len(range(0, layer, c.depth_stride)) for layer in range(c.n_layer)]
         if c.depth_attn: row += 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim
         # (slots per token, keys per slot in multiples of T) of every pass
-        flat = lambda n: (n, n)
-        passes = {'none': [flat(1)], 'embedding': [flat(1)] * (s + 1), 'loop': [flat(1)] * (s + 1), 'pause': [flat(s + 1)],
+        passes = {'none': [(1, 1)], 'embedding': [(1, 1)] * (s + 1), 'loop': [(1, 1)] * (s + 1), 'pause': [(s + 1, s + 1)],
                   'chain': [(1, k + 1) for k in range(s + 1)],
-                  'latent': [flat(n + 1) for n in range(s)] + [flat(s + 1)] * (c.jacobi_iters + 1 if s else 1)}[c.ponder]
+                  'latent': [(n + 1, n + 1) for n in range(s)] + [(s + 1, s + 1)] * (c.jacobi_iters + 1 if s else 1)}[c.ponder]
         # q k^T, and weights times v, for each key; a key bias widens the heads
         width = c.head_dim + (8 if c.halting == 'mask' and s else 0)
         trunk = sum(n * (row + 2 * keys * T * c.n_layer * c.n_head * width) for n, keys in passes)

@@ -19,7 +19,7 @@ def test_greedy_equals_recomputing(toggle):
 
 
 def test_a_token_costs_its_own_slots_whatever_the_context(toggle):
-    model = make(**toggle)
+    model = make(**{**toggle, **({'halt_tau': 0.0} if 'halting' in toggle else {})})  # nobody halts; test_halting has the rest
     slots, each = [], []
     model.h[-1].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
     for token, passes in model.stream(torch.tensor([[3, 1, 4]] * 2), 8):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from conftest import make
 from test_promises import close, differ, targets
 
-from model import GPTConfig, penalty, with_key_bias
+from memory import with_key_bias
+from model import GPTConfig, penalty
 
 MODES = {'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
          'mask': dict(ponder='latent', ponder_steps=2, halting='mask', halt_tau=0.3),

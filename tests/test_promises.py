@@ -54,7 +54,7 @@ def test_causality(toggle, idx):
 def test_cached_equals_full_for_every_split(toggle, idx):
     model = make(**toggle)
     full, steps = model(idx)[0], model.steps
-    T, per_token = idx.size(1), model.config.slots * model.config.caches
+    T, per_token = idx.size(1), model.config.slots * len(model.new_memory(1))
     for split in [[n, T - n] for n in range(1, T)] + [[1] * T, [5, 3, 1, 4]]:
         memory, parts, taken, start = model.new_memory(T), [], [], 0
         for n in split:
