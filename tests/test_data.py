@@ -18,7 +18,7 @@ CPU = torch.device('cpu')
 
 
 def write(folder, texts, val_fraction=0.3):
-    return write_dataset(str(folder), ((t, True) for t in texts), get_tokenizer('byte'), val_fraction, 'test')
+    return write_dataset(str(folder), texts, get_tokenizer('byte'), val_fraction, 'test')
 
 
 def documents(folder, meta):
@@ -53,15 +53,15 @@ def test_more_text_moves_no_document(tmp_path):
 
 
 def test_builtin_corpus_is_the_standard_library(tmp_path):
-    texts = [t for t, ends in prepare_data.python_sources(packages=False)]
-    assert texts == [t for t, ends in prepare_data.python_sources(packages=False)]
+    texts = [t for t in prepare_data.python_sources(packages=False)]
+    assert texts == [t for t in prepare_data.python_sources(packages=False)]
     with open(os.path.join(os.path.dirname(os.__file__), 'argparse.py'), 'rb') as f: assert f.read().replace(b'\r\n', b'\n') in texts
     assert 5e6 < sum(map(len, texts)) < 3e7 and not any(b'site-packages' in t and b'import pytest' in t for t in texts)
 
 
 def test_packages_add_installed_ones():
     with open(np.__file__, 'rb') as f: source = f.read().replace(b'\r\n', b'\n')
-    assert any(t == source for t, _ in prepare_data.python_sources(packages=True))
+    assert any(t == source for t in prepare_data.python_sources(packages=True))
 
 
 def test_your_own_folder_through_the_command_line(tmp_path):
@@ -109,7 +109,7 @@ def test_failure_leaves_the_old_data_and_no_rest(tmp_path):
     write(tmp_path / 'd', [f'old {i}'.encode() for i in range(50)])
     before = {name: checksum(tmp_path / 'd' / name) for name in os.listdir(tmp_path / 'd')}
     def broken():
-        yield from ((f'new {i}'.encode(), True) for i in range(50))
+        yield from (f"new {i}".encode() for i in range(50))
         raise UserError('source vanished')
     with pytest.raises(UserError): write_dataset(str(tmp_path / 'd'), broken(), get_tokenizer('byte'), 0.3, 'test')
     assert before == {name: checksum(tmp_path / 'd' / name) for name in os.listdir(tmp_path / 'd')}
