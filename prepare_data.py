@@ -58,7 +58,7 @@ def walk(root, skip=()):
     for folder, subfolders, files in os.walk(root, onerror=refuse):
         subfolders[:] = sorted(d for d in subfolders if d not in skip and not d.startswith('.'))
         for path in (os.path.join(folder, f) for f in sorted(files) if not f.startswith('.')):
-            if os.path.isfile(path): yield path  # no pipe, no device, no broken link
+            if os.path.isfile(path) or not os.path.lexists(path): yield path  # no pipe or broken link; what vanished is an error
 
 
 def python_sources(packages, *_):
