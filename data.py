@@ -189,10 +189,8 @@ class Windows:
         start = time.perf_counter()
         wanted, (known, future) = (first, count, seed, device), self.ahead
         tokens = future.result() if known == wanted else self._sample(*wanted)
-        self.ahead = None, None
-        if then is not None:
-            following = (then, count, seed, device)
-            self.ahead = following, self.reader.submit(self._sample, *following)
         batch = self.split(tokens, device)
+        following = (then, count, seed, device)
+        self.ahead = (following, self.reader.submit(self._sample, *following)) if then is not None else (None, None)
         self.waited += time.perf_counter() - start
         return batch
