@@ -56,11 +56,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.end_headers()
         if how == 'garbage': body = np.random.default_rng(1).bytes(len(body))
         if how == 'bad tokens': body = body[:-2] + b'\xff\xff'
+        if how == 'other range': first += 100
         if how == 'page': body, first = b'<html>please log in</html>', 0
         rest = body[first:]
         length = {'too short': len(rest) // 2, 'too long': len(rest) + 1000}.get(how, len(rest))
         self.send_response(206 if first else 200)
-        if first: self.send_header('Content-Range', f"bytes {first + (how == 'other range')}-{len(body) - 1}/{len(body)}")
+        if first: self.send_header('Content-Range', f"bytes {first}-{len(body) - 1}/{len(body)}")
         if how != 'no length': self.send_header('Content-Length', str(length))
         self.end_headers()
         self.wfile.write(rest[:len(rest) // 2] if how in ('cut', 'stall', 'cut without length') else rest[:20_000] if how == 'bit' else rest[:length])
@@ -136,6 +137,14 @@ def test_the_next_run_goes_on(server, tmp_path):
     server.script, server.seen = [], []
     get(server, tmp_path)
     assert server.seen == [('/a.bin', f'bytes={have}-')] and (tmp_path / 'a.bin').read_bytes() == RIGHT
+
+
+@pytest.mark.parametrize('how, tries', [('ignores range', 1), ('other range', 2)])
+def test_a_server_that_does_not_send_the_rest_alone(server, tmp_path, how, tries):
+    (tmp_path / 'a.bin.part').write_bytes(RIGHT[:1000])
+    server.script = [how]
+    get(server, tmp_path)
+    assert (tmp_path / 'a.bin').read_bytes() == RIGHT and len(server.seen) == tries
 
 
 @pytest.mark.parametrize('part', [RIGHT, RIGHT + b'x', b'\xff' * len(RIGHT), b'\xff' * 500], ids=['whole', 'longer', 'other', 'other start'])
