@@ -1,56 +1,68 @@
 """
 Text to token shards.
 
-    python prepare_data.py                          the built-in corpus: Python's own standard library, as bytes
-    python prepare_data.py --packages=True          and the source of every installed package, for larger runs
-    python prepare_data.py PATH... --name=mine      your text files, or folders of them -> data/mine
+    python prepare_data.py                              the built-in corpus: Python's own standard library, as bytes
+    python prepare_data.py --packages=True              and the source of every installed package, for larger runs
+    python prepare_data.py PATH... --name=mine          your .txt and .jsonl files, or folders of them -> data/mine
+    python prepare_data.py shakespeare                  the classic, a megabyte -> data/shakespeare
+    python prepare_data.py fineweb-edu --shards=10      download 10 x 100M tokens of the web, or of plain `fineweb`
+    python prepare_data.py --check data/mine            compare a folder with its meta.json
 
-Writes data/NAME/{train,val}_000000.bin and meta.json. A shard is 256 int32 (magic 20240520, version 1, token count),
-then the tokens as uint16: the format of the public GPT-2-tokenised FineWeb shards. Documents end with an end-of-text
-token. A document goes to train or val by a hash of its content, so that adding files moves no other document and a
-copy never lands on the other side. meta.json names tokenizer, vocabulary, counts and checksums; it is written last, so
-a folder with meta.json is complete.
+Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokenised FineWeb shards (see data.py), and
+meta.json with tokenizer, vocabulary, counts and checksums; it comes last, so a folder with meta.json is complete. A
+document is a file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into many at line ends.
+Documents end with an end-of-text token, and go to train or val by a hash of their content: adding files moves no other
+document, and a copy never lands on the other side. Whatever is interrupted goes on, or starts over, with the same command.
 """
 
+import collections
+import contextlib
 import hashlib
+import io
 import json
 import os
+import shutil
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Optional
 
 import numpy as np
 
 from configurator import UserError, build, read, run
-from data import HEADER_BYTES, MAGIC, VERSION, get_tokenizer
+from data import HEADER_BYTES, MAGIC, VERSION, checksum, count_tokens, encode, get_tokenizer, on_disk, read_meta
+from download import FINEWEB, Progress, fineweb, shakespeare
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
-PIECE_BYTES = 2 ** 16        # your files go to train and val in pieces, cut at line ends: a 32nd of the file, at most this
+DOCUMENT_BYTES = 2 ** 20     # longer texts are cut, into 32 pieces of at most this size, or more
 BUILTIN = 'data/python'      # train.py makes this one by itself
 
 
 @dataclass
 class DataSettings:
     """what to read and how to tokenise it"""
-    name: Optional[str] = None      # folder under data/ (None: python, python-packages, or the first PATH's name)
-    tokenizer: str = 'byte'         # 'byte' needs no download; or any tiktoken name with at most 65,536 tokens: gpt2, r50k_base
+    name: Optional[str] = None      # folder under data/ (None: python, python-packages, or the name of the first thing given)
+    tokenizer: Optional[str] = None # 'byte', or any tiktoken name with at most 65,536 tokens: gpt2, r50k_base (None: byte)
     packages: bool = False          # built-in corpus: add every installed package's source
+    shards: int = 1                 # FineWeb: training shards to download, 100M tokens and 200 MB each
     val_fraction: float = 0.1       # share of the documents held out for validation
 
 
-def encode(tokenizer, text):
-    """Tokens (n,) uint16 of a bytes object. Bytes that are no UTF-8 are kept by the byte tokenizer, others see U+FFFD instead."""
-    if tokenizer.name == 'byte':
-        return np.frombuffer(text, np.uint8).astype(np.uint16)  # what the Encoding would say, without its loop
-    return np.array(tokenizer.encode_ordinary(text.decode('utf-8', errors='replace')), np.uint16)
+def walk(root, skip=()):
+    """Paths of all files below a folder, sorted, hidden ones and folders named in `skip` left out; of a file its own."""
+    def refuse(error): raise UserError(f"{error.filename}: cannot be read ({error.strerror})")
+    if not os.path.exists(root): raise UserError(f"{root}: no such file or folder, and no data set of that name")
+    if os.path.isfile(root): return (yield root)
+    for folder, subfolders, files in os.walk(root, onerror=refuse):
+        subfolders[:] = sorted(d for d in subfolders if d not in skip and not d.startswith('.'))
+        for path in (os.path.join(folder, f) for f in sorted(files) if not f.startswith('.')):
+            if os.path.isfile(path) or not os.path.lexists(path): yield path  # no pipe or broken link; what vanished is an error
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# where text comes from: generators of (bytes, whether a document ends here)
-
-def python_sources(packages):
-    """The standard library's .py files, one document each, in the order of their paths; with `packages`, site-packages too."""
+def python_sources(packages, *_):
+    """The standard library's .py files, in the order of their paths; with `packages`, site-packages too."""
     paths = sysconfig.get_paths()
     # Not every installation has the tests and the other folders named here: without them the corpus is the same everywhere.
     skip = {'test', 'tests', 'idle_test', 'idlelib', 'lib2to3', 'turtledemo', 'ensurepip',
@@ -59,135 +71,176 @@ def python_sources(packages):
     for root in roots:
         for path in walk(root, skip):
             if path.endswith('.py') and not os.path.basename(path).startswith('_sysconfig'):  # differs per machine
-                with open(path, 'rb') as f: yield f.read().replace(b'\r\n', b'\n'), True
+                with on_disk(path, 'read'), open(path, 'rb') as f: yield f.read().replace(b'\r\n', b'\n')
 
 
-def walk(root, skip=()):
-    """Paths of all files below a folder, sorted, hidden ones and folders named in `skip` left out."""
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(d for d in subfolders if d not in skip and not d.startswith('.'))
-        yield from (os.path.join(folder, f) for f in sorted(files) if not f.startswith('.'))
-
-
-def text_files(paths):
-    """Your files, and the text files of your folders, in pieces: all of a folder but hidden files and those with a NUL byte."""
+def your_texts(paths, whole, progress):
+    """
+    The documents of your files and folders; of a folder all but hidden files and those with a NUL byte. Texts longer than
+    `whole` bytes are cut. progress(n) is called with the bytes read so far.
+    """
+    done = 0
     for root in paths:
-        if not os.path.exists(root): raise UserError(f"{root}: no such file or folder")
-        for path in walk(root) if os.path.isdir(root) else [root]:
-            try:
+        for path in walk(root):
+            with on_disk(path, 'read'), open(path, 'rb') as f:
                 size = os.path.getsize(path)
-                with open(path, 'rb') as f:
-                    if os.path.isdir(root) and b'\0' in f.read(8192): continue  # not text
-                    f.seek(0)
-                    while piece := f.read(min(PIECE_BYTES, size // 32 + 1)):
-                        yield piece + f.readline(PIECE_BYTES), f.tell() >= size
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+                if path != root and b'\0' in f.peek(8192): texts = ()
+                elif path.endswith('.jsonl'):
+                    texts = (t for r in records(f, path) for t in cut(io.BufferedReader(io.BytesIO(r)), len(r), whole))
+                else: texts = cut(f, size, whole)
+                for text in texts:
+                    yield text
+                    progress(done + f.tell())
+                done += size
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# writing and reading shards
+def records(f, path):
+    """The texts of a .jsonl file, as bytes."""
+    for number, line in enumerate(iter(lambda: f.readline(2 ** 28), b''), 1):  # a longer line is not worth its memory
+        try:
+            if line.strip(): yield json.loads(line)['text'].encode('utf-8', errors='replace')
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UserError(f'{path}:{number}: no JSON object with a text field, {{"text": "..."}}') from None
+
+
+def cut(f, size, whole):
+    """What the binary file holds: in one piece if it is no longer than `whole`, else in 32 or more that end with a line."""
+    limit = size if size <= whole else min(DOCUMENT_BYTES, max(size // 32, 512))
+    while text := f.read(limit):
+        text += f.readline(limit)
+        for _ in range(3):  # where there is no line end near, not inside a character at least
+            if (following := f.peek(1)[:1]) and following[0] & 0xC0 == 0x80: text += f.read(1)
+        yield text
+
+
+def encode_all(tokenizer, texts):
+    """(text, tokens) of each document, in order. tiktoken works outside of Python's lock, so that threads use all cores."""
+    threads = os.cpu_count() or 1
+    with ThreadPoolExecutor(threads) as pool:
+        waiting = collections.deque()
+        for text in texts:
+            waiting.append((text, pool.submit(encode, tokenizer, text)))
+            if len(waiting) > 4 * threads:  # no more than this is in memory
+                text, tokens = waiting.popleft()
+                yield text, tokens.result()
+        for text, tokens in waiting: yield text, tokens.result()
+
 
 class ShardWriter:
-    """Appends tokens to shards SPLIT_000000.bin, ... of a folder, under temporary names until `publish`."""
+    """Appends tokens to shards SPLIT_000000.bin, ... of a folder."""
 
     def __init__(self, folder, split):
-        self.folder, self.split = folder, split
-        self.names, self.sizes, self.bytes, self.file = [], [], 0, None
+        self.folder, self.split, self.file = folder, split, None
+        self.paths, self.sizes, self.bytes = [], [], 0
 
     def add(self, tokens, n_bytes):
         self.bytes += n_bytes
         while len(tokens):
-            if self.file is None or self.sizes[-1] == SHARD_TOKENS: self._next()
+            if self.file is None or self.sizes[-1] == SHARD_TOKENS:
+                if self.file: self.file.close()
+                self.paths.append(os.path.join(self.folder, f'{self.split}_{len(self.paths):06d}.bin'))
+                self.sizes.append(0)
+                self.file = open(self.paths[-1], 'wb')
+                self.file.write(bytes(HEADER_BYTES))
             part, tokens = np.split(tokens, [SHARD_TOKENS - self.sizes[-1]])
             self.file.write(part.tobytes())
             self.sizes[-1] += len(part)
 
-    def _next(self):
-        self.close()
-        self.names.append(f'{self.split}_{len(self.names):06d}.bin')
-        self.sizes.append(0)
-        self.file = open(os.path.join(self.folder, self.names[-1] + '.tmp'), 'wb')
-        self.file.write(bytes(HEADER_BYTES))
-
-    def close(self):
-        """Write the header, now that the count is known, and make sure all of it is on disk."""
-        if self.file is None: return
-        header = np.zeros(256, np.int32)
-        header[:3] = MAGIC, VERSION, self.sizes[-1]
-        self.file.seek(0)
-        self.file.write(header.tobytes())
-        self.file.flush()
-        os.fsync(self.file.fileno())
+    def finish(self):
+        """Write the headers, now that the counts are known, and make sure all is on disk. Returns the entry of meta.json."""
         self.file.close()
-        self.file = None
-
-    def discard(self):
-        """Remove what was not published."""
-        if self.file is not None: self.file.close()
-        for name in self.names:
-            if os.path.exists(path := os.path.join(self.folder, name + '.tmp')): os.remove(path)
-
-    def publish(self):
-        """Give the shards their final names; returns their entry in meta.json."""
-        self.close()
-        for name in self.names: os.replace(os.path.join(self.folder, name + '.tmp'), os.path.join(self.folder, name))
-        shards = [dict(name=name, tokens=tokens, sha256=checksum(os.path.join(self.folder, name)))
-                  for name, tokens in zip(self.names, self.sizes)]
-        return dict(bytes=self.bytes, tokens=sum(self.sizes), shards=shards)
+        entry = dict(bytes=self.bytes, tokens=sum(self.sizes), shards=[])
+        for path, tokens in zip(self.paths, self.sizes):
+            with open(path, 'r+b') as f:
+                f.write(np.array([MAGIC, VERSION, tokens], np.int32).tobytes())
+                f.flush()
+                os.fsync(f.fileno())
+            entry['shards'].append(dict(name=os.path.basename(path), tokens=tokens, sha256=checksum(path)))
+        return entry
 
 
-def checksum(path):
-    """SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while block := f.read(2 ** 20): digest.update(block)
-    return digest.hexdigest()
+@contextlib.contextmanager
+def workshop(folder):
+    """An empty folder inside `folder`, which is made if missing; it disappears in the end."""
+    work = os.path.join(folder, '.unfinished')
+    with on_disk(folder, 'written'):
+        shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
+        os.makedirs(work)
+        try: yield work
+        finally: shutil.rmtree(work, ignore_errors=True)
+
+
+def publish(work, folder, meta):
+    """Move all shards of `work` to `folder` and write meta.json; between the first and the last there is no meta.json."""
+    with open(os.path.join(work, 'meta.json'), 'w', encoding='utf-8') as f: json.dump(meta, f, indent=1)
+    with contextlib.suppress(FileNotFoundError): os.remove(os.path.join(folder, 'meta.json'))
+    for name in sorted(os.listdir(work), key=lambda name: name == 'meta.json'):
+        os.replace(os.path.join(work, name), os.path.join(folder, name))
+
+
+class BadSplit(UserError):
+    """Too few documents for a training and a validation set."""
 
 
 def write_dataset(folder, texts, tokenizer, val_fraction, source):
-    """Tokenise an iterable of (bytes, document ends) into folder/{train,val}_*.bin and meta.json; returns the meta dictionary."""
+    """Tokenise an iterable of documents (bytes) into folder/{train,val}_*.bin and meta.json; returns the meta dictionary."""
+    if not 0 < val_fraction < 0.5: raise UserError(f"--val_fraction={val_fraction} must be between 0 and 0.5")
     if tokenizer.n_vocab > 2 ** 16:
         raise UserError(f"--tokenizer={tokenizer.name}: its {tokenizer.n_vocab} tokens do not fit into 16 bits; use byte or gpt2")
-    if not 0 < val_fraction < 1: raise UserError(f"--val_fraction={val_fraction} must be between 0 and 1")
-    writers = {split: ShardWriter(folder, split) for split in ('train', 'val')}
-    meta_path = os.path.join(folder, 'meta.json')
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for text, ends in texts:
+    with workshop(folder) as work:
+        train, val = (ShardWriter(work, split) for split in ('train', 'val'))
+        for text, tokens in encode_all(tokenizer, texts):
             position = int.from_bytes(hashlib.sha256(text).digest()[:8], 'big') / 2 ** 64  # uniform in [0, 1)
-            tokens = encode(tokenizer, text)
-            writers['val' if position < val_fraction else 'train'].add(
-                np.append(tokens, np.uint16(tokenizer.eot_token)) if ends else tokens, len(text))
-        for split, writer in writers.items():
-            if not writer.bytes:
-                raise UserError(f"{source}: no text fell to {split}; give more text, or change --val_fraction={val_fraction}")
-        if os.path.exists(meta_path): os.remove(meta_path)  # from here until the end the folder is incomplete
+            (val if position < val_fraction else train).add(tokens, len(text))
+        if not train.bytes + val.bytes: raise UserError(f"{source}: there is no text")
+        if not 0 < val.bytes < train.bytes:
+            raise BadSplit(f"{source}: no sensible split, {train.bytes:,} bytes to train and {val.bytes:,} to val; give more text")
         meta = dict(tokenizer=tokenizer.name, n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token, source=source,
-                    **{split: writer.publish() for split, writer in writers.items()})
-        with open(meta_path + '.tmp', 'w', encoding='utf-8') as f: json.dump(meta, f, indent=1)
-        os.replace(meta_path + '.tmp', meta_path)
-        return meta
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
-    finally:
-        for writer in writers.values(): writer.discard()
+                    train=train.finish(), val=val.finish())
+        publish(work, folder, meta)
+    return meta
+
+
+def check(folder):
+    """Compare every shard of a data folder with its meta.json; UserError at the first difference."""
+    meta = read_meta(folder)
+    for split in ('train', 'val'):
+        for shard in meta[split]['shards']:
+            path = os.path.join(folder, shard['name'])
+            if count_tokens(path, meta['n_tokens']).sum() != shard['tokens'] or checksum(path) != shard['sha256']:
+                raise UserError(f"{path}: not the file that {folder}/meta.json describes; prepare the data again")
+        print(f"{folder}: {split} is whole, {meta[split]['tokens']:,} tokens, {len(meta[split]['shards'])} shard(s)")
 
 
 def prepare(settings, paths=()):
     """Do what the command line asked for; see the top of this file."""
-    start = time.time()
-    tokenizer = get_tokenizer(settings.tokenizer)
-    name = settings.name or (os.path.basename(os.path.abspath(paths[0])).split('.')[0] if paths else
-                             'python-packages' if settings.packages else 'python')
-    texts, source = (text_files(paths), ' '.join(paths)) if paths else (python_sources(settings.packages), 'Python source')
-    folder = os.path.join('data', name)
-    meta = write_dataset(folder, texts, tokenizer, settings.val_fraction, source)
+    start, what = time.time(), paths[0] if len(paths) == 1 else None
+    first = paths[0] if paths else 'python-packages' if settings.packages else 'python'
+    folder = os.path.join('data', settings.name or os.path.basename(os.path.abspath(first)).split('.')[0])
+    if what in FINEWEB:
+        with workshop(folder) as work: publish(work, folder, meta := fineweb(what, settings.shards, settings.tokenizer, folder))
+    else:
+        tokenizer = get_tokenizer(settings.tokenizer or 'byte')
+        if what == 'shakespeare':
+            with workshop(folder): paths = [shakespeare(folder)]
+        texts = partial(your_texts, paths) if paths else partial(python_sources, settings.packages)
+        total, source = sum(os.path.getsize(file) for path in paths for file in walk(path)), ' '.join(paths) or 'Python source'
+        for whole in (DOCUMENT_BYTES, 0):
+            try:
+                with Progress(folder, total) as progress:
+                    meta = write_dataset(folder, texts(whole, progress), tokenizer, settings.val_fraction, source)
+                break
+            except BadSplit:
+                if not whole: raise
+                print(f"{folder}: too few documents to keep whole ones for validation; all are cut into pieces instead")
     print(f"{folder}: {meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens "
-          f"({tokenizer.name}) in {time.time() - start:.1f} s")
+          f"({meta['tokenizer']}) in {time.time() - start:.1f} s")
 
 
 def main(argv):
+    if argv[:1] == ['--check']:
+        if len(argv) != 2: raise UserError("--check: name one data folder, as in --check data/mine")
+        return check(argv[1])
     given, paths = read(argv, __doc__.strip(), DataSettings, files=False)  # a .py file is text here
     prepare(build(DataSettings, given), paths)
 

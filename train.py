@@ -284,7 +284,7 @@ class Trainer:
         for micro in range(self.accumulation):
             # this rank's slice of the step's samples: the same samples whatever the number of ranks
             first = step * (s.batch_tokens // self.config.block_size) + (micro * self.world + self.rank) * s.micro_batch
-            x, y = self.train_data.sample(first, s.micro_batch, s.seed, self.device)
+            x, y = self.train_data.sample(first, s.micro_batch, s.seed, self.device, then=first + self.world * s.micro_batch)
             last = micro == self.accumulation - 1  # ranks exchange gradients only then
             with self.autocast(), contextlib.nullcontext() if last or not self.ddp else self.ddp.no_sync():
                 loss = model(x, y, jacobi)[1] / self.accumulation
@@ -411,8 +411,8 @@ class Trainer:
             losses.append(loss)
             if self.step % s.log_interval == 0 or self.step == 1:
                 now = time.perf_counter()
-                self.log(sum(losses) / len(losses), norm, (now - mark) / len(losses))
-                mark, losses = now, []
+                self.log(sum(losses) / len(losses), norm, (now - mark) / len(losses), self.train_data.waited / len(losses))
+                mark, losses, self.train_data.waited = now, [], 0.0
             pause = time.perf_counter()
             stop = self.should_stop()
             if stop or self.step % s.save_interval == 0 or self.step == s.max_steps: self.save()
@@ -421,8 +421,8 @@ class Trainer:
             if self.step % s.eval_interval == 0 or self.step == s.max_steps: self.report_evaluation()
             mark += time.perf_counter() - pause  # saving and evaluating are no part of a step's time
 
-    def log(self, loss, norm, seconds):
-        """One line for people, one for programs: the mean loss and seconds per step since the last one, the last gradient norm."""
+    def log(self, loss, norm, seconds, waited):
+        """One line for people, one for programs: means per step since the last one (loss, seconds, those spent waiting for data)."""
         s, lr = self.s, self.learning_rate(self.step - 1)
         tokens, rate = self.step * s.batch_tokens, s.batch_tokens / seconds
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
@@ -433,7 +433,8 @@ class Trainer:
         self.say(f"step {self.step:>5}/{s.max_steps} | {tokens / 1e6:8.2f}M tokens | loss {loss:.4f} | lr {lr:.2e} | "
                  f"grad norm {norm:.2f} | {seconds * 1e3:.0f} ms | {rate:,.0f} tokens/s" + (f" | MFU {mfu:.1%}" if mfu else '') +
                  thinking + f" | {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
-                 step=self.step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu, passes=shares)
+                 step=self.step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, data_ms=waited * 1e3,
+                 tokens_per_second=rate, mfu=mfu, passes=shares)
 
     def thinking(self):
         """Mean passes per token since the last log line, and the share of tokens in each pass: (text, list); ('', None) without halting."""

@@ -70,7 +70,7 @@ def small_data(tmp_path_factory):
     from prepare_data import write_dataset
     folder = tmp_path_factory.mktemp('data') / 'small'
     texts = [f"def f{i}(x):\n    return x * {i} + {i % 7}\n".encode() * 8 for i in range(200)]
-    write_dataset(str(folder), ((t, True) for t in texts), get_tokenizer('byte'), 0.2, 'test')
+    write_dataset(str(folder), texts, get_tokenizer('byte'), 0.2, 'test')
     return str(folder)
 
 

@@ -1,6 +1,6 @@
 """Settings: what is accepted, what is refused and how, and that no input can do anything else."""
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Optional
 
 import pytest
@@ -115,6 +115,15 @@ def test_numbers_arrive_unchanged_or_not_at_all(value, name):
     try: got = parse(f'--{name}={value!r}')[0][name]
     except UserError: assert name == 'count' and value != int(value)
     else: assert got == (float(value) if name == 'rate' else value)
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.builds(Block, st.integers().filter(lambda n: n != 13), st.floats(allow_nan=False, allow_infinity=False), st.text(), st.booleans(),
+                 st.none() | st.integers(), st.none() | st.text()))
+def test_stored_settings_come_back_unchanged(tmp_path_factory, block):
+    path = tmp_path_factory.getbasetemp() / 'stored.json'
+    path.write_text(json.dumps(asdict(block)))
+    assert build(Block, parse(str(path))[0]) == block
 
 
 @hypothesis_settings(max_examples=200, deadline=None, derandomize=True)

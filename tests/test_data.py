@@ -1,10 +1,14 @@
 """Corpora, shards, the order of windows, tokenizers."""
+import hashlib
+import io
 import json
 import os
+import shutil
 import sys
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from conftest import program, refused
 from hypothesis import given, settings as hypothesis_settings, strategies as st
@@ -18,7 +22,7 @@ CPU = torch.device('cpu')
 
 
 def write(folder, texts, val_fraction=0.3):
-    return write_dataset(str(folder), ((t, True) for t in texts), get_tokenizer('byte'), val_fraction, 'test')
+    return write_dataset(str(folder), texts, get_tokenizer('byte'), val_fraction, 'test')
 
 
 def documents(folder, meta):
@@ -53,37 +57,118 @@ def test_more_text_moves_no_document(tmp_path):
 
 
 def test_builtin_corpus_is_the_standard_library(tmp_path):
-    texts = [t for t, ends in prepare_data.python_sources(packages=False)]
-    assert texts == [t for t, ends in prepare_data.python_sources(packages=False)]
+    texts = list(prepare_data.python_sources(packages=False))
+    assert texts == list(prepare_data.python_sources(packages=False))
     with open(os.path.join(os.path.dirname(os.__file__), 'argparse.py'), 'rb') as f: assert f.read().replace(b'\r\n', b'\n') in texts
     assert 5e6 < sum(map(len, texts)) < 3e7 and not any(b'site-packages' in t and b'import pytest' in t for t in texts)
 
 
 def test_packages_add_installed_ones():
     with open(np.__file__, 'rb') as f: source = f.read().replace(b'\r\n', b'\n')
-    assert any(t == source for t, _ in prepare_data.python_sources(packages=True))
+    assert any(t == source for t in prepare_data.python_sources(packages=True))
 
 
-def test_your_own_folder_through_the_command_line(tmp_path):
+PROGRAM = os.path.join(os.path.dirname(prepare_data.__file__), 'prepare_data.py')
+
+
+def sides(folder, texts):
+    """The names in `texts` whose text is whole on each side, as two sets."""
+    meta = read_meta(str(folder))
+    found = documents(folder, meta)
+    return [{name for name, text in texts.items() if text in found[split]} for split in ('train', 'val')]
+
+
+def test_your_own_files_through_the_command_line(tmp_path):
+    texts = {f'{i}.txt': f'text {i}: naïve ☃\r\n'.encode() * (i + 1) for i in range(40)}
+    texts['latin1.txt'] = 'caf\xe9 cr\xe8me\n'.encode('latin-1') * 50
+    texts['settings.py'] = b'name = "a text like others"\n'
+    records = {f'r{i}': f'record {i} "☃"\n' * 3 for i in range(30)}
     (tmp_path / 'texts' / 'sub').mkdir(parents=True)
-    long = ''.join(f'line {i} of a long file\n' for i in range(4000)).encode()
-    (tmp_path / 'texts' / 'a.txt').write_bytes(long)
-    (tmp_path / 'texts' / 'sub' / 'latin1.txt').write_bytes('caf\xe9 cr\xe8me\n'.encode('latin-1') * 50)
-    (tmp_path / 'settings.py').write_bytes(b'name = "a text like others"\n')
+    for i, (name, text) in enumerate(texts.items()): (tmp_path / ('texts/sub' if i % 2 else 'texts') / name).write_bytes(text)
+    lines = [json.dumps(dict(id=i, text=text), ensure_ascii=i % 2) for i, text in enumerate(records.values())]
+    (tmp_path / 'all.jsonl').write_text('\n\n'.join(lines), encoding='utf-8')
     (tmp_path / 'texts' / 'picture.bin').write_bytes(b'\x89PNG\0\0')
     (tmp_path / 'texts' / '.hidden').write_bytes(b'secret')
-    program(os.path.join(os.path.dirname(prepare_data.__file__), 'prepare_data.py'), 'texts', 'settings.py', '--name=mine', cwd=tmp_path)
-    meta = read_meta(str(tmp_path / 'data' / 'mine'))
-    total = meta['train']['bytes'] + meta['val']['bytes']
-    assert total == len(long) + 50 * 11 + 28, "a file that is no UTF-8 is kept byte for byte; binary and hidden files are left out"
-    assert 0.02 < meta['val']['bytes'] / total < 0.3
-    assert meta['train']['tokens'] + meta['val']['tokens'] == total + 3, "one end-of-text per file, not per piece"
+    os.mkfifo(tmp_path / 'texts' / 'pipe')
+    program(PROGRAM, 'texts', 'all.jsonl', '--name=mine', '--val_fraction=0.2', cwd=tmp_path)
+    everything = {**texts, **{name: text.encode() for name, text in records.items()}}
+    train, val = sides(tmp_path / 'data' / 'mine', everything)
+    assert train | val == set(everything) and not train & val, "every document whole, byte for byte, on one side"
+    meta, total = read_meta(str(tmp_path / 'data' / 'mine')), sum(map(len, everything.values()))
+    assert meta['train']['bytes'] + meta['val']['bytes'] == total and len(val) >= 3
+    assert meta['train']['tokens'] + meta['val']['tokens'] == total + len(everything), "and one end-of-text after each"
+    assert 'shard' in program(PROGRAM, '--check', 'data/mine', cwd=tmp_path).stdout
+
+    for i in range(40, 80): (tmp_path / 'texts' / f'{i}.txt').write_bytes(b'another text %d' % i)
+    program(PROGRAM, 'texts', 'all.jsonl', '--name=mine', '--val_fraction=0.2', cwd=tmp_path)
+    assert sides(tmp_path / 'data' / 'mine', everything) == [train, val], "more files move no document"
+
+
+def test_a_single_file_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = ''.join(f'line {i} of a long file\n' for i in range(4000)).encode()
+    (tmp_path / 'book.txt').write_bytes(text)
+    prepare_data.main(['book.txt'])
+    meta = read_meta('data/book')
+    assert meta['train']['bytes'] + meta['val']['bytes'] == len(text) and 0.02 < meta['val']['bytes'] / len(text) < 0.3
+    found = documents('data/book', meta)
+    assert all(piece.startswith(b'line') and piece.endswith(b'file\n') for split in found.values() for piece in split)
+
+
+@hypothesis_settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.one_of(st.text('aé☃\U0001f600\n', max_size=3000).map(str.encode), st.binary(max_size=3000),
+                 st.integers(0, 9).map(lambda n: b'x' * n + '☃'.encode() * 700)), st.sampled_from([0, 700, 10_000]))
+def test_cutting_loses_nothing_and_splits_no_character(text, whole):
+    pieces = list(prepare_data.cut(io.BufferedReader(io.BytesIO(text)), len(text), whole))
+    assert b''.join(pieces) == text and all(pieces) and (len(pieces) <= 1 or len(text) > whole)
+    try: text.decode()
+    except UnicodeDecodeError: return
+    for piece in pieces: piece.decode()
+
+
+def test_large_files_are_never_in_memory_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, 'DOCUMENT_BYTES', 1000)
+    (tmp_path / 'a.txt').write_bytes(b'no line end here ' * 6000)
+    (tmp_path / 'b.jsonl').write_text(json.dumps(dict(text='x\n' * 50_000)))
+    pieces = list(prepare_data.your_texts([str(tmp_path)], 1000, lambda done: None))
+    assert sum(map(len, pieces)) == 17 * 6000 + 100_000 and max(map(len, pieces)) <= 2003
+
+
+@pytest.mark.parametrize('line', ['{"text": 3}', '{"txt": "a"}', '["text"]', 'text', '{"text": "a"', '3', '[' * 100_000, '\xff'])
+def test_a_bad_jsonl_line_is_named(tmp_path, line):
+    (tmp_path / 'a.jsonl').write_text('{"text": "good"}\n\n' + line + '\n', encoding='latin-1')
+    with pytest.raises(UserError, match=r'a\.jsonl:3: ') as error: list(prepare_data.your_texts([str(tmp_path)], 10 ** 6, lambda done: None))
+    assert '\n' not in str(error.value)
+
+
+@pytest.fixture(scope='module')
+def words():
+    """A tokenizer with merges, like gpt2, that needs no download."""
+    pairs = [b'th', b'he', b'the', b' t', b' the', b'in', b'er', b' a', b'\xc3\xa9']
+    return tiktoken.Encoding('words', pat_str=r' ?\p{L}+|\s+|[^\s\p{L}]+', special_tokens={'<|endoftext|>': 256 + len(pairs)},
+                             mergeable_ranks={token: i for i, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
+
+
+def test_tokens_are_tiktokens_whatever_the_threads_do(tmp_path, words):
+    texts = [f'the other thé <|endoftext|> {i} '.encode() * (1 + 977 * i % 400) for i in range(60)] + [b'caf\xe9 \xff']
+    meta = write_dataset(str(tmp_path / 'd'), iter(texts), words, 0.3, 'test')
+    train = np.fromfile(tmp_path / 'd' / 'train_000000.bin', np.uint16)[HEADER_BYTES // 2:].tolist()
+    position = lambda text: int(hashlib.sha256(text).hexdigest()[:16], 16) / 2 ** 64
+    expected = [words.encode_ordinary(t.decode('utf-8', 'replace')) + [words.eot_token] for t in texts if position(t) >= 0.3]
+    assert train == sum(expected, []) and meta['n_tokens'] == 266 and meta['train']['tokens'] == len(train)
+
+
+def test_a_vocabulary_that_cannot_be_fetched(tmp_path):
+    (tmp_path / 'a.txt').write_text('text')
+    refused(program(PROGRAM, 'a.txt', '--tokenizer=gpt2', cwd=tmp_path, ok=False, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'), no_proxy='',
+                    https_proxy='http://127.0.0.1:9', HTTPS_PROXY='http://127.0.0.1:9'), 'gpt2', 'could not be fetched', '--tokenizer=byte')
+    assert os.listdir(tmp_path) == ['a.txt']
 
 
 def test_byte_encoding_is_what_tiktoken_says():
     text = 'def f(x):\n\treturn "naïve ☃"\r\n'
     tokenizer = get_tokenizer('byte')
-    assert prepare_data.encode(tokenizer, text.encode()).tolist() == tokenizer.encode_ordinary(text) == list(text.encode())
+    assert prepare_data.encode(tokenizer, text.encode()).tolist() == tokenizer.encode_ordinary(text) + [256] == [*text.encode(), 256]
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text and tokenizer.n_vocab == 257 and tokenizer.eot_token == 256
 
 
@@ -99,7 +184,7 @@ def test_unreachable_tokenizer(monkeypatch):
     with pytest.raises(UserError, match='--tokenizer=byte'): get_tokenizer('gpt2')
 
 
-@pytest.mark.parametrize('texts, words', [([], 'no text'), ([b''], 'no text'), ([b'one document'], 'no text fell to')])
+@pytest.mark.parametrize('texts, words', [([], 'no text'), ([b''], 'no text'), ([b'one document'], 'no sensible split')])
 def test_too_little_text(tmp_path, texts, words):
     with pytest.raises(UserError, match=words): write(tmp_path / 'd', texts)
     assert os.listdir(tmp_path / 'd') == []
@@ -109,23 +194,87 @@ def test_failure_leaves_the_old_data_and_no_rest(tmp_path):
     write(tmp_path / 'd', [f'old {i}'.encode() for i in range(50)])
     before = {name: checksum(tmp_path / 'd' / name) for name in os.listdir(tmp_path / 'd')}
     def broken():
-        yield from ((f'new {i}'.encode(), True) for i in range(50))
+        yield from (f"new {i}".encode() for i in range(50))
         raise UserError('source vanished')
     with pytest.raises(UserError): write_dataset(str(tmp_path / 'd'), broken(), get_tokenizer('byte'), 0.3, 'test')
     assert before == {name: checksum(tmp_path / 'd' / name) for name in os.listdir(tmp_path / 'd')}
 
 
 @pytest.mark.parametrize('argv, words', [(['missing.txt'], ['missing.txt', 'no such file']), (['--val_fraction=1.5'], ['val_fraction']), (['--tokeniser=byte'], ['tokenizer']),
-                                         (['empty'], ['no text']), (['--tokenizer=nope'], ['byte'])])
+                                         (['empty'], ['empty', 'no text']), (['--tokenizer=nope'], ['byte'])])
 def test_command_line_refusals(tmp_path, argv, words):
     (tmp_path / 'empty').mkdir()
-    done = program(os.path.join(os.path.dirname(prepare_data.__file__), 'prepare_data.py'), *argv, cwd=tmp_path, ok=False)
+    done = program(PROGRAM, *argv, cwd=tmp_path, ok=False)
     refused(done, *words)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / 'data').write_text('a file is in the way')
-    refused(program(os.path.join(os.path.dirname(prepare_data.__file__), 'prepare_data.py'), cwd=tmp_path, ok=False), 'data', 'cannot be written')
+    refused(program(PROGRAM, cwd=tmp_path, ok=False), 'data', 'cannot be written')
+
+
+LIMITED = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10 ** 6, 10 ** 6)); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason="needs limits on file sizes")
+def test_a_disk_that_takes_no_more(tmp_path):
+    refused(program('-c', LIMITED, PROGRAM, cwd=tmp_path, ok=False), 'data/python', 'cannot be written', 'File too large')
+    assert os.listdir(tmp_path / 'data' / 'python') == []
+
+
+def test_no_permission(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'mine').mkdir()
+    for i in range(40): (tmp_path / 'mine' / f'{i}.txt').write_text(f'text {i}')
+    def denied(word):
+        def open_(path, mode='r', **more):
+            if word in str(path) and str(path).endswith(('.bin', '.txt')): raise PermissionError(13, 'Permission denied', path)
+            return open(path, mode, **more)
+        return open_
+    for word, message in (('train_', 'data/mine: cannot be written .Permission'), ('7.txt', '7.txt: cannot be read .Permission')):
+        monkeypatch.setattr(prepare_data, 'open', denied(word), raising=False)
+        with pytest.raises(UserError, match=message): prepare_data.main(['mine'])
+        assert os.listdir(tmp_path / 'data' / 'mine') == []
+
+
+@pytest.mark.parametrize('what', ['data', 'mine'])
+def test_a_folder_vanishes(tmp_path, monkeypatch, what):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_data, 'SHARD_TOKENS', 500)
+    (tmp_path / 'mine').mkdir()
+    for i in range(200): (tmp_path / 'mine' / f'{i}.txt').write_text(f'text {i}')
+    def vanishing(*args, original=prepare_data.your_texts):
+        for i, text in enumerate(original(*args)):
+            if i == 100: shutil.rmtree(what)
+            yield text
+    monkeypatch.setattr(prepare_data, 'your_texts', vanishing)
+    with pytest.raises(UserError, match='data/mine: cannot be written .No such file' if what == 'data' else 'txt: cannot be read .No such file'):
+        prepare_data.main(['mine'])
+    assert what == 'data' or os.listdir(tmp_path / 'data' / 'mine') == []
+
+
+def test_what_a_killed_run_left_is_cleared(tmp_path):
+    (tmp_path / 'd' / '.unfinished').mkdir(parents=True)
+    (tmp_path / 'd' / '.unfinished' / 'train_000007.bin').write_bytes(b'rest')
+    write(tmp_path / 'd', [f'text {i}'.encode() for i in range(50)])
+    assert sorted(os.listdir(tmp_path / 'd')) == ['meta.json', 'train_000000.bin', 'val_000000.bin']
+
+
+@pytest.mark.parametrize('damage', ['shard', 'size', 'token', 'tokens', 'gone'])
+def test_check_finds_damage(small_data, tmp_path, damage, capsys):
+    shutil.copytree(small_data, tmp_path / 'd')
+    path = tmp_path / 'd' / 'val_000000.bin'
+    prepare_data.main(['--check', str(tmp_path / 'd')])
+    assert 'val is whole' in capsys.readouterr().out
+    content, meta = bytearray(path.read_bytes()), json.loads((tmp_path / 'd' / 'meta.json').read_text())
+    if damage == 'shard': content[2000] ^= 1
+    if damage == 'size': del content[-2:]
+    if damage == 'token': content[2001] = 2
+    if damage == 'tokens': meta['val']['shards'][0]['tokens'] += 1
+    path.write_bytes(content)
+    (tmp_path / 'd' / 'meta.json').write_text(json.dumps(meta))
+    if damage == 'gone': path.unlink()
+    with pytest.raises(UserError, match='val_000000.bin'): prepare_data.main(['--check', str(tmp_path / 'd')])
 
 
 # reading
@@ -153,7 +302,8 @@ def test_no_file_makes_the_shard_reader_fail_otherwise(tmp_path_factory, content
         del tokens
 
 
-@pytest.mark.parametrize('text', [None, '', '{', '[]', '{"tokenizer": "byte"}'])
+@pytest.mark.parametrize('text', [None, '', '{', '[]', '{"tokenizer": "byte"}', '{"tokenizer": 3, "n_tokens": 2, "eot": 1, "train": {}, "val": {}}',
+                                  '{"tokenizer": "byte", "n_tokens": 257, "eot": 256, "train": {"bytes": 1, "tokens": 1, "shards": "ab"}, "val": 0}'])
 def test_bad_meta(tmp_path, text):
     if text is not None: (tmp_path / 'meta.json').write_text(text)
     with pytest.raises(UserError, match='prepare') as error: read_meta(str(tmp_path))
@@ -195,3 +345,35 @@ def test_windows_cover_an_epoch_across_shards(tmp_path, monkeypatch):
 
 def test_windows_of_a_tiny_split(small_data):
     with pytest.raises(UserError, match='block_size'): Windows(small_data, 'val', read_meta(small_data), 10 ** 6)
+
+
+def test_batches_read_ahead_are_the_same(small_data):
+    plain, ahead = (Windows(small_data, 'train', read_meta(small_data), 16) for _ in range(2))
+    for first in (0, 8, 16, 4, 40, plain.n - 4):  # also where the guess was wrong
+        for one, other in zip(plain.sample(first, 8, 1, CPU), ahead.sample(first, 8, 1, CPU, then=first + 8)): assert torch.equal(one, other)
+    assert ahead.ahead[0] == (plain.n + 4, 8, 1, CPU) and torch.equal(ahead.ahead[1].result(), ahead._sample(plain.n + 4, 8, 1, CPU))
+    assert 0 < ahead.waited < 60
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason="needs /proc")
+def test_reading_needs_the_same_memory_for_any_number_of_shards(tmp_path):
+    n = 2 * 10 ** 7
+    shards = [dict(name=f'{i}.bin') for i in range(4)]
+    for shard in shards:
+        np.array([MAGIC, 1, n], np.int32).tofile(tmp_path / shard['name'])
+        os.truncate(tmp_path / shard['name'], HEADER_BYTES + 2 * n)  # 160 MB in all, holes that take no space
+    def resident():
+        with open('/proc/self/status') as f: return sum(int(line.split()[1]) for line in f if line.startswith(('RssFile', 'RssShmem')))
+    data, before = Windows(str(tmp_path), 'train', dict(train=dict(shards=shards)), 2 ** 16), resident()
+    for w in range(data.n): data.get([w], CPU)
+    assert data.n == 4 * (n // 2 ** 16) and resident() - before < 20_000, "kB of files in this process's memory"
+
+
+def test_data_that_vanishes_while_it_is_read(small_data, tmp_path):
+    shutil.copytree(small_data, tmp_path / 'd')
+    data = Windows(str(tmp_path / 'd'), 'train', read_meta(small_data), 16)
+    data.sample(0, 4, 1, CPU)
+    os.truncate(tmp_path / 'd' / 'train_000000.bin', 1100)
+    with pytest.raises(UserError, match='shorter'): data.get([data.n - 1], CPU)
+    shutil.rmtree(tmp_path / 'd')
+    with pytest.raises(UserError, match='cannot be read'): data.sample(8, 4, 1, CPU, then=12)

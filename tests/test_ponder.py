@@ -5,6 +5,7 @@ import torch
 from conftest import TOGGLES, make
 from test_promises import close, differ, gradients, targets
 
+from memory import PassMemory
 from model import GPTConfig
 
 TOKENS = [3, 14, 15, 9, 26]
@@ -170,11 +171,12 @@ def test_chain_equals_one_attention_over_all_slots(idx):
     model = make(ponder='chain', ponder_steps=2)
     states = [model.embed(idx)]
     trunk = model.trunk
-    model.trunk = lambda x, pos, memory=None, mask=None: states.append(trunk(x, pos, memory, mask)) or states[-1]
+    model.trunk = lambda x, pos, memory=None: states.append(trunk(x, pos, memory)) or states[-1]
     final = model.hidden(idx)
     t, k = torch.arange(13).repeat(3), torch.arange(3).repeat_interleave(13)
-    mask = (t[None] <= t[:, None]) & (k[None] <= k[:, None])
-    flat = trunk(torch.cat(states[:3], 1), t, None, mask[None, None])
+    memory = PassMemory(5)
+    memory.seen = ((t[None] <= t[:, None]) & (k[None] <= k[:, None]))[None, None]
+    flat = trunk(torch.cat(states[:3], 1), t, memory)
     close(flat[:, -13:], final)
 
 

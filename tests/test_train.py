@@ -90,6 +90,7 @@ def test_learns_and_logs(run_train, tmp_path, capsys):
     losses = [r['loss'] for r in records if 'loss' in r]
     assert [r['step'] for r in records if 'loss' in r] == [1, 20, 40] and losses[0] > 5 and losses[-1] < 0.6 * losses[0]
     assert records[-1]['val_loss'] < 0.6 * losses[0] and records[-1]['tokens'] == 40 * 256
+    assert all(0 < r['data_ms'] < r['ms'] for r in records if 'loss' in r), "time waiting for data, as a part of each step"
     text = capsys.readouterr().out
     for word in ('step    40/40', 'loss', 'lr', 'grad norm', 'tokens/s', 'left', 'validation loss'): assert word in text
 
