@@ -5,6 +5,7 @@ Checks exercises, and says in words what is not right yet. You need not read thi
     python exercises/attention.py         one of them, the same way
     python exercises/attention.py --hint  a hint; --hint=2 and --hint=3 say more
 """
+import contextlib
 import importlib.util
 import os
 import re
@@ -42,7 +43,8 @@ def expect(ok, sentence):
 
 def tensors(x):
     """All tensors in nested lists and tuples."""
-    return [x] if isinstance(x, torch.Tensor) else [t for part in x for t in tensors(part)] if isinstance(x, (list, tuple)) else []
+    if isinstance(x, torch.Tensor): return [x]
+    return [t for part in x for t in tensors(part)] if isinstance(x, (list, tuple)) else []
 
 
 def call(function, *args, name=None):
@@ -50,70 +52,69 @@ def call(function, *args, name=None):
     name, before = name or function.__name__, [t.clone() for t in tensors(args)]
     result = function(*args)
     expect(result is not None, f"{name}() returned None: does its last line say `return`?")
-    if not all(map(torch.equal, before, tensors(args))):
-        for t, old in zip(tensors(args), before): t.data.copy_(old)
-        raise NotYet(f"{name}() changed one of its arguments in place (x += y does, and so does every method that ends with _): "
-                     "make a new tensor, as in x = x + y")
+    expect(all(map(torch.equal, before, tensors(args))), f"{name}() changed one of its arguments in place (x += y does, and "
+           "so does every method that ends with _): make a new tensor, as in x = x + y")
     return result
 
 
 def same(a, b):
     """Two tensors of one shape agree, up to the rounding of a few operations in float32."""
-    if a.shape != b.shape: return False
-    finite = b[b.isfinite()].abs()
-    return torch.allclose(a.detach().to(b.dtype), b.detach(), rtol=1e-3, atol=1e-4 * float(finite.max() if finite.numel() else 1))
+    return a.shape == b.shape and torch.allclose(a.detach().to(b.dtype), b.detach(), rtol=1e-3, atol=1e-4 * float(b.abs().max()))
 
 
 def shaped(name, got, shape, axes):
     """NotYet unless got is a tensor of this shape with only finite numbers in it. axes: what each axis counts."""
-    meaning = ', '.join(axes)
-    expect(isinstance(got, torch.Tensor), f"{name} should be a tensor ({meaning}), and is of type {type(got).__name__}")
-    if got.shape != shape:
-        sentence = f"{name} has shape {tuple(got.shape)} and should have {tuple(shape)}: ({meaning})"
-        if got.dim() == len(shape):
-            for i in range(len(shape)):
-                for j in range(i):
-                    if got.transpose(i, j).shape == shape: raise NotYet(f"{sentence}. Axes {j} and {i} are swapped: transpose({j}, {i})")
-        raise NotYet(sentence)
+    expect(isinstance(got, torch.Tensor), f"{name} should be a tensor ({', '.join(axes)}), and is of type {type(got).__name__}")
+    sentence = f"{name} has shape {tuple(got.shape)} and should have {tuple(shape)}: ({', '.join(axes)})"
+    for i, j in pairs(len(shape) if got.dim() == len(shape) else 0):
+        swapped = got.shape != shape and got.transpose(i, j).shape == shape
+        expect(not swapped, f"{sentence}. Axes {i} and {j} are swapped: transpose({i}, {j})")
+    expect(got.shape == shape, sentence)
     wrong = (~got.isfinite()).nonzero()
-    expect(len(wrong) == 0, f"{name} is NaN or infinite in {len(wrong)} of {got.numel()} places, first at {wrong[:1].flatten().tolist()}: a softmax "
-                            "over nothing but -inf does that (may each position read itself?), and so does a division by 0")
+    expect(len(wrong) == 0, f"{name} is NaN or infinite in {len(wrong)} of {got.numel()} places, first at "
+           f"{wrong[:1].flatten().tolist()}: a softmax over nothing but -inf does that (may each position read itself?), and "
+           "so does a division by 0")
 
 
 def compare(name, got, want, axes, mistakes=None, more=None):
     """
     NotYet with the most telling difference, if got is not want. axes: names of want's axes. mistakes: {sentence: what that
-    mistake would give}, or a function that makes that dict. more: a function that looks for further reasons. Both are called only
-    if there is a difference.
+    mistake would give}, or a function that makes that dict. more: a function that looks for further reasons. Both are called
+    only if there is a difference.
     """
     shaped(name, got, want.shape, axes)
     if same(got, want): return
     got, want = got.detach().to(want.dtype), want.detach()
     for sentence, wrong in (mistakes() if callable(mistakes) else mistakes or {}).items():
-        if not same(wrong, want): expect(not same(got, wrong), sentence)
+        expect(same(wrong, want) or not same(got, wrong), sentence)
     expect(got.abs().max() > 0, f"{name} is all zeros: was it made with torch.zeros and never filled?")
     factor = float((got * want).sum() / (want * want).sum())
-    expect(not same(got, factor * want), f"{name} is right but for a factor: every number is {factor:.4g} times what it should be")
-    for i in range(want.dim()):
-        for j in range(i):
-            if got.shape[i] == got.shape[j] and same(got.transpose(i, j), want): raise NotYet(f"{name} has its axes {j} and {i} swapped")
+    expect(not same(got, factor * want), f"{name} is right but for a factor: all numbers are {factor:.4g} times what they should be")
+    for i, j in pairs(want.dim()):
+        expect(not same(got.transpose(i, j), want), f"{name} has its axes {i} and {j} swapped")
     expect(not same(got.flatten().sort().values, want.flatten().sort().values),
            f"{name} holds the right numbers in the wrong places: view and reshape never swap axes, transpose does")
     if more: more()
     ok = (got - want).abs() <= 1e-3 * want.abs().max()
     for axis in sorted(range(want.dim()), key=lambda i: axes[i] != 'position'):
         good = ok.movedim(axis, 0).flatten(1).all(1)
-        if good.any() and not good.all(): raise NotYet(f"{name} is right only at {numbers(axes[axis], good.nonzero().flatten().tolist())}")
-    at = (got - want).abs().argmax()
-    raise NotYet(f"{name} differs in {int((~ok).sum())} of {ok.numel()} numbers, most at {[int(i) for i in torch.unravel_index(at, want.shape)]}: "
-                 f"it is {float(got.flatten()[at]):.4g} and should be {float(want.flatten()[at]):.4g}")
+        expect(good.all() or not good.any(), f"{name} is right only at {places(axes[axis], good)}")
+    at = torch.unravel_index((got - want).abs().argmax(), want.shape)
+    raise NotYet(f"{name} differs in {int((~ok).sum())} of {ok.numel()} numbers, most at {[int(i) for i in at]}: "
+                 f"it is {float(got[at]):.4g} and should be {float(want[at]):.4g}")
 
 
-def numbers(what, found):
-    """[0] -> 'position 0', [0, 1, 2] -> 'positions 0 to 2', else a list."""
+def pairs(n):
+    """All (i, j) with i < j < n."""
+    return [(i, j) for j in range(n) for i in range(j)]
+
+
+def places(what, chosen):
+    """Where a row of bools is True: 'position 0', 'positions 0 to 2', or a list."""
+    found = chosen.nonzero().flatten().tolist()
     if len(found) == 1: return f"{what} {found[0]}"
-    run = found == list(range(found[0], found[-1] + 1))
-    return f"{what}s {found[0]} to {found[-1]}" if run else f"{what}s {', '.join(map(str, found))}"
+    run = found == list(range(len(found)))
+    return f"{what}s 0 to {found[-1]}" if run and found else f"{what}s {', '.join(map(str, found))}"
 
 
 def causal(name, function, x, axis=1, at=4):
@@ -121,16 +122,24 @@ def causal(name, function, x, axis=1, at=4):
     changed = x.clone()
     changed.narrow(axis, at, x.size(axis) - at).add_(1)
     moved = (function(x) - function(changed)).abs().movedim(axis, 0).flatten(1).amax(1)[:at] > 1e-5
-    if not moved.any(): return
-    raise NotYet(f"{name} sees the future: changing position {at} and later ones changes it at {numbers('position', moved.nonzero().flatten().tolist())}")
+    expect(not moved.any(), f"{name} sees the future: changing position {at} and later ones changes it at {places('position', moved)}")
 
 
-def tiny(seed=0, **settings):
+def tiny(**settings):
     """A real model of model.py, small enough for milliseconds, with weights large enough that every part matters."""
-    torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{**dict(vocab_size=32, n_tokens=30, block_size=32, n_layer=4, n_head=4, n_embd=32, mlp_hidden=48,
-                                    init_std=0.2), **settings})).eval()
-    return model.requires_grad_(False)
+    torch.manual_seed(0)
+    small = dict(vocab_size=32, n_tokens=30, block_size=32, n_layer=4, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2)
+    return GPT(GPTConfig(**{**small, **settings})).eval().requires_grad_(False)
+
+
+def inside(name, gpt, *patches):
+    """NotYet unless the model's logits stay what they are while the patches put the student's function into it."""
+    idx = torch.randint(0, 30, (2, 11))
+    logits = [gpt(idx)[0][..., :30]]
+    with contextlib.ExitStack() as stack:
+        for patch in patches: stack.enter_context(patch)
+        logits.append(gpt(idx)[0][..., :30])
+    compare(f"{name} is right alone, but a GPT with it inside is not: its logits", *logits[::-1], ('row', 'position', 'token'))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,17 +147,17 @@ def tiny(seed=0, **settings):
 
 def verdict(check):
     """(True, what is to be said about a right answer) or (False, what is not right yet); never an exception."""
+    code = check.__code__
     try: return True, check()
-    except NotYet as problem: return False, str(problem)
-    except NotImplementedError as stub: return False, str(stub) or "something there is not implemented yet"
-    except (Exception, SystemExit) as error: return False, explain(error, check.__code__.co_filename, check.__code__.co_firstlineno)
+    except (NotYet, NotImplementedError) as problem: return False, str(problem) or "something is not implemented yet"
+    except (Exception, SystemExit) as error: return False, explain(error, code.co_filename, code.co_firstlineno)
 
 
 def explain(error, path, end):
-    """An exception in words: the last line of the student's own code it came from, above line `end` of the file, and what helps."""
+    """An exception in words: the last line above line `end` of the student's file that it came through, and what helps."""
+    if isinstance(error, SyntaxError): return f"line {error.lineno} is not Python ({error.msg})"
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(': .')
     advice = [text for words, text in ADVICE.items() if re.search(words, message)][:1]
-    if isinstance(error, SyntaxError): return f"line {error.lineno} is not Python ({error.msg})"
     own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path and f.lineno < end]
     where = f"line {own[-1].lineno}, `{own[-1].line}`, stops with" if own else "what your code returns cannot be used:"
     return ' '.join([f"{where} {message}.", *advice])
@@ -156,15 +165,14 @@ def explain(error, path, end):
 
 def main(argv, path, check, hints):
     """One exercise file: check it, or print hints."""
-    command = f"python {os.path.relpath(path)}"
     if not argv:
         right, words = verdict(check)
-        print(f"right. {words}" if right else f"not yet: {words}\n({command} --hint gives a hint)")
+        print(f"right. {words}" if right else f"not yet: {words}\n(python {os.path.relpath(path)} --hint gives a hint)")
         sys.exit(0 if right else 1)
-    wanted = re.fullmatch(r'--hint(?:=(\d+))?', argv[0])
-    if not wanted or len(argv) > 1: raise configurator.UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
+    wanted = re.fullmatch(r'--hint(?:=(\d+))?', argv[0]) if len(argv) == 1 else None
+    if not wanted: raise configurator.UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
     n = int(wanted[1] or 1)
-    if not 1 <= n <= len(hints): raise configurator.UserError(f"{argv[0]}: there are {len(hints)} hints, --hint=1 to --hint={len(hints)}")
+    if not 1 <= n <= len(hints): raise configurator.UserError(f"{argv[0]}: choose --hint=1 to --hint={len(hints)}")
     for i, hint in enumerate(hints[:n], 1): print(f"hint {i} of {len(hints)}: {hint}")
 
 

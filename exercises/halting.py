@@ -4,8 +4,9 @@ Exercise 7 of 8: a halting gate. About 60 minutes.
     python exercises/halting.py            checks what you wrote and says what is not right yet
     python exercises/halting.py --hint     a hint; --hint=2 and --hint=3 say more
 
-Pondering (exercise 5) spends s + 1 passes on every token, on "the" as on the result of a sum. AdaPonderLM (arXiv 2603.01914) puts
-a small gate after each pass: it reads a token's hidden state and says whether that token goes on. In pass i = 0 .. s, for every token:
+Pondering (exercise 5) spends s + 1 passes on every token, on "the" as on the result of a sum. AdaPonderLM (arXiv
+2603.01914) puts a small gate after each pass: it reads a token's hidden state and says whether that token goes on. In
+pass i = 0 .. s, for every token:
 
     h        = trunk(E)                      E = embed(idx) at first, m = 1: all tokens are active
     readout  = h where m, else as before     a halted token's answer stays what it was
@@ -17,21 +18,22 @@ And in each layer a halted token keeps the keys and values of its last active pa
 
     k = k where m, else k of the pass before         the same for v                                            (Eq. 10)
 
-Training runs all passes on all tokens, with `where` in three places, and so knows exactly what generation does, which really stops:
-there a halted token costs nothing any more. The paper leaves open what becomes of a halted token's readout; frozen, as here, is the
-only choice with which both agree. You are compared with a loop that does it the other way: token by token, with caches, and a
-`break` when the gate says so. Afterwards, think about this: with all three frozen, would it matter if a halted token's E moved on?
+Training runs all passes on all tokens, with `where` in three places, and so knows exactly what generation does, which
+really stops: there a halted token costs nothing any more. The paper leaves open what becomes of a halted token's
+readout; frozen, as here, is the only choice with which both agree. You are compared with a loop that does it the
+other way: token by token, with caches, and a `break` when the gate says so. Afterwards, think about this: with all
+three frozen, would it matter if a halted token's E moved on?
 
     shape letters    B rows    T positions    C width of the model    nkv key/value heads    hd width of a head
 """
 import torch
-from check import NotYet, call, compare, expect, run, same, shaped, tiny
+from check import NotYet, call, compare, expect, run, same, shaped, tensors, tiny
 
 from model import KVCache
 
 
 class Frozen:
-    """The memory of one pass (GPT.trunk calls update in each layer): new keys and values for active tokens, old ones for the others."""
+    """The memory of one pass, whose update GPT.trunk calls in each layer: active tokens get new keys and values, others keep theirs."""
 
     def __init__(self, n_layer, active=None, before=None):
         self.k, self.v = [None] * n_layer, [None] * n_layer  # what this pass read, for the next pass to look at
@@ -39,8 +41,8 @@ class Frozen:
         self.before = before                                 # the Frozen of the pass before; None in the first pass
 
     def update(self, layer, k, v):
-        """k and v (B, nkv, T, hd) as this pass makes them -> those that are read, per Eq. 10; stores them in self.k and self.v too."""
-        raise NotImplementedError("Frozen.update() is still empty: replace its last line by your code, Eq. 10 is at the top of the file")
+        """k and v (B, nkv, T, hd) as this pass makes them -> those it reads, by Eq. 10. Stores them in self.k and self.v too."""
+        raise NotImplementedError("Frozen.update() is still empty: write it in place of this line")
 
     def mask(self, S, device):
         """Nothing beyond the usual causal mask."""
@@ -52,59 +54,63 @@ def think(gpt, gates, x, pos, tau):
     x (B, T, C) at positions pos (T,) -> (readout (B, T, C), passes (B, T): how many passes each token took).
     gates: s functions from (B, T, C) to (B, T, 1). gpt.trunk(x, pos, Frozen(gpt.config.n_layer, ...)) is one pass.
     """
-    raise NotImplementedError("Frozen is right, think() is still empty: replace its last line by your code")
+    raise NotImplementedError("Frozen is right, think() is still empty: write it in place of this line")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
 HINTS = (
-    "update: torch.where(self.active[:, None, :, None], k, self.before.k[layer]), and the same for v. Store the result, not the new k: "
-    "the next pass must find what was frozen two passes ago.",
-    "think: keep m, readout, passes and the memory of the pass before as variables of one loop over passes. passes counts m.long().",
-    "readout = h in the first pass, then torch.where(m[..., None], h, readout), with the m that this pass began with. After the gate: "
-    "m = m & (g >= tau), x = x + (m * g)[..., None] * gpt.mixture(h).",
+    "update: torch.where(self.active[:, None, :, None], k, self.before.k[layer]), and the same for v. Store the result, not the new "
+    "k: the next pass must find what was frozen two passes ago.",
+    "think: keep m, readout, passes and the memory of the pass before as variables of one loop over passes. Each pass adds m to "
+    "passes.",
+    "readout = h in the first pass, then torch.where(m[..., None], h, readout), with the m that this pass began with. After the "
+    "gate: m = m & (g >= tau), x = x + (m * g)[..., None] * gpt.mixture(h).",
 )
 AXES = ('row', 'position', 'channel')
 
 
 def one_by_one(gpt, gates, x, pos, tau):
     """What generation does: each token in turn, one cache per pass, and no further pass once the gate is shut."""
-    readout, passes, L = torch.zeros_like(x), torch.zeros(x.shape[:2], dtype=torch.long), gpt.config.n_layer
+    readout, passes, layers = torch.zeros_like(x), torch.zeros(x.shape[:2], dtype=torch.long), range(gpt.config.n_layer)
     for row in range(len(x)):
-        caches = [KVCache(L, len(pos)) for _ in range(len(gates) + 1)]
+        caches = [KVCache(len(layers), len(pos)) for _ in range(len(gates) + 1)]
         for t in range(len(pos)):
             e = x[row:row + 1, t:t + 1]
             for i, cache in enumerate(caches):
                 h = gpt.trunk(e, pos[t:t + 1], cache)
-                g = gates[i](h).sigmoid() if i < len(gates) else 0.0
-                if g < tau or i == len(gates): break
+                if i == len(gates): break
+                g = gates[i](h).sigmoid()
+                if g < tau: break
                 e = e + g * gpt.mixture(h)
-            for later in caches[i + 1:]:                        # passes it does not take still find its keys and values
-                for layer in range(L): later.update(layer, cache.k[layer][:, :, t:t + 1], cache.v[layer][:, :, t:t + 1])
+            for later in caches[i + 1:]:  # passes it does not take still find its keys and values
+                for layer in layers: later.update(layer, cache.k[layer][:, :, t:t + 1], cache.v[layer][:, :, t:t + 1])
             readout[row, t], passes[row, t] = h[0, 0], i + 1
     return readout, passes
 
 
 def check_frozen():
-    axes = ('row', 'head', 'position', 'channel')
-    k, v = torch.randn(2, 3, 2, 2, 5, 4)                        # of three passes, (2 rows, 2 heads, 5 positions, 4 channels) each
-    active = [None, torch.tensor([[1, 1, 0, 0, 1], [1, 0, 1, 0, 1]]).bool(), torch.tensor([[1, 0, 0, 0, 1], [1, 0, 0, 0, 1]]).bool()]
-    before, want = None, (k[0], v[0])
+    k, v = torch.randn(2, 3, 2, 2, 5, 4)  # of three passes, each (2 rows, 2 heads, 5 positions, 4 channels)
+    active = torch.tensor([[[1, 1, 1, 1, 1]] * 2, [[1, 1, 0, 0, 1], [1, 0, 1, 0, 1]], [[1, 0, 0, 0, 1]] * 2]).bool()
+    before, right = None, (k[0], v[0])
     for i in range(3):
-        memory = Frozen(1, active[i], before)
-        got, name = call(memory.update, 0, k[i], v[i], name='Frozen.update'), f"pass {i}: Frozen.update() gives"
+        memory = Frozen(1, active[i] if i else None, before)
+        got = call(memory.update, 0, k[i], v[i], name='Frozen.update')
         expect(isinstance(got, tuple) and len(got) == 2, "Frozen.update() should return two tensors, keys and values")
-        old, keep = want, active[i][:, None, :, None] if i else torch.tensor(True)
-        want = torch.where(keep, k[i], old[0]), torch.where(keep, v[i], old[1])
-        for what, mine, new, right, stored in zip(('keys', 'values'), got, (k[i], v[i]), want, (memory.k[0], memory.v[0])):
-            compare(f"{name} {what}, which", mine, right, axes, {} if not i else {
-                f"{name} all {what} anew; halted tokens should keep those of their last active pass": new,
-                f"{name} {what} the wrong way round: active tokens get new ones, halted ones keep theirs": torch.where(keep, old[what == 'values'], new),
-                f"{name} a halted token the {what} of the pass before as they were made, not as they were read: store the frozen ones in self":
-                    torch.where(keep, new, (k, v)[what == 'values'][i - 1])})
-            expect(isinstance(stored, torch.Tensor) and same(stored, right), f"pass {i}: Frozen.update() returns the right {what}, but self.{what[0]}[layer] "
-                   "should hold them too: the next pass looks there")
+        keep, old = active[i][:, None, :, None], right
+        right = torch.where(keep, k[i], old[0]), torch.where(keep, v[i], old[1])
+        for n, what, new in ((0, 'keys', k), (1, 'values', v)):
+            name, stored = f"in pass {i}, Frozen.update()", (memory.k, memory.v)[n][0]
+            compare(f"{name} returns {what}, which", got[n], right[n], ('row', 'head', 'position', 'channel'), {
+                f"{name} returns all {what} anew; halted tokens should keep those of their last active pass":
+                    new[i],
+                f"{name} has it the wrong way round: active tokens get new {what}, halted ones keep theirs":
+                    torch.where(keep, old[n], new[i]),
+                f"{name} gives halted tokens the {what} that the pass before made, not those it read: store the frozen ones":
+                    torch.where(keep, new[i], new[max(0, i - 1)])})
+            expect(tensors(stored) and same(stored, right[n]), f"{name} returns the right {what}, but self.{what[0]}[layer] should "
+                   "hold them too: the next pass looks there")
         before = memory
 
 
@@ -117,17 +123,16 @@ def check_think(what, gpt, x, gates, about_passes, mistakes=None):
     shaped("the first result of think(), the readout,", readout, x.shape, AXES)
     shaped("the second result of think(), the number of passes,", passes, x.shape[:2], AXES[:2])
     want, counts = one_by_one(gpt, gates, x, pos, tau)
-    wrong = (passes != counts).nonzero()
-    if len(wrong):
-        row, t = wrong[0].tolist()
-        raise NotYet(f"with {what}, position {t} of row {row} takes {int(counts[row, t])} passes, and think() says {int(passes[row, t])}: {about_passes}")
+    for row, t in (passes != counts).nonzero().tolist():
+        raise NotYet(f"with {what}, position {t} of row {row} takes {int(counts[row, t])} passes, and think() says "
+                     f"{int(passes[row, t])}: {about_passes}")
 
     def more():
         off, first = (readout - want).abs().amax(-1) > 1e-3, counts == 1
-        expect(not (off & first).any(), f"with {what}, the readout of halted tokens moves on after they halted: it should stay what their last pass gave")
-        expect(not first.any(), f"with {what}, tokens that halted at once are right and the others are not: they should read the frozen keys and values. "
-               "Does each pass get a Frozen with its m and with the Frozen of the pass before?")
-
+        expect(not (off & first).any(), f"with {what}, the readout of halted tokens moves on after they halted: it should stay what "
+               "their last pass gave")
+        expect(not first.any(), f"with {what}, tokens that halted at once are right and the others are not: they should read the "
+               "frozen keys and values. Does each pass get a Frozen with its m and with the Frozen of the pass before?")
     compare(f"with {what}, the readout of think()", readout, want, AXES, mistakes, more)
 
 
@@ -136,18 +141,18 @@ def check():
     torch.manual_seed(0)
     check_frozen()
     gpt, idx = tiny(ponder='embedding', n_layer=3), torch.randint(0, 30, (2, 8))
-    x, gate = gpt.embed(idx), lambda logit: lambda h: torch.full_like(h[..., :1], logit)
-    check_think("all gates wide open", gpt, x, [gate(30.0)] * 3, "with s gates there are s + 1 passes, the first one included")
-    check_think("all gates at g = 0.73, above tau = 0.5,", gpt, x, [gate(1.0)] * 3, "nobody halts while g >= tau", {
+    x, shut, half, wide = gpt.embed(idx), *(lambda h, z=z: torch.full_like(h[..., :1], z) for z in (-9.0, 1.0, 30.0))
+    check_think("all gates wide open", gpt, x, [wide] * 3, "with s gates there are s + 1 passes, the first one included")
+    check_think("all gates at g = 0.73, above tau = 0.5,", gpt, x, [half] * 3, "nobody halts while g >= tau", {
         "with all gates at g = 0.73, think() adds the whole mean embedding; the gate should scale it": gpt.hidden(idx)})
-    check_think("all gates shut", gpt, x, [gate(-9.0)] * 3, "a token halts when g < tau, and the pass it halts after counts")
-    check_think("gate 0 shut and the later ones open", gpt, x, [gate(-9.0), gate(9.0), gate(9.0)], "who has halted never wakes up again, m = m and (g >= tau)")
+    check_think("all gates shut", gpt, x, [shut] * 3, "a token halts when g < tau, and the pass it halts after counts")
+    check_think("gate 0 shut and the later ones open", gpt, x, [shut, wide, wide], "who has halted never wakes up again")
     torch.manual_seed(0)
-    looks = [lambda h, w=torch.randn(32, 1), shift=shift: h @ w / 2 + shift for shift in (1.0, 0.5, 0.5)]
+    looks = [lambda h, w=torch.randn(32, 1), z=z: h @ w / 2 + z for z in (1.0, 0.5, 0.5)]
     check_think("gates that look at the token", gpt, x, looks, "compare with the equations, line by line")
     passes = think(gpt, looks, x, torch.arange(8), 0.5)[1]
-    return (f"Masked training and a loop that really stops agree, and here {int(passes.sum())} token passes are enough where 4 for everybody would be "
-            f"{4 * passes.numel()}. Row 0 took {' '.join(map(str, passes[0].tolist()))}.")
+    return (f"Masked training and a loop that really stops agree, and here {int(passes.sum())} token passes are enough where 4 for "
+            f"everybody would be {4 * passes.numel()}. The tokens of row 0 took {', '.join(map(str, passes[0].tolist()))} passes.")
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

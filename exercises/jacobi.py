@@ -4,26 +4,28 @@ Exercise 6 of 8: thoughts in sequence, and by Jacobi iteration. About 60 minutes
     python exercises/jacobi.py            checks what you wrote and says what is not right yet
     python exercises/jacobi.py --hint     a hint; --hint=2 and --hint=3 say more
 
-PonderLM-2 (arXiv 2509.23184) gives each token a thought: the hidden state of its slot goes back in as a slot of its own, which
-predicts the next token. With one thought per token the model reads
+PonderLM-2 (arXiv 2509.23184) gives each token a thought: the hidden state of its slot goes back in as a slot of its
+own, which predicts the next token. With one thought per token the model reads
 
-    x_0 z_0 x_1 z_1 x_2 z_2 ..          z_t = output of the trunk at x_t's slot          prediction of token t+1: output at z_t's slot
+    x_0 z_0 x_1 z_1 x_2 z_2 ..       z_t = output of the trunk at x_t's slot;  token t+1 is predicted at z_t's slot
 
-A slot sees all slots before it, thoughts included, and both slots of token t stand at rotary position t. Part 1 is to do just this,
-one slot after the other. It is exact, and for training far too slow: T tokens take 2T passes that wait for each other.
+A slot sees all slots before it, thoughts included, and both slots of token t stand at rotary position t. Part 1 is to
+do just this, one slot after the other. It is exact, and for training far too slow: T tokens take 2T passes that wait
+for each other.
 
-But look at it as an equation: the thoughts z = (z_0, .., z_{T-1}) must satisfy z = F(z), where F runs the trunk once over
-x_0 z_0 x_1 z_1 .. and reads the outputs at the token slots. Jacobi iteration solves it by guessing z and putting F(z) in its place,
-for all t at once. Part 2:
+But look at it as an equation: the thoughts z = (z_0, .., z_{T-1}) must satisfy z = F(z), where F runs the trunk once
+over x_0 z_0 x_1 z_1 .. and reads the outputs at the token slots. Jacobi iteration solves it by guessing z and putting
+F(z) in its place, for all t at once. Part 2:
 
     first guess     z = trunk(x_0 x_1 x_2 ..)                             a plain pass without thoughts         T slots
     R iterations    z_t <- output at x_t's slot of x_0 z_0 x_1 z_1 ..     all t from the old z                 2T slots each
     last pass       result_t = output at z_t's slot                                                            2T slots
 
-Part 3: z_0 is exact from the start, since x_0 has nothing before it. If z_0 .. z_{n-1} are exact, then one more iteration makes z_n
-exact. How many iterations make every result exact, whatever the weights?
+Part 3: z_0 is exact from the start, since x_0 has nothing before it. If z_0 .. z_{n-1} are exact, then one more
+iteration makes z_n exact. How many iterations make every result exact, whatever the weights?
 
-You are compared with `latent` of model.py. x (B, T, C) are embeddings, gpt.trunk(x, pos) runs all blocks and the final norm.
+You are compared with `latent` of model.py. x (B, T, C) are embeddings, gpt.trunk(x, pos) runs all blocks and the
+final norm.
 """
 from unittest.mock import patch
 
@@ -34,32 +36,36 @@ from model import KVCache, latent
 
 
 def sequential(gpt, x):
-    """x (B, T, C) -> the outputs at the thoughts' slots, (B, T, C), slot by slot. A cache is allowed, but not needed."""
-    raise NotImplementedError("sequential() is still empty: replace its last line by your code. At this size, you may run the trunk on all "
-                              "slots so far for every new slot")
+    """
+    x (B, T, C) -> the outputs at the thoughts' slots, (B, T, C), slot by slot. No cache is needed: at this size you may run
+    the trunk on all slots so far for every new slot.
+    """
+    raise NotImplementedError("sequential() is still empty: write it in place of this line")
 
 
 def jacobi(gpt, x, iterations):
     """x (B, T, C) -> the same by Jacobi iteration, `iterations` + 2 passes in all."""
-    raise NotImplementedError("sequential() is right, jacobi() is still empty: replace its last line by your code")
+    raise NotImplementedError("sequential() is right, jacobi() is still empty: write it in place of this line")
 
 
 def iterations_needed(T):
     """The smallest number of iterations after which jacobi() is exact for any weights and any text of T tokens."""
-    raise NotImplementedError("jacobi() is right, iterations_needed() is still empty: replace its last line by your answer")
+    raise NotImplementedError("jacobi() is right, iterations_needed() is still empty: write it in place of this line")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
 HINTS = (
-    "sequential: keep a list of slots. For each t, append x[:, t], run the trunk on torch.stack(slots, 1), append the last output (that is "
-    "z_t), run again, and keep the last output as the result. pos is 0 0 1 1 2 2 ..",
-    "jacobi: torch.stack((x, z), 2).flatten(1, 2) interleaves to x_0 z_0 x_1 z_1 .., and pos.repeat_interleave(2) goes with it. In the "
-    "output h, h[:, 0::2] are the token slots and h[:, 1::2] the thoughts' slots.",
+    "sequential: keep a list of slots. For each t, append x[:, t], run the trunk on torch.stack(slots, 1), append the last output "
+    "(that is z_t), run again, and keep the last output as the result. pos is 0 0 1 1 2 2 ..",
+    "jacobi: torch.stack((x, z), 2).flatten(1, 2) interleaves to x_0 z_0 x_1 z_1 .., and pos.repeat_interleave(2) goes with it. "
+    "In the output h, h[:, 0::2] are the token slots and h[:, 1::2] the thoughts' slots.",
     "iterations_needed: the first guess is exact at position 0. The result at t needs z_0 .. z_t. Try T = 1, 2, 3 by hand.",
 )
 AXES = ('row', 'position', 'channel')
+SLOTS = "returns the outputs at the token slots, which are the thoughts; the results are the outputs at the thoughts' slots"
+POSITIONS = "gives each slot a position of its own; both slots of token t stand at position t"
 
 
 def library(gpt, x, iterations):
@@ -79,62 +85,60 @@ def spied(gpt, function, *args, renumber=False):
 
     def spy(x, pos, memory=None, mask=None):
         sizes.append(x.size(1))
-        begin = memory.length if memory is not None and renumber else 0
+        begin = memory.length if renumber and memory is not None else 0
         last[:] = [trunk(x, begin + torch.arange(x.size(1)) if renumber else pos, memory, mask)]
         return last[0]
-
     with patch.object(gpt, 'trunk', spy): return function(gpt, *args), sizes, last[0]
 
 
 def check_sequential(gpt, x):
-    name, pos = "sequential()", torch.arange(x.size(1))
-    want = library_sequential(gpt, x)
-    compare(name, call(sequential, gpt, x), want, AXES, lambda: {
-        f"{name} returns the outputs at the token slots, which are the thoughts; the results are the outputs at the thoughts' slots":
-            spied(gpt, library, x, x.size(1))[2][:, 0::2],
-        f"{name} returns what the plain model gives, without any thought": gpt.trunk(x, pos),
-        f"{name} gives each slot a position of its own; both slots of token t stand at position t": spied(gpt, library_sequential, x, renumber=True)[0],
+    name, T = "sequential()", x.size(1)
+    compare(name, call(sequential, gpt, x), library_sequential(gpt, x), AXES, lambda: {
+        f"{name} {SLOTS}": spied(gpt, library, x, T)[2][:, 0::2],
+        f"{name} {POSITIONS}": spied(gpt, library_sequential, x, renumber=True)[0],
+        f"{name} returns what the plain model gives, without any thought": gpt.trunk(x, torch.arange(T)),
     }, lambda: causal(name, lambda x: sequential(gpt, x), x))
 
 
 def check_jacobi(gpt, x, R):
     name, T = f"jacobi() with iterations={R}", x.size(1)
     want, sizes, last = spied(gpt, library, x, R)
-    wrong = lambda: {
-        f"{name} returns the outputs at the token slots; the results are those at the thoughts' slots": last[:, 0::2],
+    mistakes = lambda: {
+        f"{name} {SLOTS}": last[:, 0::2],
+        f"{name} {POSITIONS}": spied(gpt, library, x, R, renumber=True)[0],
         f"{name} did one iteration more than asked": library(gpt, x, R + 1),
-        f"{name} gives each slot a position of its own; both slots of token t stand at position t": spied(gpt, library, x, R, renumber=True)[0],
-        f"{name} is the exact result: it should stop after {R}, that is how training can afford it": library(gpt, x, T),
         f"{name} did one iteration less than asked": library(gpt, x, R - 1) if R else want,
+        f"{name} is the exact result: it should stop after {R}, that is how training can afford it": library(gpt, x, T),
     }
 
     def more():
         causal(name, lambda x: jacobi(gpt, x, R), x)
         mine = spied(gpt, jacobi, x, R)[1]
-        expect(mine == sizes, f"{name} ran passes of {mine} slots; asked for are {sizes}: a plain pass of T = {T} for the first guess, then {R + 1} of 2T")
-    compare(name, call(jacobi, gpt, x, R), want, AXES, wrong, more)
+        expect(mine == sizes, f"{name} ran passes of {mine} slots; asked for are {sizes}: a plain pass of T = {T} for the first guess, "
+               f"then {R + 1} of 2T")
+    compare(name, call(jacobi, gpt, x, R), want, AXES, mistakes, more)
+
+
+def check_needed(n, error):
+    R, name = call(iterations_needed, n), f"iterations_needed({n})"
+    expect(type(R) is int and R >= 0, f"{name} should be a whole number from 0 up, and is {str(R)[:20]!r}")
+    expect(R >= n - 1, f"{name} = {R} is too few: after them the result at position {n - 1} is still off by {error(R, n - 1):.2g}")
+    expect(R <= n - 1, f"{name} = {R} is more than it takes: the first guess is already exact at position 0, and the last pass "
+           "reads all the thoughts")
 
 
 @torch.no_grad()
 def check():
     torch.manual_seed(0)
-    T = 6
-    gpt = tiny(ponder='latent', ponder_steps=1, n_layer=3)
+    T, gpt = 6, tiny(ponder='latent', ponder_steps=1, n_layer=3)
     x = gpt.embed(torch.randint(0, 30, (2, T)))
     check_sequential(gpt, x)
     for R in (0, 1, 3): check_jacobi(gpt, x, R)
     exact = library_sequential(gpt, x)
     error = lambda R, t: float((jacobi(gpt, x, R) - exact)[:, t].abs().max())
-    for n in (1, 2, T):
-        R = call(iterations_needed, n)
-        expect(type(R) is int, f"iterations_needed({n}) should be a whole number, and is of type {type(R).__name__}")
-        expect(R >= n - 1, f"iterations_needed({n}) = {R} is too few" + (f": after them the result at position {n - 1} is still off by {error(R, n - 1):.2g}"
-                                                                         if 0 <= R < n - 1 else ""))
-        expect(R <= n - 1, f"iterations_needed({n}) = {R} is more than it takes: the first guess is already exact at position 0, and the last pass "
-               "reads all the thoughts")
-    table = ', '.join(f"{error(R, T - 1):.1e}" for R in range(T))
-    return (f"At the last of {T} positions, your jacobi() is off by {table} after 0 to {T - 1} iterations. With these large random weights it hardly "
-            "converges before it has to; in a trained model a few iterations do, which is why training takes 2 or 3.")
+    for n in (1, 2, T): check_needed(n, error)
+    return (f"At the last of {T} positions your jacobi() is off by {', '.join(f'{error(R, T - 1):.1e}' for R in range(T))} after 0 to "
+            f"{T - 1} iterations. With these large random weights it hardly converges before it has to; PonderLM-2 trains with 2 or 3.")
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

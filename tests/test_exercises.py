@@ -3,6 +3,7 @@ import functools
 import math
 import os
 import re
+import runpy
 import sys
 from dataclasses import replace
 
@@ -217,10 +218,10 @@ MISTAKES = [  # (exercise, what the student wrote, words of the sentence that an
     ('attention', dict(attention=but(attention, late=True)), 'the mask belongs before the softmax'),
     ('attention', dict(attention=but(attention, diagonal=1)), 'sees the future: changing position 4 and later ones changes it at position 3'),
     ('attention', dict(attention=but(attention, diagonal=-1)), 'may each position read itself'),
-    ('attention', dict(attention=but(attention, groups='repeat')), 'groups are mixed up'),
+    ('attention', dict(attention=but(attention, groups='repeat')), 'mixes up the groups'),
     ('attention', dict(attention=lambda q, k, v: attention(q, k, v).transpose(1, 2)), r'Axes 1 and 2 are swapped'),
     ('attention', dict(attention=lambda q, k, v: attention(q, k, v).transpose(1, 2).reshape(q.shape)), 'right numbers in the wrong places'),
-    ('attention', dict(attention=lambda q, k, v: attention(q, k, v) / 2), 'every number is 0.5 times'),
+    ('attention', dict(attention=lambda q, k, v: attention(q, k, v) / 2), 'all numbers are 0.5 times'),
     ('attention', dict(attention=lambda q, k, v: attention(q.mul_(1.5), k, v)), 'changed one of its arguments in place'),
     ('attention', dict(attention=lambda q, k, v: attention(q, k, v)[:, :, :1].expand_as(q)), 'right only at position 0'),
     ('rope', dict(angles=lambda pos, hd, theta: angles(torch.arange(len(pos)), hd, theta)), 'ignores pos'),
@@ -381,12 +382,15 @@ def test_a_file_that_is_not_python_is_named_with_its_line(tmp_path, capsys):
     assert 'attention        not yet: line 2 is not Python' in out and "rope             not yet: line 2, `y = x + z`, stops with NameError" in out
 
 
-def test_programs():
-    stub = program('exercises/rope.py', ok=False)
+def test_an_exercise_is_a_program(tmp_path):
+    stub = program(os.path.join(ROOT, 'exercises', 'rope.py'), cwd=tmp_path, ok=False, PYTHONPATH='')
     assert stub.returncode == 1 and not stub.stderr
     assert stub.stdout.startswith('not yet: angles() is still empty') and 'rope.py --hint gives a hint' in stub.stdout
-    whole = program('exercises/check.py', ok=False)
-    assert whole.returncode == 1 and whole.stdout.endswith('0 of 8 right\n') and not whole.stderr
+
+
+def test_the_whole_set_is_a_program(capsys):
+    with pytest.raises(SystemExit) as left: runpy.run_path(os.path.join(ROOT, 'exercises', 'check.py'), run_name='__main__')
+    assert left.value.code == 1 and capsys.readouterr().out.endswith('0 of 8 right\n')
 
 
 def test_status_is_0_for_a_right_answer(monkeypatch, capsys):
