@@ -233,7 +233,7 @@ MISTAKES = [  # (exercise, what the student wrote, words of the sentence that an
     ('rope', dict(rotate=lambda x, pos, theta: rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), pos, theta)
                   .unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)), 'pairs neighbours'),
     ('kv_cache', dict(Cache=sub(CatCache, keep=False)), 'returns only the new keys'),
-    ('kv_cache', dict(Cache=sub(CatCache, own_layers=False)), 'layer 1: .* has shape'),
+    ('kv_cache', dict(Cache=sub(CatCache, own_layers=False)), 'each layer has its own'),
     ('kv_cache', dict(Cache=sub(CatCache, shift=False)), r'new position i stands at 4 \+ i'),
     ('kv_cache', dict(Cache=sub(CatCache, mask=lambda self, S, device: None)), 'returned None'),
     ('kv_cache', dict(generate=but(generate, restart=True)), 'positions .* count on'),
@@ -272,7 +272,7 @@ MISTAKES = [  # (exercise, what the student wrote, words of the sentence that an
     ('halting', dict(think=but(think, freeze=False)), 'readout of halted tokens moves on'),
     ('halting', dict(think=but(think, scale=False)), 'the gate should scale it'),
     ('halting', dict(think=but(think, count=False)), 'the first one included'),
-    ('halting', dict(think=but(think, flip=True)), r'takes 4 passes, and think\(\) says 1'),
+    ('halting', dict(think=but(think, flip=True)), r'think\(\) counts 1 .* 4 is right'),
     ('halting', dict(think=but(think, memory=False)), 'should read the frozen keys and values'),
     ('flops', dict(forward_flops=lambda c, T: forward_flops(c, T) / 2), 'half of what it should be'),
     ('flops', dict(forward_flops=lambda c, T: forward_flops(c, T) - 2 * c.n_layer * c.mlp_hidden * c.n_embd), 'two matrices in the MLP'),
