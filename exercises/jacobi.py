@@ -83,10 +83,10 @@ def spied(gpt, function, *args, renumber=False):
     """(function(gpt, *args), the slots of each trunk pass, output of the last). renumber: give every slot its own position."""
     trunk, sizes, last = gpt.trunk, [], []
 
-    def spy(x, pos, memory=None, mask=None):
+    def spy(x, pos, memory=None):
         sizes.append(x.size(1))
         begin = memory.length if renumber and memory is not None else 0
-        last[:] = [trunk(x, begin + torch.arange(x.size(1)) if renumber else pos, memory, mask)]
+        last[:] = [trunk(x, begin + torch.arange(x.size(1)) if renumber else pos, memory)]
         return last[0]
     with patch.object(gpt, 'trunk', spy): return function(gpt, *args), sizes, last[0]
 

@@ -122,11 +122,11 @@ def check_generate(gpt, prompt, n):
     """How many positions the student's generate() runs through the trunk."""
     read, trunk, T = [], gpt.trunk, prompt.size(1)
 
-    def spy(x, pos, memory=None, mask=None):
+    def spy(x, pos, memory=None):
         expect(memory is not None, "generate() calls gpt.trunk without your cache: trunk(x, pos, cache)")
         expect(pos.shape == x.shape[1:2], f"generate() gives the trunk {x.size(1)} embeddings, but pos has shape {tuple(pos.shape)}")
         read.extend(pos.tolist())
-        return trunk(x, pos, memory, mask)
+        return trunk(x, pos, memory)
 
     with patch.object(gpt, 'trunk', spy): got = call(generate, gpt, prompt, n)
     shaped("what generate() returns, prompt and new tokens,", got, (len(prompt), T + n), ('row', 'position'))
