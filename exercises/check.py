@@ -7,6 +7,8 @@ Checks exercises, and says in words what is not right yet. You need not read thi
 """
 import contextlib
 import importlib.util
+import inspect
+import math
 import os
 import re
 import sys
@@ -147,18 +149,18 @@ def inside(name, gpt, *patches):
 
 def verdict(check):
     """(True, what is to be said about a right answer) or (False, what is not right yet); never an exception."""
-    code = check.__code__
     try: return True, check()
     except (NotYet, NotImplementedError) as problem: return False, str(problem) or "something is not implemented yet"
-    except (Exception, SystemExit) as error: return False, explain(error, code.co_filename, code.co_firstlineno)
+    except (Exception, SystemExit) as error: return False, explain(error, inspect.unwrap(check).__code__.co_filename)
 
 
-def explain(error, path, end):
-    """An exception in words: the last line above line `end` of the student's file that it came through, and what helps."""
+def explain(error, path):
+    """An exception in words: the last line of the student's part of the file that it came through, and what helps."""
     if isinstance(error, SyntaxError): return f"line {error.lineno} is not Python ({error.msg})"
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(': .')
     advice = [text for words, text in ADVICE.items() if re.search(words, message)][:1]
-    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path and f.lineno < end]
+    with open(path, encoding='utf-8') as f: end = next((i for i, line in enumerate(f) if line.startswith('# the check')), math.inf)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path and f.lineno <= end]
     where = f"line {own[-1].lineno}, `{own[-1].line}`, stops with" if own else "what your code returns cannot be used:"
     return ' '.join([f"{where} {message}.", *advice])
 
@@ -195,7 +197,7 @@ def check_all(folder=HERE):
     for name in NAMES:
         path = os.path.join(folder, name + '.py')
         try: right, words = verdict(load(path).check)
-        except (Exception, SystemExit) as error: right, words = False, explain(error, path, float('inf'))
+        except (Exception, SystemExit) as error: right, words = False, explain(error, path)
         results.append(right)
         print(f"{name:16} {'right' if right else 'not yet: ' + words}")
     print(f"{sum(results)} of {len(NAMES)} right")

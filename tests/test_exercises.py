@@ -374,6 +374,16 @@ def test_errors_in_a_students_file_are_explained_with_their_line(what, tmp_path)
     if said.startswith('line'): assert source.splitlines()[int(re.search(r'line (\d+)', said)[1]) - 1] in code.splitlines()
 
 
+@pytest.mark.parametrize('name', check.NAMES)
+def test_every_exercise_knows_the_students_part_of_its_file(name, tmp_path):
+    with open(os.path.join(ROOT, 'exercises', name + '.py'), encoding='utf-8') as f: source = f.read()
+    path = tmp_path / f'{name}.py'
+    path.write_text(re.sub(r'    raise NotImplementedError\(.*\)', '    x = undefined + 1', source), encoding='utf-8')
+    assert ', `x = undefined + 1`, stops with NameError' in check.verdict(check.load(str(path)).check)[1]
+    path.write_text(re.sub(r'    raise NotImplementedError\(.*\)', "    return 'text', 0", source), encoding='utf-8')
+    assert not check.verdict(check.load(str(path)).check)[1].startswith('line')  # what is wrong shows only later, in the check
+
+
 def test_a_file_that_is_not_python_is_named_with_its_line(tmp_path, capsys):
     for name in check.NAMES: (tmp_path / f'{name}.py').write_text('x = 1\ndef f(:\n')
     (tmp_path / 'rope.py').write_text('x = 1\ny = x + z\n')
