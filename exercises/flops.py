@@ -4,8 +4,8 @@ Exercise 8 of 8: counting FLOPs, and a fair comparison. About 45 minutes.
     python exercises/flops.py            checks what you wrote and says what is not right yet
     python exercises/flops.py --hint     a hint; --hint=2 and --hint=3 say more
 
-A model that ponders has a lower loss than a plain one after the same number of tokens. But it also worked four times
-as much. Would the plain one, given that work, have got further? To answer, count.
+In the papers, and in docs/results.md, a model that ponders has a lower loss than a plain one after the same number of
+tokens. But it also worked four times as much. Would the plain one, given that work, have got further? Count.
 
 Only matmuls count here: an (m, k) times (k, n) product takes m k n multiplications and as many additions, 2 m k n
 FLOPs. For one token that is 2 FLOPs for each weight of each matrix it meets. Looking up an embedding is no matmul;
