@@ -1,0 +1,155 @@
+"""
+Exercise 3 of 8: the key/value cache. About 45 minutes.
+
+    python exercises/kv_cache.py            checks what you wrote and says what is not right yet
+    python exercises/kv_cache.py --hint     a hint; --hint=2 and --hint=3 say more
+
+To generate, a model predicts a token, appends it and predicts the next. Running the whole text again for each new
+token would cost 1 + 2 + .. + T positions. But attention is causal: what a position computes never changes when others
+follow it. All that later positions ever ask of it are its keys and values. Keep those, and a new token costs one
+position.
+
+model.py has one seam for this. `GPT.trunk(x, pos, memory)` runs the blocks on new positions only, and asks `memory`
+two things:
+
+    memory.mask(S, device)        once per pass, before anything else: what may each of the S new positions read?
+    memory.update(layer, k, v)    in each layer: here are the new keys and values, give me all that there are
+
+If n positions are in the cache and S are new, new position i stands at n + i. It may read the n old ones, and the new
+ones up to itself:
+
+    mask[i, u] = True  for u <= n + i              (S, n + S)
+
+Keys are rotated before they are handed over (exercise 2), so `pos` has to say where the new positions really stand.
+Write the cache, and then the loop that uses it. You are compared with the model without a cache, and with
+GPT.generate. Afterwards, think about this: how many bytes does your cache hold after T tokens, and what do grouped
+queries (exercise 1) change about it?
+"""
+from unittest.mock import patch
+
+import torch
+from check import NotYet, call, compare, expect, run, shaped, tensors, tiny
+
+from model import KVCache
+
+
+class Cache:
+    """The keys and values of all positions read so far, layer by layer."""
+
+    def __init__(self, n_layer):
+        self.k, self.v = [None] * n_layer, [None] * n_layer  # None: nothing yet
+
+    def update(self, layer, k, v):
+        """Append k and v (B, nkv, S, hd) of one layer -> all keys and all values of that layer, each (B, nkv, n + S, hd)."""
+        raise NotImplementedError("Cache.update() is still empty: write it in place of this line")
+
+    def mask(self, S, device):
+        """What S new positions may read: bool (S, n + S), True for yes."""
+        raise NotImplementedError("Cache.update() is right, Cache.mask() is still empty: write it in place of this line")
+
+
+def generate(gpt, prompt, n):
+    """
+    prompt (B, T) -> (B, T + n): append the likeliest token n times. Each token may go through gpt.trunk only once.
+    gpt.embed(tokens) gives x, gpt.trunk(x, pos, cache) hidden states h, gpt.head(h) logits; gpt.config.n_layer counts layers.
+    """
+    raise NotImplementedError("Your cache works, generate() is still empty: write it in place of this line")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the check: read it when you are done, it gives things away
+
+HINTS = (
+    "update: if self.k[layer] is None, the new ones are all there are; otherwise torch.cat along the axis of positions, 2. "
+    "Store the result before you return it.",
+    "mask: n is self.k[0].size(2), or 0 at first, since mask is asked before the updates. "
+    "torch.ones(S, n + S, dtype=torch.bool, device=device).tril(n) moves the diagonal n places to the right.",
+    "generate: first the whole prompt at positions 0 .. T-1, then in turn: take h[:, -1], head, argmax(-1), append, and run the "
+    "trunk on that one token, whose pos is a tensor with one number, the count of tokens before it.",
+)
+AXES = ('row', 'head', 'position', 'channel')
+
+
+def check_update():
+    k, v = torch.randn(2, 3, 2, 6, 8)  # (3 rows, 2 heads, 6 positions, 8 channels) each
+    cache = Cache(2)
+    for begin, end, layer in ((0, 4, 0), (0, 4, 1), (4, 5, 0), (4, 5, 1), (5, 6, 0), (5, 6, 1)):
+        sign = 1 - 2 * layer           # layer 1 gets other numbers than layer 0
+        got = call(cache.update, layer, sign * k[:, :, begin:end], sign * v[:, :, begin:end], name='Cache.update')
+        expect(isinstance(got, tuple) and len(got) == 2, "Cache.update() should return two tensors: all keys, all values")
+        for what, mine, right, other in zip(('keys', 'values'), got, (k, v), (v, k)):
+            expect(not begin or tensors(mine) and mine.shape[2:3] != (end - begin,), f"Cache.update() returns only the new {what}; "
+                   "it should remember those of before, and return them too")
+            expect(not layer or not tensors(mine) or mine.shape[2:3] != (2 * end,), "Cache.update() gives layer 1 what layer 0 stored: "
+                   "each layer has its own keys and values")
+            name, upto = f"layer {layer}: the {what} that Cache.update() returns after {end} positions", slice(0, end)
+            compare(name, mine, sign * right[:, :, upto], AXES, {
+                "Cache.update() mixes up the layers: each has its own keys and values": -sign * right[:, :, upto],
+                "Cache.update() returns values where keys should be, or the other way round": sign * other[:, :, upto]})
+
+
+def check_mask():
+    for n, S in ((0, 4), (4, 1), (5, 3)):
+        cache, real = Cache(1), KVCache(1, 10)
+        for memory in (cache, real):
+            if n: memory.update(0, torch.ones(1, 1, n, 2), torch.ones(1, 1, n, 2))
+        got, want = cache.mask(S, torch.device('cpu')), real.mask(S, torch.device('cpu'))
+        if want is None:  # model.py leaves the mask out where "all up to oneself" says it all
+            if got is None: continue
+            want = torch.ones(S, n + S).tril(n)
+        name, want = f"with {n} positions in the cache, Cache.mask({S}, ..)", want.reshape(S, n + S).float()
+        expect(got is not None, f"{name} returned None. That is enough only if nothing is in the cache, or one position is new; "
+               "here attention would line up the first new position with the first key")
+        expect(tensors(got) and got.dtype == torch.bool, f"{name} should be a tensor of True and False: dtype=torch.bool")
+        if got.dim() == 4: got = got[0, 0]
+        compare(name, got.float(), want, ('new position', 'readable position'), {
+            f"{name} lets every new position read all others, later ones too": torch.ones(S, n + S),
+            f"{name} has its diagonal in the wrong place: new position i stands at {n} + i": torch.ones(S, n + S).tril(),
+            f"{name} is upside down: True means that it may be read": 1 - want})
+
+
+def check_reading(gpt, idx):
+    x, pos = gpt.embed(idx), torch.arange(idx.size(1))
+    want = gpt.trunk(x, pos)
+    for sizes in ((12,), (5,) + (1,) * 7, (4, 3, 5)):
+        cache = Cache(gpt.config.n_layer)
+        parts = [gpt.trunk(a, p, cache) for a, p in zip(x.split(sizes, 1), pos.split(sizes))]
+        compare(f"a text read with your cache in pieces of {', '.join(map(str, sizes))} gives hidden states that", torch.cat(parts, 1),
+                want, ('row', 'position', 'channel'))
+
+
+def check_generate(gpt, prompt, n):
+    """How many positions the student's generate() runs through the trunk."""
+    read, trunk, T = [], gpt.trunk, prompt.size(1)
+
+    def spy(x, pos, memory=None):
+        expect(memory is not None, "generate() calls gpt.trunk without your cache: trunk(x, pos, cache)")
+        expect(pos.shape == x.shape[1:2], f"generate() gives the trunk {x.size(1)} embeddings, but pos has shape {tuple(pos.shape)}")
+        read.extend(pos.tolist())
+        return trunk(x, pos, memory)
+
+    with patch.object(gpt, 'trunk', spy): got = call(generate, gpt, prompt, n)
+    shaped("what generate() returns, prompt and new tokens,", got, (len(prompt), T + n), ('row', 'position'))
+    expect(len(read) <= T + n, f"generate() ran {len(read)} positions through the trunk, and {T + n - 1} are enough: read only what "
+           "the cache does not hold yet")
+    expect(read == list(range(len(read))), f"generate() tells the trunk the positions {read}: they should count on, {T} after "
+           f"{T - 1}, and never start again")
+    for _, t in (got != gpt.generate(prompt, n, temperature=0)).nonzero().tolist():
+        raise NotYet(f"generate() has another token than GPT.generate at position {t}: is each new token the argmax of the logits at "
+                     "the last position, and is it the one that is read next?")
+    return len(read)
+
+
+@torch.no_grad()
+def check():
+    torch.manual_seed(0)
+    check_update()
+    check_mask()
+    gpt, idx, T, n = tiny(n_kv_head=2), torch.randint(0, 30, (2, 12)), 6, 7
+    check_reading(gpt, idx)
+    read = check_generate(gpt, idx[:, :T], n)
+    return (f"Your loop read {read} positions for {n} tokens; without a cache it would be {sum(range(T, T + n))}. Now read class "
+            "KVCache in model.py: it allocates its memory once, where torch.cat copies everything at every token.")
+
+
+if __name__ == '__main__': run(__file__, check, HINTS)

@@ -1,0 +1,106 @@
+"""
+Exercise 2 of 8: rotary positions (RoPE). About 40 minutes.
+
+    python exercises/rope.py            checks what you wrote and says what is not right yet
+    python exercises/rope.py --hint     a hint; --hint=2 and --hint=3 say more
+
+Attention alone does not know the order of its tokens: shuffle keys and values, and the sums stay the same. RoPE
+(arXiv 2104.09864) tells it, by turning queries and keys. The hd channels of a head are paired, i with i + hd/2, and
+each pair is a point in a plane. At position p the plane of pair i is turned by the angle
+
+    angle(p, i) = p * theta^(-2i / hd)                          i = 0 .. hd/2 - 1
+
+    x'_i        = x_i cos(angle) - x_{i+hd/2} sin(angle)        the usual rotation by that angle
+    x'_{i+hd/2} = x_i sin(angle) + x_{i+hd/2} cos(angle)
+
+Two points turned by a and b have the scalar product of points turned by 0 and b - a. So q_t . k_u depends on t - u
+alone: the model sees distances, not places. Pair 0 turns by 1 radian per token and tells neighbours apart; the last
+pairs turn so slowly that they reach over the whole text.
+
+    shape letters    B rows of the batch    S positions    hd width of a head
+
+You are compared with rope_table and apply_rope of model.py. Afterwards, think about this: the thoughts of
+`ponder='latent'` sit in slots of their own, yet all slots of a token share its position. What would change if they
+counted on?
+"""
+from unittest.mock import patch
+
+import torch
+from check import call, compare, expect, inside, run, same, tiny
+
+import model
+from model import apply_rope, rope_table
+
+
+def angles(pos, hd, theta):
+    """Positions pos (S,), which may be any numbers in any order -> the angles of all pairs, (S, hd/2)."""
+    raise NotImplementedError("angles() is still empty: write it in place of this line")
+
+
+def rotate(x, pos, theta):
+    """Turn x (B, S, heads, hd), whose entries x[:, s] stand at position pos[s] -> the same shape. Use angles()."""
+    raise NotImplementedError("angles() is right, rotate() is still empty: write it in place of this line")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the check: read it when you are done, it gives things away
+
+HINTS = (
+    "torch.arange(0, hd, 2) is 2i for all pairs. pos[:, None] * frequencies makes the table (S, hd/2) by broadcasting.",
+    "x.chunk(2, dim=-1) gives the halves, (B, S, heads, hd/2) each. The angles need an axis for the heads: angle[:, None, :].",
+    "The two lines of the equation give the two halves of the result; torch.cat((first, second), dim=-1) puts them together.",
+)
+AXES = ('row', 'position', 'head', 'channel')
+HALVES = [0, 4, 1, 5, 2, 6, 3, 7]  # of 8 channels in order: which pair they would be in if neighbours were pairs
+
+
+def library(x, pos, theta):
+    """What model.py makes of x."""
+    return apply_rope(x, *rope_table(pos, x.size(-1), theta, x.dtype))
+
+
+def check_angles(pos, hd, theta):
+    i, name = torch.arange(hd // 2), f"angles(pos, hd={hd}, theta={theta:g})"
+    turn = lambda p, power: p[:, None] * theta ** power
+    compare(name, call(angles, pos, hd, theta), turn(pos, -2 * i / hd), ('position', 'pair'), {
+        f"{name} ignores pos and counts 0, 1, 2, ..: positions may repeat and jump":
+            turn(torch.arange(len(pos)), -2 * i / hd),
+        f"{name} has the exponent -i / hd; it should be -2i / hd":
+            turn(pos, -i / hd),
+        f"{name} has the exponent -2i / (hd/2): hd is the width of the head, not the number of pairs":
+            turn(pos, -4 * i / hd),
+        f"{name} grows with the pair: the exponent should be negative, so that later pairs turn more slowly":
+            turn(pos, 2 * i / hd)})
+
+
+def check_rotate(x, pos, theta):
+    name, back = "rotate()", torch.tensor(HALVES).argsort()
+
+    def more():
+        y = rotate(x, pos, theta)
+        expect(same(y[:, 0], x[:, 0]), f"{name} changes what stands at position 0, where all angles are 0")
+        expect(same(y.norm(dim=-1), x.norm(dim=-1)), f"{name} changes the length of vectors, and a rotation never does: check the "
+               "signs, and that each half of the result uses both old halves")
+    compare(name, call(rotate, x, pos, theta), library(x, pos, theta), AXES, {
+        f"{name} turns the wrong way: the minus belongs to the first half, x_i cos - x_(i+hd/2) sin":
+            library(x, -pos, theta),
+        f"{name} pairs neighbours, (0, 1), (2, 3), ..; here the pairs are i and i + hd/2":
+            library(x[..., back], pos, theta)[..., HALVES],
+        f"{name} counts positions 0, 1, 2, .. itself instead of reading pos":
+            library(x, torch.arange(len(pos)), theta)}, more)
+
+
+def check():
+    torch.manual_seed(0)
+    pos, theta = torch.tensor([0, 1, 1, 5, 30, 2]), 100.0
+    check_angles(pos, 8, theta)
+    check_rotate(torch.randn(2, 6, 3, 8), pos, theta)
+    inside("your rotate()", tiny(), patch.object(model, 'rope_table', lambda pos, hd, theta, dtype: (pos, theta)),
+           patch.object(model, 'apply_rope', rotate))
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    score = lambda t, u: float((rotate(q, torch.tensor([t]), theta) * rotate(k, torch.tensor([u]), theta)).sum())
+    return ("A GPT of model.py gives the same logits with your rotate() inside. And only distances count: a query at 7 with a key "
+            f"at 4 scores {score(7, 4):.4f}, at 107 with 104 {score(107, 104):.4f}, but at 4 with 7 {score(4, 7):.4f}.")
+
+
+if __name__ == '__main__': run(__file__, check, HINTS)
