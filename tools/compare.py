@@ -51,11 +51,14 @@ OURS = ('seed', 'out_dir', 'init_from', 'eval_only')  # settings of train.py tha
 LOSS = 'val_nats_per_byte'
 
 
+def training_flops(config):
+    """Forward and backward FLOPs per token; 'latent' trains with jacobi_iters or one less, each half of the time."""
+    drawn = [config, replace(config, jacobi_iters=max(0, config.jacobi_iters - 1))] if config.ponder == 'latent' else [config]
+    with torch.device('meta'): return statistics.mean(GPT(c).flops_per_token() for c in drawn)  # shapes, no numbers
+
+
 def plan(name, common, asked):
-    """
-    Of the run `name`: train.py's arguments but for seed and folder, {setting: value} of them, training FLOPs per token.
-    common: the arguments of all runs; asked: {setting: value} of these.
-    """
+    """Of a run: train.py's arguments but for seed and folder, {setting: value} of them (asked: of `common`), FLOPs per token."""
     base, _, like = name.partition('_as_')
     parts, recipe = base.split('+'), asdict(build(Settings, asked))
     if set(parts) - set(RUNS) or like and base != 'plain': raise UserError(f"--names={name}: choose from {', '.join(ALL)}")
@@ -64,10 +67,7 @@ def plan(name, common, asked):
     args = [*files, *common, *(f'--{n}={recipe[n]}' for n in own), *(option for part in parts for option in RUNS[part][1:])]
     given = {**read(args, '', Settings, GPTConfig)[0], 'max_steps': recipe['max_steps']}
     n_tokens = read_meta(recipe['data_dir'])['n_tokens']
-    config = build(GPTConfig, {'vocab_size': -(-n_tokens // 64) * 64, 'n_tokens': n_tokens, **given})
-    drawn = [config]
-    if config.ponder == 'latent': drawn.append(replace(config, jacobi_iters=max(0, config.jacobi_iters - 1)))  # as train.py draws
-    with torch.device('meta'): flops = statistics.mean(GPT(c).flops_per_token() for c in drawn)  # shapes, no numbers
+    flops = training_flops(build(GPTConfig, {'vocab_size': -(-n_tokens // 64) * 64, 'n_tokens': n_tokens, **given}))
     if like:
         given['max_steps'] = round(recipe['max_steps'] * plan(like, common, asked)[2] / flops)
         args.append(f"--max_steps={given['max_steps']}")

@@ -72,7 +72,7 @@ def token_arrays(path, tokenizer):
     """The token arrays of a text file, of a shard, or of the validation shards of a data folder."""
     if os.path.isdir(path):
         meta = read_meta(path)
-        if meta['tokenizer'] != tokenizer.name: raise UserError(f"{path} holds tokens of {meta['tokenizer']}, not {tokenizer.name}")
+        if meta['tokenizer'] != tokenizer.name: raise UserError(f"{path} has {meta['tokenizer']} tokens, not {tokenizer.name}")
         return [open_shard(os.path.join(path, shard['name'])) for shard in meta['val']['shards']]
     if path.endswith('.bin'): return [open_shard(path)]
     try:
