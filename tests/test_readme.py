@@ -24,10 +24,19 @@ def test_commands_name_files_and_settings_that_exist(command):
     from model import GPTConfig
     from prepare_data import DataSettings
     from sample import SampleSettings
+    from tools.compare import ALL, CompareSettings
+    from tools.evaluate import EvaluateSettings
+    from tools.explain import ExplainSettings
+    from tools.plot import KINDS, PlotSettings
     from train import Settings
     program, *args = re.findall(r'(?:"[^"]*"|\S)+', command[re.search(r'\b(\w+/)?\w+\.py', command).start():])
-    blocks = {'train.py': (Settings, GPTConfig), 'sample.py': (SampleSettings,), 'prepare_data.py': (DataSettings,)}[program]
-    read([a.replace('"', '') for a in args if a != '--help'], '', *blocks)
+    blocks = {'train.py': (Settings, GPTConfig), 'sample.py': (SampleSettings,), 'prepare_data.py': (DataSettings,),
+              'tools/compare.py': (CompareSettings, Settings, GPTConfig), 'tools/evaluate.py': (EvaluateSettings,),
+              'tools/explain.py': (ExplainSettings,), 'tools/plot.py': (PlotSettings,)}[program]
+    given, rest = read([a.replace('"', '') for a in args if a != '--help'], '', *blocks)
+    if program == 'tools/plot.py': assert rest[0] in KINDS
+    if program == 'tools/compare.py':
+        for name in given['names'].split(','): assert name in ALL
 
 
 def test_line_ranges_are_those_of_the_code_they_name():
