@@ -113,8 +113,8 @@ def test_steps(halting):
     assert [bar.get_height() for bar in bars.patches] == pytest.approx([400 / 7, 100 / 7, 200 / 7])
     losses, steps = plot.per_token(halting, tokens)
     means = [losses[steps == n].mean().item() for n in (1, 2, 3)]
-    triangles = [line.get_ydata()[0] for line in boxes.lines if line.get_marker() == '^']
-    assert triangles == pytest.approx(means) and len(losses) == 35
+    triangles = [(line.get_xdata()[0], line.get_ydata()[0]) for line in boxes.lines if line.get_marker() == '^']
+    assert [x for x, _ in triangles] == [1, 2, 3] and [y for _, y in triangles] == pytest.approx(means) and len(losses) == 35
     assert bars.get_ylabel() == 'tokens (%)' and boxes.get_ylabel() == 'loss of the token (nats)'
 
 
