@@ -75,6 +75,7 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
     compare.main(args)
     assert in_process == ['depth_attn-s1'] and len(names_in(tmp_path)) == 4
     out = capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)  # no data here, and none is made
     compare.main([f'--out={tmp_path}', '--table_only=True'])
     table = capsys.readouterr().out
     assert out.endswith(table) and table.count('\n| ') == 3 and in_process == ['depth_attn-s1']

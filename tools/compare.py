@@ -186,7 +186,7 @@ def main(argv):
     if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
     for name in set(OURS) & set(given): raise UserError(f"{name}={given[name]}: this is chosen here for each run; see --help")
     folder = build(Settings, given).data_dir
-    if folder == prepare_data.BUILTIN and not os.path.exists(os.path.join(folder, 'meta.json')):
+    if not c.table_only and folder == prepare_data.BUILTIN and not os.path.exists(os.path.join(folder, 'meta.json')):
         prepare_data.prepare(prepare_data.DataSettings())
     results = os.path.join(c.out, 'runs.jsonl')
     failed = 0 if c.table_only else make_runs(c, common, given, results)
