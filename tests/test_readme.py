@@ -30,13 +30,22 @@ def test_commands_name_files_and_settings_that_exist(command):
     from model import GPTConfig
     from prepare_data import DataSettings
     from sample import SampleSettings
+    from tools.compare import ALL, CompareSettings
+    from tools.evaluate import EvaluateSettings
+    from tools.explain import ExplainSettings
+    from tools.plot import KINDS, PlotSettings
     from train import Settings
     program, *args = re.findall(r'(?:"[^"]*"|\S)+', command[re.search(r'\b(\w+/)?\w+\.py', command).start():])
     if program.startswith('exercises/'):
         assert os.path.exists(os.path.join(ROOT, program)) and all(re.fullmatch('--hint(=[123])?', a) for a in args)
         return
-    blocks = {'train.py': (Settings, GPTConfig), 'sample.py': (SampleSettings,), 'prepare_data.py': (DataSettings,)}[program]
-    read([a.replace('"', '') for a in args if a not in ('--help', '--check')], '', *blocks)
+    blocks = {'train.py': (Settings, GPTConfig), 'sample.py': (SampleSettings,), 'prepare_data.py': (DataSettings,),
+              'tools/compare.py': (CompareSettings, Settings, GPTConfig), 'tools/evaluate.py': (EvaluateSettings,),
+              'tools/explain.py': (ExplainSettings,), 'tools/plot.py': (PlotSettings,)}[program]
+    given, rest = read([a.replace('"', '') for a in args if a not in ('--help', '--check')], '', *blocks)
+    if program == 'tools/plot.py': assert rest[0] in KINDS
+    if program == 'tools/compare.py':
+        for name in given['names'].split(','): assert name in ALL
 
 
 def spans(path):

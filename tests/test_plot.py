@@ -1,0 +1,152 @@
+"""tools/plot.py: what is drawn are the numbers of the run or the checkpoint."""
+import json
+import os
+import re
+from dataclasses import asdict
+
+import pytest
+import torch
+from conftest import make
+
+from configurator import UserError
+from model import GPT, GPTConfig
+from tools import plot
+from train import save_checkpoint
+
+pytest.importorskip('matplotlib')
+SIZE = dict(vocab_size=320, n_tokens=257, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48)
+
+
+def write_run(folder, *losses, **settings):
+    """A log with 10 ms per step, a line every 2 steps and an evaluation after the last."""
+    os.makedirs(folder)
+    lines = [dict(step=2 * i, tokens=128 * i, loss=loss, ms=10) for i, loss in enumerate(losses, 1)]
+    with open(folder / 'log.jsonl', 'w') as f:
+        for r in [*lines, dict(lines[-1], val_loss=losses[-1] - 0.5)]:
+            if 'val_loss' in r: del r['ms'], r['loss']
+            f.write(json.dumps(r) + '\n')
+    with open(folder / 'settings.json', 'w') as f: json.dump({**SIZE, **settings}, f)
+
+
+def drawn(figure):
+    """[(x, y)] of the lines that hold points."""
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines if len(line.get_xdata())]
+
+
+@pytest.fixture
+def folder(tmp_path, small_data):
+    """Makes a checkpoint with random weights."""
+    def save(model):
+        os.makedirs(tmp_path / 'ckpt')
+        save_checkpoint(str(tmp_path / 'ckpt'), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
+                                                     settings=dict(data_dir=small_data), tokenizer='byte'))
+        return str(tmp_path / 'ckpt')
+    return save
+
+
+def test_curves(tmp_path):
+    write_run(tmp_path / 'loop-s1', 5, 4, 3, ponder='loop')
+    write_run(tmp_path / 'loop-s2', 5, 4, 2, ponder='loop')
+    write_run(tmp_path / 'plain', 5, 3, 2)
+    with open(tmp_path / 'plain' / 'log.jsonl', 'a') as f:  # resumed after step 2: the last line counts
+        f.write(json.dumps(dict(step=4, tokens=256, loss=2.5, ms=20)) + '\n')
+    paths = [str(tmp_path / name) for name in ('loop-s1', 'loop-s2', 'plain/log.jsonl')]
+    figure = plot.curves(paths, plot.PlotSettings())
+    # the plain run is better (1.5 against the mean of 2.5 and 1.5), so it comes first
+    assert drawn(figure) == [([128, 256, 384], [5, 2.5, 2]), ([384], [1.5]), ([128, 256, 384], [5, 4, 2.5]), ([384], [2.0])]
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ['plain  1.500', 'loop, 2 seeds  2.000']
+    assert [x for x, _ in drawn(plot.curves(paths[2:], plot.PlotSettings(x='seconds')))] == [pytest.approx([.02, .06, .08]), pytest.approx([.08])]
+    flops = drawn(plot.curves(paths, plot.PlotSettings(x='flops')))
+    for i, settings in (0, {}), (2, dict(ponder='loop')):
+        assert flops[i][0] == pytest.approx([n * GPT(GPTConfig(**SIZE, **settings)).flops_per_token() for n in (128, 256, 384)])
+    ax = figure.axes[0]
+    assert ax.get_xlabel() == 'training tokens' and ax.get_ylabel() == 'loss (nats per token)' and figure.get_facecolor() == (1, 1, 1, 1)
+    plot.main(['curves', *paths, f'--out={tmp_path}/c.png'])
+    assert (tmp_path / 'c.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_first_twentieth_of_a_run_is_left_out(tmp_path):
+    write_run(tmp_path / 'a', *[5.0] * 40)
+    assert drawn(plot.curves([str(tmp_path / 'a')], plot.PlotSettings()))[0][0] == [128 * i for i in range(2, 41)]
+
+
+def test_depth(folder):
+    model = make(**SIZE, depth_attn=True, depth_mode='uniform', depth_stride=2).float()
+    figure = plot.depth(model, torch.arange(20), None, None)
+    shown = figure.axes[0].images[0].get_array().filled(0)
+    below = {0: [], 1: [0], 2: [0], 3: [0, 2], 4: [0, 2]}
+    for layer, sources in below.items():
+        want = [1 / (len(sources) + 1) if j in (*sources, layer) else 0 for j in range(5)]
+        assert shown[layer].tolist() == pytest.approx(want)
+    assert sorted({t.get_text() for t in figure.axes[0].texts}) == ['100%', '33%', '50%']
+
+
+@pytest.mark.parametrize('ponder', ['embedding', 'pause'])
+def test_loss_against_steps(ponder):
+    model = make(**SIZE, ponder=ponder, ponder_steps=2)
+    tokens = torch.randint(0, 257, (60,), generator=torch.Generator().manual_seed(3))
+    (steps, losses), (trained, _) = drawn(plot.ponder(model, tokens, None, plot.PlotSettings(max_steps=3)))
+    assert steps == [0, 1, 2, 3] and trained == [2, 2] and model.config.ponder_steps == 2
+    for k in steps:
+        model.config.ponder_steps = k
+        parts = [tokens[i:i + 25] for i in (0, 24, 48)]
+        want = sum(model(p[None, :-1], p[None, 1:])[1].item() * (len(p) - 1) for p in parts) / 59
+        assert losses[k] == pytest.approx(want, abs=1e-6)
+
+
+@pytest.fixture
+def halting(monkeypatch):
+    """A model whose token n takes n % 3 + 1 steps."""
+    model, hidden = make(**SIZE, ponder='chain', ponder_steps=2), GPT.hidden
+    def counted(self, idx, *args, **options):
+        h = hidden(self, idx, *args, **options)
+        self.steps = idx % 3 + 1
+        return h
+    monkeypatch.setattr(GPT, 'hidden', counted)
+    return model
+
+
+def test_steps(halting):
+    tokens = torch.tensor([0, 3, 6, 9, 1, 2, 5] * 5 + [0])  # 24 and 11 tokens in the two windows
+    figure = plot.steps(halting, tokens, None, None)
+    bars, boxes = figure.axes
+    assert [bar.get_height() for bar in bars.patches] == pytest.approx([400 / 7, 100 / 7, 200 / 7])
+    losses, steps = plot.per_token(halting, tokens)
+    means = [losses[steps == n].mean().item() for n in (1, 2, 3)]
+    triangles = [(line.get_xdata()[0], line.get_ydata()[0]) for line in boxes.lines if line.get_marker() == '^']
+    assert [x for x, _ in triangles] == [1, 2, 3] and [y for _, y in triangles] == pytest.approx(means) and len(losses) == 35
+    assert bars.get_ylabel() == 'tokens (%)' and boxes.get_ylabel() == 'loss of the token (nats)'
+
+
+def test_text(halting):
+    from data import get_tokenizer
+    page = plot.text(halting, torch.tensor(list(b'a<b\n' * 10)), get_tokenizer('byte'), None)
+    body = page.split('<pre')[1].split('>', 1)[1].split('</pre>')[0]
+    spans = re.findall(r'<span style="background:rgba\(\d+,\d+,\d+,([\d.]+)\)" title="(\d) steps">(.*?)</span>', body, re.S)
+    assert body[0] == 'a' and [what for *_, what in spans] == (['a', '&lt;', 'b', '\n'] * 10)[1:]
+    taken = [n % 3 + 1 for n in (b'a<b\n' * 10)[:-1]]  # those of the token before
+    assert [int(n) for _, n, _ in spans] == taken
+    assert [float(shade) for shade, *_ in spans] == pytest.approx([{1: 0, 2: 0.38, 3: 0.75}[n] for n in taken])
+    assert f'mean {sum(taken) / 39:.2f}' in page
+
+
+def test_reads_the_validation_set_or_a_text(folder, small_data, tmp_path):
+    path = folder(make(**SIZE, ponder='loop', ponder_steps=1).float())
+    from data import get_tokenizer, open_shard
+    byte = get_tokenizer('byte')
+    assert plot.read_text(path, byte, plot.PlotSettings(tokens=9)).tolist() == open_shard(os.path.join(small_data, 'val_000000.bin'))[:9].tolist()
+    assert plot.read_text(path, byte, plot.PlotSettings(start='ab')).tolist() == [97, 98]
+    plot.main(['ponder', path, f'--out={tmp_path}/p.svg', '--tokens=30', '--device=cpu'])
+    assert '<svg' in (tmp_path / 'p.svg').read_text()
+
+
+def test_refusals(folder, tmp_path, monkeypatch):
+    path = folder(make(**SIZE).float())
+    for args, words in [([], 'name a picture'), (['depth'], 'then a checkpoint'), (['depth', path, path], 'a checkpoint'), (['pie', path], 'curves'),
+                        (['depth', path], 'depth_attn=False'), (['ponder', path], "ponder='none'"), (['steps', path], 'halting'),
+                        (['text', path], 'html'), (['text', path, '--out=a.html'], 'halting'), (['curves', path], 'no log'),
+                        (['curves', path, '--out=a.gif'], 'png'), (['curves', path, '--x=flips'], 'flips')]:
+        with pytest.raises(UserError, match=words) as error: plot.main(args)
+        assert '\n' not in str(error.value)
+    monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
+    with pytest.raises(UserError, match='pip install matplotlib'): plot.new_figure()

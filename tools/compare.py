@@ -1,0 +1,200 @@
+"""
+A fair comparison: the same data, tokens, batches and optimiser for every mechanism, several seeds, one run after another.
+
+    python tools/compare.py config/size/tiny.py                             every mechanism, three seeds: hours on a laptop
+    python tools/compare.py config/size/tiny.py --names=plain,loop,plain_as_loop --seeds=1,2 --max_steps=800
+    python tools/compare.py --table_only=True                               the table again; runs nothing
+
+A name is one of RUNS, several joined by + (loop+depth_attn), or plain_as_NAME: the plain GPT with as many training FLOPs as
+NAME, by more steps. Config files and settings of train.py hold for all runs alike: of a mechanism's own file the mechanism
+counts, not its learning rate or number of steps. Stopped or killed, the same command goes on where it was. Writes
+OUT/NAME-sSEED (train.py's folder, with what it said in output.txt) and, per finished run, a line of OUT/runs.jsonl.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
+
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)  # run from anywhere
+import prepare_data
+from configurator import UserError, build, read, run
+from data import read_meta
+from model import GPT, GPTConfig
+from train import CHECKPOINTS, Settings, load_checkpoint, pick_device
+
+
+@dataclass
+class CompareSettings:
+    """what to compare; every other setting is train.py's"""
+    names: str = 'all'                  # comma-separated (all: each of RUNS, and plain_as_NAME for those that cost more)
+    seeds: str = '1337,1,2'             # every name is run with the first seed, then with the next
+    out: str = 'out/compare'            # folder of the runs
+    table_only: bool = False            # print the table of the runs in `out` that are finished
+
+
+# name: its config file, and settings that differ from it
+RUNS = {'plain': ('vanilla',), 'depth_attn': ('depth_attn',), 'depth_uniform': ('depth_attn', '--depth_mode=uniform'),
+        'depth_stride1': ('depth_attn', '--depth_stride=1'), 'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',),
+        'pause': ('pause',), 'latent': ('latent',)}
+ALL = [*RUNS, *(f'plain_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
+OURS = ('seed', 'out_dir', 'init_from', 'eval_only')  # settings of train.py that are chosen here, for each run
+LOSS = 'val_nats_per_byte'
+
+
+def training_flops(config):
+    """Forward and backward FLOPs per token; 'latent' trains with jacobi_iters or one less, each half of the time."""
+    drawn = [config, replace(config, jacobi_iters=max(0, config.jacobi_iters - 1))] if config.ponder == 'latent' else [config]
+    with torch.device('meta'): return statistics.mean(GPT(c).flops_per_token() for c in drawn)  # shapes, no numbers
+
+
+def plan(name, common, asked):
+    """Of a run: train.py's arguments but for seed and folder, {setting: value} of them (asked: of `common`), FLOPs per token."""
+    base, _, like = name.partition('_as_')
+    parts, recipe = base.split('+'), asdict(build(Settings, asked))
+    if set(parts) - set(RUNS) or like and base != 'plain': raise UserError(f"--names={name}: choose from {', '.join(ALL)}")
+    files = [os.path.relpath(os.path.join(ROOT, 'config', f'{RUNS[part][0]}.py')) for part in parts]
+    own = [n for n in read(files, '', Settings, GPTConfig)[0] if n in recipe and n not in (*asked, 'out_dir')]
+    args = [*files, *common, *(f'--{n}={recipe[n]}' for n in own), *(option for part in parts for option in RUNS[part][1:])]
+    given = {**read(args, '', Settings, GPTConfig)[0], 'max_steps': recipe['max_steps']}
+    n_tokens = read_meta(recipe['data_dir'])['n_tokens']
+    flops = training_flops(build(GPTConfig, {'vocab_size': -(-n_tokens // 64) * 64, 'n_tokens': n_tokens, **given}))
+    if like:
+        given['max_steps'] = round(recipe['max_steps'] * plan(like, common, asked)[2] / flops)
+        args.append(f"--max_steps={given['max_steps']}")
+    return args, given, flops
+
+
+def read_lines(path):
+    """The objects of a .jsonl file, none if it is missing; what a killed process left of a line is skipped."""
+    records = []
+    with contextlib.suppress(FileNotFoundError), open(path, encoding='utf-8') as f:
+        for line in f:
+            with contextlib.suppress(ValueError): records.append(json.loads(line))
+    return records
+
+
+def final_loss(folder, given):
+    """Validation nats per byte after the last step, None if the run is not finished; UserError if it has other settings."""
+    path = os.path.join(folder, 'settings.json')
+    before = read([path], '', Settings, GPTConfig)[0] if os.path.exists(path) else given
+    for name, value in given.items():
+        if value is not None and name not in OURS and before[name] != value:  # None: what train.py finds out
+            raise UserError(f"{folder} was run with {name}={before[name]}, now it is {value}: choose another --out")
+    log = read_lines(os.path.join(folder, 'log.jsonl'))
+    return next((r[LOSS] for r in log if r['step'] == given['max_steps'] and LOSS in r), None)
+
+
+def train(args, folder, given):
+    """Run train.py to its end, resuming what is there. UserError if it fails; leaves if it was told to stop."""
+    checkpoints = [path for path in (os.path.join(folder, name) for name in CHECKPOINTS) if os.path.exists(path)]
+    if checkpoints and load_checkpoint(folder)['step'] >= given['max_steps']:
+        os.remove(checkpoints.pop(0))  # killed in the last evaluation: the steps since the checkpoint before come out equal
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, 'output.txt'), 'a+', encoding='utf-8') as output:
+        command = [sys.executable, os.path.join(ROOT, 'train.py'), *args, *(['--init_from=resume'] if checkpoints else [])]
+        # in a session of its own, so that Ctrl-C reaches it once, through here: it then saves and stops
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        forward = lambda number, frame: child.send_signal(signal.SIGTERM)
+        handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        status = child.wait()
+        for number, handler in handlers.items(): signal.signal(number, handler)
+        output.seek(0)
+        last = output.read().strip()[-300:].splitlines()[-1:]
+    if status == -signal.SIGTERM or not status and final_loss(folder, given) is None:
+        sys.exit(print("stopped; the same command goes on", file=sys.stderr) or 130)
+    if status: raise UserError(f"{folder}: {' '.join(last)} (exit status {status}; the rest is in output.txt there)")
+
+
+def record(name, seed, args, given, flops, folder):
+    """The line of runs.jsonl for a finished run. Its seconds are those of training steps: no start, no evaluation, no saving."""
+    tokens = given['max_steps'] * build(Settings, given).batch_tokens
+    ms = {r['step']: r['ms'] for r in read_lines(os.path.join(folder, 'log.jsonl')) if 'ms' in r}  # mean since the line before
+    seconds = sum(ms[step] * (step - before) for before, step in pairwise([0, *sorted(ms)])) / 1e3
+    describe = ['git', 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=12']  # '-dirty': changed since the commit
+    try: commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
+    except OSError: commit = None  # no git here
+    device = pick_device(given.get('device'))
+    cpu = torch.cpu.get_capabilities().get('cpu_name', '') if hasattr(torch.cpu, 'get_capabilities') else ''
+    hardware = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{cpu}, {torch.get_num_threads()} threads'
+    return {'name': name, 'seed': seed, 'command': ' '.join(['python', 'train.py', *args]), 'steps': given['max_steps'],
+            'tokens': tokens, 'flops': tokens * flops, 'seconds': seconds, LOSS: final_loss(folder, given), 'commit': commit,
+            'torch': torch.__version__, 'hardware': hardware, 'date': time.strftime('%Y-%m-%d')}
+
+
+def table(records):
+    """Markdown, a row per name. Differences are between runs of the same seed: their mean (and lowest to highest)."""
+    runs = {}
+    for r in records: runs.setdefault(r['name'], []).append(r)
+    mean = {name: {key: statistics.mean(r[key] for r in rs) for key in (LOSS, 'flops', 'seconds')} for name, rs in runs.items()}
+
+    def difference(name, other):
+        base = {r['seed']: r[LOSS] for r in runs.get(other, ()) if name != other}
+        by_seed = [r[LOSS] - base[r['seed']] for r in runs[name] if r['seed'] in base]
+        return f"{statistics.mean(by_seed):+.4f} ({min(by_seed):+.4f} to {max(by_seed):+.4f})" if by_seed else ''
+
+    rows = ["| run | seeds | nats per byte | lowest to highest | minus plain | minus plain of equal FLOPs | x FLOPs | x time |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for name, rs in runs.items():
+        losses = [r[LOSS] for r in rs]
+        off = {n: abs(mean[n]['flops'] / mean[name]['flops'] - 1) for n in runs if n.startswith('plain')}
+        peer = min((n for n in off if off[n] <= 0.05), key=off.get, default=None)
+        times = [f"{mean[name][key] / mean['plain'][key]:.2f}" if 'plain' in runs else '' for key in ('flops', 'seconds')]
+        rows.append(f"| {name} | {len(rs)} | {mean[name][LOSS]:.4f} | {min(losses):.4f} to {max(losses):.4f} | "
+                    f"{difference(name, 'plain')} | {difference(name, peer)} | {times[0]} | {times[1]} |")
+    about = {key: ', '.join(sorted({str(r[key]) for r in records})) for key in ('hardware', 'torch', 'commit', 'date')}
+    return '\n'.join([*rows, '', "{hardware}; torch {torch}; commit {commit}; {date}. Equal FLOPs: within 5 %.".format(**about)])
+
+
+def make_runs(c, common, asked, results):
+    """Make all runs that are not finished; returns how many failed."""
+    names, failed = ALL if c.names == 'all' else c.names.split(','), 0
+    try: seeds = [int(seed) for seed in c.seeds.split(',')]
+    except ValueError: raise UserError(f"--seeds={c.seeds}: give whole numbers with commas between, such as 1,2,3") from None
+    plans = {name: plan(name, common, asked) for name in names}  # what is wrong with one of them shows before the first run
+    for seed, name in product(seeds, names):
+        (args, given, flops), folder = plans[name], os.path.join(c.out, f'{name}-s{seed}')
+        args = [*args, f'--seed={seed}', f'--out_dir={folder}']
+        loss = final_loss(folder, given)
+        if any((r['name'], r['seed']) == (name, seed) for r in read_lines(results)): continue
+        try:
+            if loss is None: train(args, folder, given)
+        except UserError as error:  # the others may go well
+            failed += 1
+            print(f"{name}, seed {seed} failed: {error}", file=sys.stderr, flush=True)
+            continue
+        r = record(name, seed, args, given, flops, folder)
+        with open(results, 'a', encoding='utf-8') as f: f.write(json.dumps(r) + '\n')
+        print(f"{name}, seed {seed}: {r[LOSS]:.4f} nats per byte, {r['steps']} steps, {r['seconds']:.0f} s", flush=True)
+    return failed
+
+
+def main(argv):
+    own = [a for a in argv if a in ('-h', '--help') or a[2:].split('=')[0] in CompareSettings.__dataclass_fields__]
+    common = [a for a in argv if a not in own]
+    c = build(CompareSettings, read(own, __doc__.strip(), CompareSettings)[0])
+    given, rest = read(common, '', Settings, GPTConfig, CompareSettings)
+    if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
+    for name in set(OURS) & set(given): raise UserError(f"{name}={given[name]}: this is chosen here for each run; see --help")
+    folder = build(Settings, given).data_dir
+    if not c.table_only and folder == prepare_data.BUILTIN and not os.path.exists(os.path.join(folder, 'meta.json')):
+        prepare_data.prepare(prepare_data.DataSettings())
+    results = os.path.join(c.out, 'runs.jsonl')
+    failed = 0 if c.table_only else make_runs(c, common, given, results)
+    records = read_lines(results)
+    if records: print(table(records))
+    elif not failed: raise UserError(f"{results}: no finished run; leave out --table_only")
+    if failed: raise UserError(f"{failed} runs failed, see above; the same command tries them again")
+
+
+if __name__ == '__main__':
+    run(main)

@@ -1,0 +1,200 @@
+"""
+Pictures of runs and checkpoints. Needs: pip install matplotlib
+
+    python tools/plot.py curves out/compare/* --x=flops --out=curves.png     loss against tokens, training FLOPs or seconds
+    python tools/plot.py depth out/depth_attn --out=depth.png                which layers' values each layer mixes
+    python tools/plot.py ponder out/ponder --max_steps=6 --out=ponder.png    loss against steps at inference
+    python tools/plot.py steps out/gate --out=steps.png                      with halting: how many steps, and for which tokens
+    python tools/plot.py text out/gate --out=text.html                       with halting: a text, shaded by steps
+
+Curves take folders of train.py, or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run, drawn as their mean and range.
+The others take one checkpoint, and read its validation set unless --start names a text.
+"""
+
+import html
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+from configurator import UserError, build, read, run
+from data import open_shard, read_meta
+from model import GPTConfig
+from sample import encode_prompt, load_model
+from tools.compare import read_lines, training_flops
+from tools.explain import look
+from train import Settings, load_checkpoint, pick_device
+
+X = {'tokens': 'training tokens', 'flops': 'training FLOPs', 'seconds': 'seconds of training steps'}
+
+
+@dataclass
+class PlotSettings:
+    """what to draw"""
+    out: str = 'plot.png'               # file to write: .png, .svg or .pdf, and .html for `text`
+    x: str = 'tokens'                   # curves against 'tokens', 'flops' or 'seconds'
+    start: Optional[str] = None         # text to read, or FILE:path (None: the validation set)
+    tokens: int = 2048                  # how much of the validation set to read
+    max_steps: Optional[int] = None     # ponder: try 0 .. max_steps (None: up to twice as many as trained)
+    device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
+
+    def __post_init__(self):
+        if self.x not in X: raise ValueError(f"x={self.x!r} must be one of {', '.join(map(repr, X))}")
+        if self.tokens < 2 or (self.max_steps or 0) < 0: raise ValueError("tokens must be at least 2, max_steps not negative")
+
+
+def new_figure(panels=1, size=(7, 4.2)):
+    """(figure, list of axes) on an opaque white ground, so that it can be read on a dark page; UserError without matplotlib."""
+    try: from matplotlib.figure import Figure
+    except ImportError: raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    figure = Figure(size, dpi=150, facecolor='white', layout='constrained')
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def read_run(path, x):
+    """[training loss, validation loss] of a run, each {x: nats per token}. Of steps taken twice the later hold."""
+    log = path if os.path.isfile(path) else os.path.join(path, 'log.jsonl')
+    records = {(r['step'], 'ms' in r): r for r in read_lines(log)}
+    steps = sorted(step for step, trained in records if trained)
+    if not steps: raise UserError(f"{log}: no log of train.py")
+    if x == 'flops':
+        given = read([os.path.join(os.path.dirname(log), 'settings.json')], '', Settings, GPTConfig)[0]
+        per_token = training_flops(build(GPTConfig, given))
+    seconds = np.cumsum([records[step, True]['ms'] / 1e3 * n for step, n in zip(steps, np.diff(steps, prepend=0))])
+    place = {'tokens': lambda r: r['tokens'], 'flops': lambda r: r['tokens'] * per_token,
+             'seconds': lambda r: float(np.interp(r['step'], steps, seconds))}[x]
+    return [{place(r): r[key] for _, r in sorted(records.items()) if key in r} for key in ('loss', 'val_loss')]
+
+
+def curves(paths, s):
+    """Loss against tokens, FLOPs or seconds. The legend has the last validation loss, the mean of the seeds, best first."""
+    runs = {}
+    for path in paths:
+        runs.setdefault(os.path.basename(re.sub(r'(-s\d+)?(/log\.jsonl|/+)?$', '', path)), []).append(read_run(path, s.x))
+    final = {name: np.mean([list(val.values())[-1] if val else np.inf for _, val in seeds]) for name, seeds in runs.items()}
+    figure, (ax,) = new_figure()
+    from matplotlib import colormaps
+    for i, name in enumerate(sorted(final, key=final.get)):
+        colour = colormaps['viridis'](0.8 * i / max(1, len(runs) - 1))  # from dark to light, so they stay apart in grey
+        line = dict(linestyle=('-', '--', '-.', ':')[i % 4], linewidth=1.2)
+        mark = dict(marker='osD^vPX<>*'[i % 10], markersize=6, markeredgecolor='black')
+        for part, style in enumerate((line, dict(mark, linestyle='none'))):
+            n = min(len(seed[part]) for seed in runs[name])
+            if not n: continue
+            at, losses = (np.array([[*f(seed[part])][:n] for seed in runs[name]]) for f in (dict.keys, dict.values))
+            late = at.mean(0) >= at.mean(0)[-1] / 20        # the fall from ln V at the start says little
+            at, losses = at.mean(0)[late], losses[:, late]
+            ax.plot(at, losses.mean(0), color=colour, **style)
+            if len(losses) > 1: ax.fill_between(at, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
+        label = name + (f", {len(runs[name])} seeds" if len(runs[name]) > 1 else '')
+        ax.plot([], [], label=label + (f"  {final[name]:.3f}" if final[name] < np.inf else ''), color=colour, **mark, **line)
+    ax.set(xscale='log', xlabel=X[s.x], ylabel='loss (nats per token)', title='training loss (lines), validation loss (marks)')
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def read_text(folder, tokenizer, s):
+    """The tokens (n,) to read: --start, or the beginning of the validation set of the checkpoint's data."""
+    if s.start is not None: return torch.tensor(encode_prompt(s.start, tokenizer, 10 ** 9))
+    data_dir = load_checkpoint(folder)['settings']['data_dir']
+    shard = os.path.join(data_dir, read_meta(data_dir)['val']['shards'][0]['name'])
+    return torch.from_numpy(open_shard(shard)[:s.tokens].astype(np.int64))
+
+
+@torch.inference_mode()
+def per_token(model, tokens):
+    """For all tokens (n,) but the first, read in windows of block_size: loss in nats, and with halting the steps it took."""
+    T, losses, steps = model.config.block_size, [], []
+    for first in range(0, len(tokens) - 1, T):
+        part = tokens[first:first + T + 1].to(model.wte.weight.device)
+        losses.append(torch.nn.functional.cross_entropy(model(part[None, :-1])[0][0].float(), part[1:], reduction='none'))
+        steps.append(getattr(model, 'steps', None))
+    return torch.cat(losses).cpu(), torch.cat(steps, 1)[0].cpu() if steps[0] is not None else None
+
+
+def depth(model, tokens, tokenizer, s):
+    """Depth-Attention: whose values each layer mixes, as a mean over the text's first window."""
+    if not model.config.depth_attn: raise UserError("this model has depth_attn=False: name one with Depth-Attention")
+    values = look(model, tokens[:model.config.block_size].to(model.wte.weight.device))['values'].mean(0).cpu().numpy()
+    n, loops = len(values), bool(values[:, -1].any())
+    values = np.where(values > 0, values, np.nan)[:, :n + loops]
+    figure, (ax,) = new_figure(size=(0.45 * n + 3, 0.4 * n + 1.8))
+    image = ax.imshow(values, cmap='cividis', vmin=0, vmax=1)
+    ax.set(xlabel='layer the values come from', ylabel='layer that mixes them', title='Depth-Attention', yticks=range(n),
+           xticks=range(n + loops), xticklabels=[*range(n), *(['earlier\nloops'] if loops else [])])
+    for (i, j), share in np.ndenumerate(values):
+        colour = 'white' if share < 0.6 else 'black'
+        if n <= 12 and share > 0: ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=7, color=colour)
+    figure.colorbar(image, label='share of the mixed value')
+    return figure
+
+
+def ponder(model, tokens, tokenizer, s):
+    """Loss of the same weights with 0, 1, .. pondering steps."""
+    c, trained = model.config, model.config.ponder_steps
+    if c.ponder == 'none': raise UserError("this model has ponder='none': name one that ponders")
+    losses, counts = [], range((s.max_steps or 2 * trained) + 1)
+    if getattr(c, 'halting', 'none') != 'none': raise UserError("this model chooses its steps itself: name one without halting")
+    for c.ponder_steps in counts: losses.append(per_token(model, tokens)[0].mean().item())
+    c.ponder_steps = trained
+    figure, (ax,) = new_figure()
+    ax.plot(counts, losses, 'o-', color='black')
+    ax.axvline(trained, color='grey', linestyle='--')
+    ax.set(xlabel="pondering steps (ponder_steps)", ylabel='loss (nats per token)', xticks=counts,
+           title=f"ponder={c.ponder!r}, trained with {trained} (dashed), on {len(tokens) - 1:,} tokens")
+    return figure
+
+
+def steps(model, tokens, tokenizer, s):
+    """How many tokens take how many steps, and how hard these tokens are."""
+    losses, steps = per_token(model, tokens)
+    counts = range(1, model.config.ponder_steps + 2)
+    figure, (left, right) = new_figure(2, (9, 3.8))
+    left.bar(counts, [(steps == n).float().mean().item() * 100 for n in counts], color='0.45', edgecolor='black')
+    left.set(xlabel='steps', ylabel='tokens (%)', xticks=counts, title=f"{steps.float().mean():.2f} steps per token")
+    seen = [n for n in counts if (steps == n).any()]
+    right.boxplot([losses[steps == n].numpy() for n in seen], positions=seen, showfliers=False, showmeans=True,
+                  medianprops=dict(color='black'), meanprops=dict(markerfacecolor='black', markeredgecolor='black'))
+    right.set(xlabel='steps', ylabel='loss of the token (nats)', title='quartiles, median (line) and mean (triangle)')
+    return figure
+
+
+def text(model, tokens, tokenizer, s):
+    """A page with the text, each token shaded by the steps taken to predict it."""
+    taken, most = per_token(model, tokens)[1].tolist(), model.config.ponder_steps + 1
+    def span(n, what):
+        shade = 0.75 * (n - 1) / max(1, most - 1)  # of one half-transparent colour, so the page can be white or black
+        return f'<span style="background:rgba(230,120,0,{shade:.2f})" title="{n} steps">{what}</span>'
+    pieces = [html.escape(tokenizer.decode_single_token_bytes(t).decode('utf-8', 'replace')) for t in tokens.tolist()]
+    key = ' '.join(span(n, f'&nbsp;{n}&nbsp;') for n in range(1, most + 1))
+    return ('<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>steps</title>\n'
+            f'<p>steps taken to predict each token: {key}; mean {np.mean(taken):.2f}</p>\n'
+            f'<pre style="white-space:pre-wrap">{pieces[0]}{"".join(map(span, taken, pieces[1:]))}</pre>\n')
+
+
+KINDS = {'curves': curves, 'depth': depth, 'ponder': ponder, 'steps': steps, 'text': text}
+
+
+def main(argv):
+    given, rest = read(argv, __doc__.strip(), PlotSettings)
+    s, (kind, *paths) = build(PlotSettings, given), rest or ['']
+    if kind not in KINDS or not paths or kind != 'curves' and len(paths) > 1:
+        raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of runs for curves; see --help")
+    if os.path.splitext(s.out)[1] not in (('.html',) if kind == 'text' else ('.png', '.svg', '.pdf')):
+        raise UserError(f"--out={s.out}: {'a text is written as .html' if kind == 'text' else 'a picture is .png, .svg or .pdf'}")
+    if kind == 'curves': return curves(paths, s).savefig(s.out)
+    model, tokenizer = load_model(paths[0], pick_device(s.device))
+    if kind in ('steps', 'text') and getattr(model.config, 'halting', 'none') == 'none':
+        raise UserError(f"{paths[0]}: all tokens take the same steps in this model; name one with halting")
+    picture = KINDS[kind](model, read_text(paths[0], tokenizer, s), tokenizer, s)
+    if kind != 'text': return picture.savefig(s.out)
+    with open(s.out, 'w', encoding='utf-8') as f: f.write(picture)
+
+
+if __name__ == '__main__':
+    run(main)
