@@ -11,10 +11,11 @@ import torch
 from conftest import ROOT, TOGGLES, program, refused
 
 import train
+from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError
 from data import Windows, read_meta
 from model import GPT, GPTConfig
-from train import Settings, Trainer, load_checkpoint, save_checkpoint
+from train import Settings, Trainer
 
 SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
 QUICK = ['--batch_tokens=256', '--micro_batch=4', '--max_steps=10', '--eval_tokens=512', '--sample_tokens=0', '--learning_rate=1e-2', '--dtype=float32', '--device=cpu']
