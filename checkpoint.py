@@ -31,7 +31,7 @@ def save_checkpoint(folder, state):
 
 def load_checkpoint(folder):
     """
-    The newest readable checkpoint of a folder: a dict of model, config, optimizer, step, settings, tokenizer.
+    The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step, settings, tokenizer.
     A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
     """
     problems = []
@@ -42,7 +42,7 @@ def load_checkpoint(folder):
             # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
             state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')
             if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}")
-            GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['tokenizer']
+            GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['settings'], state['tokenizer']
             for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
             return state
         except Exception as error:  # torch.load can raise nearly anything on a damaged or foreign file

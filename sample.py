@@ -18,7 +18,7 @@ from checkpoint import load_checkpoint, load_weights
 from configurator import UserError, build, read, run
 from model import GPT, GPTConfig
 from data import get_tokenizer
-from train import pick_device
+from hardware import pick_device
 
 
 @dataclass
