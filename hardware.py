@@ -69,6 +69,6 @@ def explain(error):
         return ("out of memory: lower micro_batch (the result stays the same), set checkpoint_activations=True, with several "
                 "GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates what that gives")
     if isinstance(error, dist.DistError) or 'gloo' in text:
-        return (f"lost contact with another rank ({text[-60:]}): the first failure in torchrun's summary says which and why; "
-                "go on with the same command and --init_from=resume")
+        return (f"lost contact with another rank ({text[:120]}): the first failure in torchrun's summary says which one died, and of "
+                "what; go on with the same command and --init_from=resume")
     return None

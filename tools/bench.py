@@ -24,9 +24,8 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
-from hardware import pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
-from train import Settings
+from train import Settings, pick_device, pick_dtype, tune_cpu
 
 
 @dataclass

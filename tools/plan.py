@@ -3,7 +3,7 @@ What a run would take, without data or GPU: `python train.py CONFIG... --dry_run
 
 Memory is measured, not put into a formula that every mechanism would have to keep true: the model's own forward and
 backward run on fake tensors, which have shapes and no numbers, while the bytes of all living storages are added up.
-Every block adds the same, so of a deep stack 2 and 4 blocks are run, and the rest is a straight line.
+Every block adds the same, so of a deep stack 4 and 6 blocks are run, and the rest is a straight line.
 
 What is counted is what PyTorch allocates in eager mode: with torch.compile, the default on CUDA, blocks keep less. Not
 counted: the CUDA context (about half a GB), scratch memory of kernels, fragmentation. Leave a tenth of the card free.
@@ -72,11 +72,11 @@ def memory(config, s, dtype):
     """Estimated bytes of training at the worst moment: {part: bytes}, with the optimizer's state in one piece."""
     accumulates = accumulation(s, config.block_size, 1) > 1  # over micro-batches or GPUs
     at = lambda n_layer: activations(replace(config, n_layer=n_layer, depth_stride=n_layer // 2), s, dtype, accumulates)
-    if config.n_layer <= 4 or config.depth_attn and config.depth_stride != config.n_layer // 2:
+    if config.n_layer <= 6 or config.depth_attn and config.depth_stride != config.n_layer // 2:
         top = activations(config, s, dtype, accumulates)
     else:
-        two, four = at(2), at(4)
-        top = four + (four - two) * (config.n_layer - 4) // 2
+        four, six = at(4), at(6)
+        top = six + (six - four) * (config.n_layer - 6) // 2
     with torch.device('meta'): weights = 4 * GPT(config).num_params()  # fp32; autocast's copies are among the activations
     return {'weights': weights, 'optimizer': 2 * weights, 'gradients': weights if accumulates else 0, 'activations': top}
 
