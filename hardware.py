@@ -65,7 +65,7 @@ def process_group(device):
 def explain(error):
     """A failure of the machine as one line that says what to do, or None for what only a traceback explains."""
     text = ' '.join(str(error).split())
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or 'not enough memory' in text:
         return ("out of memory: lower micro_batch (the result stays the same), set checkpoint_activations=True, with several "
                 "GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates what that gives")
     if isinstance(error, dist.DistError) or 'gloo' in text:

@@ -8,8 +8,8 @@ Train a GPT on a laptop CPU, one GPU, or many.
     python train.py config/depth_attn.py --dry_run=True                 what it would take: memory, days
 
 Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM or
-max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt),
-settings.json (all settings, usable as a config file) and log.jsonl (one JSON object per log line).
+max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it is
+ckpt_prev.pt), settings.json (all settings, usable as a config file) and log.jsonl (one JSON object per log line).
 """
 
 import collections
@@ -72,9 +72,9 @@ class Settings:
 
     def __post_init__(self):
         for name in ('max_steps', 'batch_tokens', 'micro_batch', 'learning_rate', 'grad_clip', 'log_interval',
-                     'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps'):
-            if getattr(self, name) <= 0: raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if self.max_seconds is not None and self.max_seconds <= 0: raise ValueError(f"max_seconds={self.max_seconds} must be positive")
+                     'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps', 'max_seconds', 'mfu'):
+            value = getattr(self, name)
+            if value is not None and value <= 0: raise ValueError(f"{name}={value} must be positive")
         for name in ('min_lr', 'warmup', 'beta1', 'beta2', 'mfu'):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
@@ -85,7 +85,7 @@ class Settings:
 # the run
 
 def accumulation(s, T, world):
-    """Micro-batches of windows of T tokens that each of `world` ranks adds up to one step; UserError if the batch does not divide."""
+    """Micro-batches of windows of T tokens that each of `world` ranks adds up in a step; UserError if the batch does not divide."""
     per_pass = s.micro_batch * T * world
     if s.batch_tokens % per_pass:
         raise UserError(f"batch_tokens={s.batch_tokens} is not a multiple of micro_batch x block_size x processes = "
@@ -177,8 +177,9 @@ class Trainer:
         """What is not in the model: the optimizer's state, under the settings of now, and the scaler's."""
         if self.mean(torch.tensor([float(self.step)], dtype=torch.float64, device=self.device)) != self.step:
             raise UserError(f"this rank found step {self.step} in {self.s.out_dir}, others another one: give all the same folder")
-        groups = [{**now, 'params': then['params']} for now, then in zip(self.optimizer.param_groups, state['optimizer']['param_groups'])]
-        self.optimizer.load_state_dict({'state': state['optimizer']['state'], 'param_groups': groups})
+        saved = state['optimizer']
+        groups = [{**now, 'params': then['params']} for now, then in zip(self.optimizer.param_groups, saved['param_groups'])]
+        self.optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
         if state.get('scaler'): self.scaler.load_state_dict(state['scaler'])
 
     def learning_rate(self, step):

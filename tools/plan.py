@@ -64,7 +64,8 @@ def activations(config, s, dtype, accumulates):
             for p in model.parameters(): p.grad = torch.zeros_like(p)
         before = live.now
         x = torch.zeros(s.micro_batch, config.block_size, dtype=torch.long)
-        with torch.autocast('cpu', dtype, enabled=dtype != torch.float32): model(x, x)[1].backward()  # 'cpu' stands for any device
+        with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):  # 'cpu' stands for any device
+            model(x, x)[1].backward()
     return live.peak - before
 
 
@@ -82,7 +83,7 @@ def memory(config, s, dtype):
 
 
 def vocabulary(s, given):
-    """({setting: value} of the vocabulary the run would have, where it is known from)."""
+    """({setting: value} of the vocabulary that the run would have, and in words where that is known from)."""
     if 'vocab_size' in given or 'n_tokens' in given: return {}, 'as set'
     if os.path.exists(os.path.join(s.data_dir, 'meta.json')): n = read_meta(s.data_dir)['n_tokens']
     elif s.data_dir == BUILTIN: n = 257
@@ -118,11 +119,12 @@ def row(name, cells):
 
 def print_memory(config, s, dtype, worlds):
     """Memory per GPU with these settings, and with those that would lower it."""
-    row(f"\nGB per GPU, {s.micro_batch} x {config.block_size} tokens in {str(dtype)[6:]}", [f"{n} GPU{'s' * (n > 1)}" for n in worlds])
-    first = memory(config, s, dtype)
+    precision = str(dtype).removeprefix('torch.')
+    row(f"\nGB per GPU, {s.micro_batch} x {config.block_size} tokens in {precision}", [f"{n} GPU{'s' * (n > 1)}" for n in worlds])
+    first, leaner = memory(config, s, dtype), replace(s, checkpoint_activations=True)
     shares = lambda m, sharded: [f"{(sum(m.values()) - sharded * m['optimizer'] * (n - 1) / n) / 1e9:.2f}" for n in worlds]
     row("  these settings", shares(first, s.shard_optimizer))
     if not s.shard_optimizer and len(worlds) > 1: row("  with shard_optimizer=True", shares(first, True))
     if not s.checkpoint_activations:
-        row("  with checkpoint_activations=True", shares(memory(config, replace(s, checkpoint_activations=True), dtype), s.shard_optimizer))
+        row("  with checkpoint_activations=True", shares(memory(config, leaner, dtype), s.shard_optimizer))
     print("  the first is " + ' + '.join(f"{part} {n / 1e9:.2f}" for part, n in first.items()))
