@@ -8,7 +8,7 @@ A dataclass is one block of settings: its fields with their types, defaults and 
 Arguments apply from left to right: FILE.py holds lines `name = value`, FILE.json one object, --name=value sets one.
 Bad input is a UserError: one line that says what, where and what to do.
 """
-import ast, difflib, inspect, json, math, operator, re, sys
+import ast, difflib, inspect, json, math, operator, os, re, sys, time
 from dataclasses import fields
 from typing import get_args
 
@@ -24,7 +24,11 @@ def run(main):
     """Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit status 2; Ctrl-C is 130."""
     try: main(sys.argv[1:])
     except KeyboardInterrupt: sys.exit(130)
-    except (UserError, OSError) as error: sys.exit(print("error:", *str(error).splitlines(), file=sys.stderr) or 2)
+    except (UserError, OSError) as error:
+        rank = os.environ.get('RANK')  # set by torchrun
+        if rank not in (None, '0'): time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
+        print("error:", *[f"rank {rank}:"] * (rank is not None), *str(error).splitlines(), file=sys.stderr)
+        sys.exit(2)
 
 
 def evaluate(node):

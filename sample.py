@@ -16,10 +16,11 @@ from typing import Optional
 
 import torch
 
+from checkpoint import load_checkpoint, load_weights
 from configurator import UserError, build, read, run
 from model import GPT, GPTConfig
 from data import get_tokenizer
-from train import load_checkpoint, load_weights, pick_device
+from hardware import pick_device
 
 
 @dataclass

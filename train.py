@@ -5,18 +5,20 @@ Train a GPT on a laptop CPU, one GPU, or many.
     python train.py config/depth_attn.py --learning_rate=1e-3           360M, one GPU
     torchrun --nproc_per_node=8 train.py config/depth_attn.py           360M, eight GPUs
     python train.py --init_from=resume --out_dir=out                    go on after an interruption
+    python train.py config/depth_attn.py --dry_run=True                 what it would take: memory, days
 
-Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C or SIGTERM saves
-and stops at the next step; a second one stops at once. Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt),
-settings.json (all settings, usable as a config file) and log.jsonl (one JSON object per log line).
+Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM or
+max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it is
+ckpt_prev.pt), settings.json (all settings, usable as a config file) and log.jsonl (one JSON object per log line).
 """
 
+import collections
 import contextlib
-import ctypes
 import json
 import math
 import os
 import signal
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -28,8 +30,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
+from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, load_checkpoint, load_weights, save_checkpoint
 from configurator import UserError, build, read, run
 from data import Windows, get_tokenizer, read_meta
+from hardware import PEAK_FLOPS, pick_device, pick_dtype, process_group, tune_cpu
 from model import GPT, GPTConfig
 
 
@@ -56,143 +60,54 @@ class Settings:
     eval_tokens: int = 2 ** 20          # tokens of the validation set per evaluation, the same each time
     save_interval: int = 500            # steps between checkpoints; there is always one at the end
     max_bad_steps: int = 5              # stop after so many steps in a row with a gradient that is not finite
+    max_seconds: Optional[float] = None # save and stop after so much time, as at a signal (None: no limit)
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: 16 bits where the hardware has them)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks in backward: less memory, a third more compute
+    shard_optimizer: bool = False       # each rank keeps a part of AdamW's state: less memory, the same result
+    dry_run: bool = False               # print what the run would take, and stop; needs no data and no GPU
+    mfu: float = 0.4                    # dry_run: share of the GPUs' peak that is reached
 
     def __post_init__(self):
         for name in ('max_steps', 'batch_tokens', 'micro_batch', 'learning_rate', 'grad_clip', 'log_interval',
-                     'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps'):
-            if getattr(self, name) <= 0: raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for name in ('min_lr', 'warmup', 'beta1', 'beta2'):
+                     'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps', 'max_seconds', 'mfu'):
+            value = getattr(self, name)
+            if value is not None and value <= 0: raise ValueError(f"{name}={value} must be positive")
+        for name in ('min_lr', 'warmup', 'beta1', 'beta2', 'mfu'):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# checkpoints
+# the run
 
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start', 'halt_full', 'halt_share',
         'halt_beta')  # settings of the model that may differ from the checkpoint's
-CHECKPOINT_VERSION = 1
-CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
 
 
-def save_checkpoint(folder, state):
-    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt."""
-    path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
-    with open(path + '.tmp', 'wb') as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    if os.path.exists(path): os.replace(path, previous)
-    os.replace(path + '.tmp', path)
+def accumulation(s, T, world):
+    """Micro-batches of windows of T tokens that each of `world` ranks adds up in a step; UserError if the batch does not divide."""
+    per_pass = s.micro_batch * T * world
+    if s.batch_tokens % per_pass:
+        raise UserError(f"batch_tokens={s.batch_tokens} is not a multiple of micro_batch x block_size x processes = "
+                        f"{s.micro_batch} x {T} x {world} = {per_pass}: change one of them")
+    return s.batch_tokens // per_pass
 
-
-def load_checkpoint(folder):
-    """
-    The newest readable checkpoint of a folder: a dict of model, config, optimizer, step, settings, tokenizer.
-    A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
-    """
-    problems = []
-    for name in CHECKPOINTS:
-        path = os.path.join(folder, name)
-        if not os.path.exists(path): continue
-        try:
-            # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
-            state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')
-            if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}")
-            GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['tokenizer']
-            for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
-            return state
-        except Exception as error:  # torch.load can raise nearly anything on a damaged or foreign file
-            reason = ' '.join(str(error).split())[:80] or type(error).__name__
-            problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
-    raise UserError('; '.join(problems) or f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}")
-
-
-def load_weights(model, state):
-    """Put a checkpoint's weights into a model of the same shape; UserError otherwise."""
-    try:
-        model.load_state_dict(state['model'])
-    except RuntimeError as error:
-        raise UserError(f"the checkpoint's weights do not fit its settings ({' '.join(str(error).split())[:120]})") from None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# hardware
-
-PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12}  # dense bf16
-
-
-def pick_device(name, local_rank=0):
-    """The device to compute on; UserError if the one asked for is not there."""
-    if name is None:
-        name = f'cuda:{local_rank}' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    try:
-        torch.empty(1, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]})") from None
-
-
-def pick_dtype(name, device):
-    """The autocast type: bf16 where the hardware computes in it, fp16 on older CUDA cards, else fp32."""
-    if name is not None: return getattr(torch, name)
-    if device.type == 'cuda': return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    cpu = torch.cpu.get_capabilities() if device.type == 'cpu' and hasattr(torch.cpu, 'get_capabilities') else {}
-    return torch.bfloat16 if cpu.get('avx512_bf16') or cpu.get('amx_bf16') else torch.float32
-
-
-def tune_cpu(block_size, dtype):
-    """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
-    # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
-        libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
-    # In bf16, PyTorch's flash attention for CPUs is slower than two batched matmuls until the T x T scores leave the caches.
-    if block_size <= 512 and dtype == torch.bfloat16:
-        torch.backends.cuda.enable_flash_sdp(False)  # named after cuda, rules all devices
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-
-
-@contextlib.contextmanager
-def process_group(device_name):
-    """(rank, world, device) of this process, with a process group around them when torchrun started it."""
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
-    device = pick_device(device_name, local)
-    if device.type == 'cuda': torch.cuda.set_device(device)
-    if 'RANK' not in os.environ:
-        yield 0, 1, device
-        return
-    dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    try:
-        yield rank, world, device
-        dist.barrier()  # nobody leaves while another still talks
-    finally:
-        dist.destroy_process_group()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the run
 
 class Trainer:
     """One run: made from settings, driven by `run`."""
 
-    def __init__(self, settings, given, rank, world, device):
+    def __init__(self, settings, given, state, rank, world, device):
+        """given: what the user set of `settings`. state: the checkpoint to go on from, or None. device: of this rank."""
         self.s, self.rank, self.world, self.device = settings, rank, world, device
+        self.started = time.monotonic()
         self.meta = self._data()
-        self.model, self.step, optimizer_state = self._model(given)
+        self.model, self.step = self._model(given, state), state['step'] if state else 0
         T = self.config.block_size
-        per_pass = settings.micro_batch * T * world
-        if settings.batch_tokens % per_pass:
-            raise UserError(f"batch_tokens={settings.batch_tokens} is not a multiple of micro_batch x block_size x processes = "
-                            f"{settings.micro_batch} x {T} x {world} = {per_pass}: change one of them")
-        self.accumulation = settings.batch_tokens // per_pass
+        self.accumulation = accumulation(settings, T, world)
         self.train_data = Windows(settings.data_dir, 'train', self.meta, T)
         self.val_data = Windows(settings.data_dir, 'val', self.meta, T)
         torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
@@ -205,10 +120,10 @@ class Trainer:
             torch._dynamo.config.recompile_limit = 128
             for block in self.model.h: block.compile(dynamic=False)
         self.optimizer = self._optimizer()
-        if optimizer_state: self.optimizer.load_state_dict(optimizer_state)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        self.ddp = DistributedDataParallel(self.model) if world > 1 else None
-        self.stop, self.bad_steps, self.passes = False, 0, []
+        if state: self._restore(state)
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if world > 1 else None
+        self.stop, self.bad_steps, self.recent, self.passes = 0.0, 0, collections.deque(maxlen=50), []
         self.log_file = None
 
     @property
@@ -225,8 +140,8 @@ class Trainer:
             if self.world > 1: dist.barrier()
         return read_meta(folder)
 
-    def _model(self, given):
-        """(model, first step, optimizer state or None), according to init_from."""
+    def _model(self, given, state):
+        """A model, according to init_from."""
         s, own = self.s, {f.name for f in fields(GPTConfig)}
         asked = {name: value for name, value in given.items() if name in own}
         if s.init_from == 'scratch':
@@ -236,30 +151,41 @@ class Trainer:
             asked.setdefault('vocab_size', math.ceil(self.meta['n_tokens'] / 64) * 64)
             asked.setdefault('n_tokens', self.meta['n_tokens'])
             torch.manual_seed(s.seed)
-            model, step, optimizer_state = GPT(build(GPTConfig, asked)), 0, None
+            model = GPT(build(GPTConfig, asked))
         elif s.init_from.startswith('hf:'):
             from tools.hf import load_hf
-            model, step, optimizer_state = load_hf(s.init_from[3:]), 0, None
+            model = load_hf(s.init_from[3:])
         else:
-            state = load_checkpoint(s.out_dir if s.init_from == 'resume' else s.init_from)
+            state = state or load_checkpoint(s.init_from)
             free = {name: asked.pop(name) for name in FREE if asked.get(name) is not None}
             model = GPT(build(GPTConfig, {**state['config'], **free}))
             load_weights(model, state)
-            step, optimizer_state = (state['step'], state['optimizer']) if s.init_from == 'resume' else (0, None)
         for name, value in asked.items():
             if value is not None and getattr(model.config, name) != value:
                 raise UserError(f"{name}={value}, but the model loaded has {getattr(model.config, name)}: leave the setting out")
         if model.config.n_tokens != self.meta['n_tokens']:
             raise UserError(f"{s.data_dir} is tokenised with {self.meta['n_tokens']} tokens ({self.meta['tokenizer']}), "
                             f"the model has n_tokens={model.config.n_tokens}: use the data the model was made for")
-        return model, step, optimizer_state
+        return model
 
     def _optimizer(self):
         """AdamW with weight decay on matrices only: norms have no reason to shrink."""
         s, params = self.s, list(self.model.parameters())
         groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=s.weight_decay),
                   dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
-        return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=self.device.type in ('cpu', 'cuda'))
+        options = dict(lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=self.device.type in ('cpu', 'cuda'))
+        if not s.shard_optimizer or self.world == 1: return torch.optim.AdamW(groups, **options)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+
+    def _restore(self, state):
+        """What is not in the model: the optimizer's state, under the settings of now, and the scaler's."""
+        if self.mean(torch.tensor([float(self.step)], dtype=torch.float64, device=self.device)) != self.step:
+            raise UserError(f"this rank found step {self.step} in {self.s.out_dir}, others another one: give all the same folder")
+        saved = state['optimizer']
+        groups = [{**now, 'params': then['params']} for now, then in zip(self.optimizer.param_groups, saved['param_groups'])]
+        self.optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
+        if state.get('scaler'): self.scaler.load_state_dict(state['scaler'])
 
     def learning_rate(self, step):
         """Linear warm-up that never is 0, then a cosine from the peak to min_lr times the peak, reached at the last step."""
@@ -320,26 +246,31 @@ class Trainer:
     def evaluate(self):
         """
         (mean loss in nats per token, mean passes per token or None without halting) over the same eval_tokens of the validation
-        set each time, spread evenly over it.
+        set each time, spread evenly over it; None if the run is to stop.
         """
         data, was_training = self.val_data, self.model.training
         n = min(data.n, max(self.world, self.s.eval_tokens // data.T))
         windows = np.arange(n) * data.n // n
         mine = windows[self.rank::self.world]
         self.model.eval()
-        total, passes = torch.zeros(1, device=self.device), torch.zeros(1, device=self.device)
-        for i in range(0, len(mine), self.s.micro_batch):
+        total, passes, stop = torch.zeros(1, device=self.device), torch.zeros(1, device=self.device), False
+        for i in range(0, math.ceil(n / self.world), self.s.micro_batch):  # equally often on all ranks
+            stop = self.should_stop()
+            if stop: break
+            if i >= len(mine): continue  # this rank has one window less than others
             x, y = data.get(mine[i:i + self.s.micro_batch], self.device)
             with self.autocast(): total += self.model(x, y)[1] * len(x)
             if self.model.steps is not None: passes += self.model.steps.float().mean() * len(x)
         self.model.train(was_training)
-        return self.mean(total) * self.world / n, self.mean(passes) * self.world / n or None
+        return None if stop else (self.mean(total) * self.world / n, self.mean(passes) * self.world / n or None)
 
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
+        if hasattr(self.optimizer, 'consolidate_state_dict'): self.optimizer.consolidate_state_dict()  # all parts to rank 0
         if self.rank: return
         state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), settings=asdict(self.s),
-                     tokenizer=self.meta['tokenizer'], model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+                     tokenizer=self.meta['tokenizer'], model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
+                     scaler=self.scaler.state_dict())
         try:
             save_checkpoint(self.s.out_dir, state)
         except (OSError, RuntimeError) as error:
@@ -353,13 +284,16 @@ class Trainer:
         if record: self.log_file.write(json.dumps(record) + '\n')
 
     def should_stop(self):
-        """Whether any rank was asked to stop; all ranks get the same answer."""
-        if self.world == 1: return self.stop
-        return self.mean(torch.tensor([float(self.stop)], device=self.device)) > 0
+        """Whether any rank was asked to stop, or is out of time; all ranks get the same answer."""
+        stop = self.stop > 0 or time.monotonic() - self.started > (self.s.max_seconds or math.inf)
+        return stop if self.world == 1 else self.mean(torch.tensor([float(stop)], device=self.device)) > 0
 
     def _on_signal(self, number, frame):
-        signal.signal(number, signal.SIG_DFL)  # the second one ends at once
-        self.stop = True
+        """The first signal asks for a stop. A second one ends the process, but not if it is the first, passed on by torchrun."""
+        if self.stop and time.monotonic() - self.stop > 0.5:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.stop = self.stop or time.monotonic()
 
     def open_output(self):
         """Make out_dir; write settings.json and open log.jsonl."""
@@ -374,7 +308,9 @@ class Trainer:
 
     def report_evaluation(self):
         """Evaluate and say so; nats per byte can be compared between tokenizers."""
-        loss, passes = self.evaluate()
+        result = self.evaluate()
+        if result is None: return self.say(f"step {self.step}: evaluation left out, the run was told to stop")
+        loss, passes = result
         per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']
         record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte, val_passes=passes)
         self.say(f"step {self.step}: validation loss {loss:.4f} nats per token, "
@@ -399,7 +335,7 @@ class Trainer:
         finally:
             for number, handler in handlers.items(): signal.signal(number, handler)
             if self.log_file: self.log_file.close()
-        if self.step == s.max_steps: self.print_sample()
+        if self.step == s.max_steps and not self.stop: self.print_sample()
 
     def loop(self):
         """Steps until max_steps or a signal; a checkpoint is written before anything else that is due."""
@@ -409,17 +345,29 @@ class Trainer:
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             losses.append(loss)
+            self.watch(loss)
             if self.step % s.log_interval == 0 or self.step == 1:
                 now = time.perf_counter()
-                self.log(sum(losses) / len(losses), norm, (now - mark) / len(losses), self.train_data.waited / len(losses))
+                counted = [loss for loss in losses if math.isfinite(loss)] or [math.nan]  # without skipped steps
+                self.log(statistics.fmean(counted), norm, (now - mark) / len(losses), self.train_data.waited / len(losses))
                 mark, losses, self.train_data.waited = now, [], 0.0
-            pause = time.perf_counter()
-            stop = self.should_stop()
-            if stop or self.step % s.save_interval == 0 or self.step == s.max_steps: self.save()
-            if stop:
+            pause, last = time.perf_counter(), self.step == s.max_steps
+            saved = last or self.step % s.save_interval == 0
+            if saved: self.save()
+            if last or self.step % s.eval_interval == 0: self.report_evaluation()
+            if not last and self.should_stop():
+                if not saved: self.save()
                 return self.say(f"stopped at step {self.step}; go on with the same command and --init_from=resume")
-            if self.step % s.eval_interval == 0 or self.step == s.max_steps: self.report_evaluation()
             mark += time.perf_counter() - pause  # saving and evaluating are no part of a step's time
+
+    def watch(self, loss):
+        """Say so when a step's loss is far above those of the steps before it."""
+        if len(self.recent) == self.recent.maxlen:
+            mean, deviation = statistics.fmean(self.recent), statistics.pstdev(self.recent)
+            if loss > mean + 6 * deviation:
+                self.say(f"step {self.step}: loss spike, {loss:.4f} after {mean:.4f} in the last {len(self.recent)} steps",
+                         step=self.step, spike=loss, mean_before=mean)
+        if math.isfinite(loss): self.recent.append(loss)
 
     def log(self, loss, norm, seconds, waited):
         """One line for people, one for programs: means per step since the last one (loss, seconds, those spent waiting for data)."""
@@ -462,9 +410,16 @@ class Trainer:
 def main(argv):
     given, rest = read(argv, __doc__.strip(), Settings, GPTConfig)
     if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
-    settings = build(Settings, given)
-    with process_group(settings.device) as (rank, world, device):
-        trainer = Trainer(settings, given, rank, world, device)
+    settings, state = build(Settings, given), None
+    if settings.dry_run:
+        from tools.plan import plan
+        return plan(settings, given)
+    if settings.init_from == 'resume':  # the settings too, where the user says nothing else
+        state = load_checkpoint(settings.out_dir)
+        settings = build(Settings, {**state['settings'], **given})
+    device = pick_device(settings.device, int(os.environ.get('LOCAL_RANK', 0)))
+    with process_group(device) as (rank, world):
+        trainer = Trainer(settings, given, state, rank, world, device)
         trainer.run()
         trainer.ddp = None  # lets go of the process group while its threads can still be joined
 

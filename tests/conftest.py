@@ -12,6 +12,21 @@ from model import GPT, GPTConfig
 
 torch.set_num_threads(1)  # the models here are far too small for more, and a busy machine makes threads wait for each other
 
+
+
+def pytest_addoption(parser):
+    parser.addoption('--slow', action='store_true', help='the long versions of some tests too')
+
+
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'slow: runs only with --slow')
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.get_closest_marker('slow') and not config.getoption('--slow'): item.add_marker(pytest.mark.skip(reason='needs --slow'))
+
+
 TOGGLES = {
     'plain': {},
     'plain_gqa': dict(n_kv_head=1, tie_embeddings=True),

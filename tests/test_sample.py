@@ -7,10 +7,10 @@ import pytest
 from conftest import ROOT, TOGGLES, make, program, refused
 
 import sample
+from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError
 from data import get_tokenizer
 from sample import encode_prompt
-from train import load_checkpoint, save_checkpoint
 
 
 @pytest.fixture

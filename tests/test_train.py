@@ -1,20 +1,23 @@
-"""Training: exact resume, order of the data, checkpoints, evaluation, several processes, and what is refused."""
+"""Training in one process: exact resume, order of the data, checkpoints, evaluation, and what is refused. Several: test_processes.py."""
+import collections
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from conftest import ROOT, TOGGLES, make, program, refused
 
 import train
+from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError
 from data import Windows, read_meta
 from model import GPT, GPTConfig
-from train import Settings, Trainer, load_checkpoint, save_checkpoint
+from train import Settings, Trainer
 
 SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
 QUICK = ['--batch_tokens=256', '--micro_batch=4', '--max_steps=10', '--eval_tokens=512', '--sample_tokens=0', '--learning_rate=1e-2', '--dtype=float32', '--device=cpu']
@@ -68,20 +71,6 @@ def test_another_seed_gives_other_weights(run_train):
 
 def test_micro_batches_do_not_matter(run_train):
     same_weights(run_train('a', '--micro_batch=8'), run_train('b', '--micro_batch=2'), 2e-5)
-
-
-@pytest.mark.skipif(sys.platform == 'win32', reason='gloo over torchrun needs POSIX')
-@pytest.mark.parametrize('toggle', ['plain', 'depth', 'embedding', 'latent2_depth', 'chain', 'loop_depth', 'pause', 'gate', 'mask', 'router'])
-def test_two_processes_equal_one(run_train, small_data, tmp_path, toggle):
-    one = run_train('one', *options(toggle))
-    program('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, *options(toggle),
-            f'--data_dir={small_data}', f'--out_dir={tmp_path / "two"}')
-    two = load_checkpoint(str(tmp_path / 'two'))
-    same_weights(one, two, 2e-5)
-    read = lambda name: [json.loads(line) for line in open(tmp_path / name / 'log.jsonl')]
-    assert len(read('one')) == len(read('two')) == 3
-    for a, b in zip(read('one'), read('two')):
-        for key in {'loss', 'val_loss', 'grad_norm'} & set(a): assert a[key] == pytest.approx(b[key], rel=1e-4)
 
 
 def test_learns_and_logs(run_train, tmp_path, capsys):
@@ -217,6 +206,88 @@ def test_a_signal_saves_and_stops(small_data, tmp_path, number):
     assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
 
 
+def test_a_second_signal_ends_at_once_unless_torchrun_passed_it_on(monkeypatch):
+    trainer, now, raised = object.__new__(Trainer), [100.0], []
+    trainer.stop = 0.0
+    monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+    monkeypatch.setattr(signal, 'signal', lambda number, handler: raised.append(handler))
+    monkeypatch.setattr(signal, 'raise_signal', raised.append)
+    for now[0] in (100.0, 100.1): trainer._on_signal(signal.SIGTERM, None)
+    assert trainer.stop and raised == []
+    now[0] = 101.0
+    trainer._on_signal(signal.SIGTERM, None)
+    assert raised == [signal.SIG_DFL, signal.SIGTERM]
+
+
+def test_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path, capsys):
+    straight = run_train('straight', '--weight_decay=0.3', '--beta2=0.9')
+    assert run_train('out', '--weight_decay=0.3', '--beta2=0.9', '--max_seconds=1e-6')['step'] == 1
+    assert 'stopped at step 1; go on' in capsys.readouterr().out
+    train.main(['--init_from=resume', f'--out_dir={tmp_path / "out"}', '--max_seconds=None'])  # the other settings are in the checkpoint
+    resumed = load_checkpoint(str(tmp_path / 'out'))
+    same_weights(straight, resumed)
+    assert {**straight['settings'], 'out_dir': 0, 'init_from': 0} == {**resumed['settings'], 'out_dir': 0, 'init_from': 0}
+
+
+def test_settings_given_when_resuming_count(run_train):
+    run_train('out', '--max_steps=4')
+    groups = run_train('out', '--max_steps=5', '--init_from=resume', '--weight_decay=0.3', '--beta2=0.9')['optimizer']['param_groups']
+    assert [g['weight_decay'] for g in groups] == [0.3, 0.0] and groups[0]['betas'] == (0.9, 0.9)
+
+
+def test_a_signal_cuts_an_evaluation_short(run_train, monkeypatch, capsys):
+    straight, evaluate, batches = run_train('straight'), Trainer.evaluate, []
+    def interrupted(self):
+        get = self.val_data.get
+        def signalled(*args):
+            batches.append(args)
+            self.stop = 1.0
+            return get(*args)
+        monkeypatch.setattr(self.val_data, 'get', signalled)
+        return evaluate(self)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, 'evaluate', interrupted)
+        assert run_train('out', '--eval_interval=5')['step'] == 5
+    out = capsys.readouterr().out
+    assert len(batches) == 1 and 'step 5: evaluation left out' in out and 'stopped at step 5; go on' in out
+    same_weights(straight, run_train('out', '--eval_interval=5', '--init_from=resume'))
+
+
+def test_fp16_resumes_with_its_scale(run_train, monkeypatch):
+    half = ['--dtype=float16', '--save_interval=5']
+    straight = run_train('straight', *half)
+    assert straight['scaler']['_growth_tracker'] > 5
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, 'should_stop', lambda self: self.step == 5)
+        run_train('out', *half)
+    resumed = run_train('out', *half, '--init_from=resume')
+    same_weights(straight, resumed)
+    assert straight['scaler'] == resumed['scaler']
+
+
+def test_out_of_memory_says_what_to_lower(run_train, monkeypatch):
+    with pytest.raises(RuntimeError) as cpu: torch.empty(2 ** 60, dtype=torch.uint8)
+    for error in (cpu.value, torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')):
+        def fails(*args): raise error
+        monkeypatch.setattr(GPT, 'loss', fails)
+        with pytest.raises(UserError, match='^out of memory: .*micro_batch.*checkpoint_activations.*shard_optimizer.*block_size'): run_train('out')
+    def bug(*args): raise RuntimeError('shapes differ')
+    monkeypatch.setattr(GPT, 'loss', bug)
+    with pytest.raises(RuntimeError, match='shapes differ'): run_train('out')  # a bug keeps its traceback
+
+
+def test_loss_spikes_are_said(capsys):
+    trainer, records = object.__new__(Trainer), []
+    trainer.recent, trainer.step = collections.deque(maxlen=50), 7
+    trainer.say = lambda text, **record: records.append((text, record))
+    for i in range(60): trainer.watch(2 + 0.1 * (i % 3))  # as far as noise goes
+    trainer.watch(math.nan)                                # a skipped step is another matter
+    assert records == []
+    trainer.watch(3.5)
+    [(text, record)] = records
+    assert 'step 7: loss spike, 3.5000 after 2.1' in text and record['spike'] == 3.5 and record['mean_before'] == pytest.approx(2.1, abs=0.01)
+
+
 def test_the_builtin_corpus_is_prepared_when_missing(tmp_path):
     done = program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, '--max_steps=1', '--sample_tokens=5', cwd=tmp_path)
     assert 'preparing the built-in corpus' in done.stdout and read_meta(str(tmp_path / 'data' / 'python'))['n_tokens'] == 257
@@ -227,7 +298,7 @@ def test_the_builtin_corpus_is_prepared_when_missing(tmp_path):
     (['--n_hed=4'], ["'n_hed'", "'n_head'"]), (['--n_head=5'], ['n_embd=32', 'n_head=5']), (['--n_head=32'], ['head_dim=1', 'odd']), (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
     (['--init_from=resume'], ['no checkpoint']), (['--init_from=nowhere'], ['nowhere', 'no checkpoint']), (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']), (['--vocab_size=100'], ['n_tokens=257', 'vocab_size=100']), (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
-    (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['stray'], ['stray']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
+    (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['--max_seconds=0'], ['max_seconds=0']), (['stray'], ['stray']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
 def test_refusals(run_train, args, words):
     with pytest.raises(UserError) as error: run_train('out', *args)
     assert '\n' not in str(error.value)

@@ -9,4 +9,5 @@ learning_rate = 1e-3
 block_size = 2048
 batch_tokens = 1024 * 2048
 micro_batch = 2
+shard_optimizer = True  # more than one GPU: AdamW's state alone is 22 GB
 max_steps = 15625

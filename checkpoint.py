@@ -1,0 +1,59 @@
+"""
+Checkpoints: complete or absent at any moment, the one before kept, and nothing in them is executed.
+
+    save_checkpoint(folder, state)      folder/ckpt.pt; what was there before is ckpt_prev.pt
+    state = load_checkpoint(folder)     the newest readable one
+    load_weights(model, state)          its weights, into a model of the same shape
+"""
+
+import os
+import sys
+
+import torch
+
+from configurator import UserError
+from model import GPTConfig
+
+CHECKPOINT_VERSION = 1
+CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
+
+
+def save_checkpoint(folder, state):
+    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt."""
+    path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
+    with open(path + '.tmp', 'wb') as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    if os.path.exists(path): os.replace(path, previous)
+    os.replace(path + '.tmp', path)
+
+
+def load_checkpoint(folder):
+    """
+    The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step, settings, tokenizer.
+    A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
+    """
+    problems = []
+    for name in CHECKPOINTS:
+        path = os.path.join(folder, name)
+        if not os.path.exists(path): continue
+        try:
+            # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
+            state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')
+            if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}")
+            GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['settings'], state['tokenizer']
+            for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
+            return state
+        except Exception as error:  # torch.load can raise nearly anything on a damaged or foreign file
+            reason = ' '.join(str(error).split())[:80] or type(error).__name__
+            problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
+    raise UserError('; '.join(problems) or f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}")
+
+
+def load_weights(model, state):
+    """Put a checkpoint's weights into a model of the same shape; UserError otherwise."""
+    try:
+        model.load_state_dict(state['model'])
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint's weights do not fit its settings ({' '.join(str(error).split())[:120]})") from None

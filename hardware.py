@@ -1,0 +1,74 @@
+"""
+The machine: which device and precision to compute in, the processes of one run, and what their failures mean.
+"""
+
+import contextlib
+import ctypes
+import os
+
+import torch
+import torch.distributed as dist
+
+from configurator import UserError
+
+PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12}  # dense bf16
+
+
+def pick_device(name, local_rank=0):
+    """The device to compute on; UserError if the one asked for is not there."""
+    if name is None: name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if name == 'cuda': name = f'cuda:{local_rank}'
+    try:
+        torch.empty(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]})") from None
+
+
+def pick_dtype(name, device):
+    """The autocast type: bf16 where the hardware computes in it, fp16 on older CUDA cards, else fp32."""
+    if name is not None: return getattr(torch, name)
+    if device.type == 'cuda': return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    cpu = torch.cpu.get_capabilities() if device.type == 'cpu' and hasattr(torch.cpu, 'get_capabilities') else {}
+    return torch.bfloat16 if cpu.get('avx512_bf16') or cpu.get('amx_bf16') else torch.float32
+
+
+def tune_cpu(block_size, dtype):
+    """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
+    # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
+        libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
+    # In bf16, PyTorch's flash attention for CPUs is slower than two batched matmuls until the T x T scores leave the caches.
+    if block_size <= 512 and dtype == torch.bfloat16:
+        torch.backends.cuda.enable_flash_sdp(False)  # named after cuda, rules all devices
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+
+
+@contextlib.contextmanager
+def process_group(device):
+    """(rank, world) of this process, with a process group around them when torchrun started it."""
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if device.type == 'cuda': torch.cuda.set_device(device)
+    if 'RANK' in os.environ: dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+    try:
+        yield rank, world
+        if 'RANK' in os.environ: dist.barrier()  # nobody leaves while another still talks
+    except RuntimeError as error:  # the group is left as it is: taking it down would wait for the others
+        message = explain(error)
+        if message is None: raise
+        raise UserError(message) from None
+    if 'RANK' in os.environ: dist.destroy_process_group()
+
+
+def explain(error):
+    """A failure of the machine as one line that says what to do, or None for what only a traceback explains."""
+    text = ' '.join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or 'not enough memory' in text:
+        return ("out of memory: lower micro_batch (the result stays the same), set checkpoint_activations=True, with several "
+                "GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates what that gives")
+    if isinstance(error, dist.DistError) or 'gloo' in text:
+        return (f"lost contact with another rank ({text[:120]}): the first failure in torchrun's summary says which one died, and of "
+                "what; go on with the same command and --init_from=resume")
+    return None

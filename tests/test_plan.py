@@ -1,0 +1,78 @@
+"""The dry run: its numbers against what was measured, in a folder without data."""
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TOGGLES
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import train
+from configurator import UserError, build, read
+from model import GPT, GPTConfig
+from tools.plan import LiveBytes, activations, memory
+from train import Settings, Trainer
+
+SIZES = os.path.join(ROOT, 'config', 'size')
+
+
+@pytest.mark.parametrize('size', ['tiny', pytest.param('small', marks=pytest.mark.slow)])
+def test_memory_is_what_the_allocator_says(small_data, tmp_path, size):
+    """Two real steps under PyTorch's profiler, which sees every block that its allocator hands out or takes back."""
+    given, _ = read([os.path.join(SIZES, f'{size}.py'), f'--data_dir={small_data}', '--device=cpu', '--dtype=float32'], '', Settings, GPTConfig)
+    s = build(Settings, given)
+    s.batch_tokens = s.micro_batch * given['block_size']
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer = Trainer(s, given, None, 0, 1, torch.device('cpu'))
+        for _ in range(2): trainer.model.train(), trainer.train_step()
+    profile.export_chrome_trace(str(tmp_path / 'trace.json'))
+    with open(tmp_path / 'trace.json') as f: events = json.load(f)['traceEvents']
+    measured = max(event['args']['Total Allocated'] for event in events if event['name'] == '[memory]')
+    assert sum(memory(trainer.config, s, torch.float32).values()) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize('toggle, checkpointing', [('depth', True), ('loop_depth', False)])
+def test_a_deep_stack_is_on_the_line_through_two_shallow_ones(toggle, checkpointing):
+    config = GPTConfig(vocab_size=320, block_size=64, n_layer=10, n_head=4, n_embd=64, mlp_hidden=128, **{**TOGGLES[toggle], 'n_kv_head': None})
+    s = Settings(micro_batch=4, batch_tokens=1024, checkpoint_activations=checkpointing)
+    assert memory(config, s, torch.bfloat16)['activations'] == pytest.approx(activations(config, s, torch.bfloat16, True), rel=0.05)
+
+
+def test_chunked_loss_takes_less_than_a_quarter_of_full_logits():
+    def peak(loss):
+        with FakeTensorMode(), LiveBytes() as live:
+            model = GPT(GPTConfig(vocab_size=50304, n_layer=1, n_head=2, n_embd=64, mlp_hidden=64))
+            h, y = torch.zeros(8, 2048, 64, requires_grad=True), torch.zeros(8, 2048, dtype=torch.long)
+            before = live.now
+            loss(model, h, y).backward()
+        return live.peak - before
+    full = peak(lambda model, h, y: F.cross_entropy(model.head(h).flatten(0, 1), y.flatten()))
+    assert full > 8 * 2048 * 50304 * 4  # logits in fp32, to begin with
+    assert peak(GPT.loss) < 8 * 2048 * 50304 * 4 / 4
+
+
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[] if name in ('tiny.py', '3b.py') else pytest.mark.slow) for name in sorted(os.listdir(SIZES))])
+def test_every_size_can_be_planned(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    train.main([os.path.join(SIZES, name), '--dry_run=True', '--vocab_size=50304'])
+    out = capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
+    for line in ('parameters', 'compute', 'tokens', 'GB per GPU', 'days at --mfu=0.4', 'H100'): assert line in out
+    if name == '3b.py':  # 2.748B of the paper's table; with the optimizer's state shared out it fits 80 GB
+        assert '2,748.' in out and '32,768.0M: 15,625 steps of 2,097,152' in out and 'with shard_optimizer' not in out
+        gb = [float(n) for n in out.split('these settings')[1].split('\n')[0].split()]
+        assert gb[0] > 0.9 * 80 > gb[1] > gb[2] > 8 * 2.748
+
+
+def test_numbers_of_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shape = ['--n_layer=2', '--n_head=2', '--n_embd=64', '--mlp_hidden=128', '--block_size=64', '--micro_batch=2', '--batch_tokens=1024', '--max_steps=10_000_000_000']
+    train.main([*shape, '--dry_run=True', '--mfu=0.5', '--dtype=float32'])
+    out = capsys.readouterr().out
+    model = GPT(GPTConfig(vocab_size=320, n_tokens=257, n_layer=2, n_head=2, n_embd=64, mlp_hidden=128, block_size=64))
+    assert f'{model.num_params() / 1e6:.2f}M, vocabulary 320 (of data/python)' in out and '64 GPUs' not in out  # 8 x 128 tokens per step
+    assert [f'{1e10 * 1024 * model.flops_per_token() / (989e12 * 0.5 * n) / 86400:.2f}' for n in (1, 8)] == out.split('H100, 989 TFLOP/s')[1].split('\n')[0].split()
+    weights = 4 * model.num_params() / 1e9
+    assert f'weights {weights:.2f} + optimizer {2 * weights:.2f} + gradients {weights:.2f} + activations' in out
+    with pytest.raises(UserError, match='batch_tokens=1000'): train.main([*shape, '--dry_run=True', '--batch_tokens=1000'])
