@@ -45,7 +45,8 @@ class CompareSettings:
 # name: its config file, and settings that differ from it
 RUNS = {'plain': ('vanilla',), 'depth_attn': ('depth_attn',), 'depth_uniform': ('depth_attn', '--depth_mode=uniform'),
         'depth_stride1': ('depth_attn', '--depth_stride=1'), 'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',),
-        'pause': ('pause',), 'latent': ('latent',)}
+        'pause': ('pause',), 'latent': ('latent',), 'gate': ('halting_gate',), 'router': ('halting_router',),
+        'mask': ('halting_mask', '--ponder_steps=1')}  # as many thoughts at most as `latent` has
 ALL = [*RUNS, *(f'plain_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only')  # settings of train.py that are chosen here, for each run
 LOSS = 'val_nats_per_byte'
