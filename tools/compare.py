@@ -46,7 +46,7 @@ class CompareSettings:
 RUNS = {'plain': ('vanilla',), 'depth_attn': ('depth_attn',), 'depth_uniform': ('depth_attn', '--depth_mode=uniform'),
         'depth_stride1': ('depth_attn', '--depth_stride=1'), 'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',),
         'pause': ('pause',), 'latent': ('latent',), 'gate': ('halting_gate',), 'router': ('halting_router',),
-        'mask': ('halting_mask', '--ponder_steps=1')}  # as many thoughts at most as `latent` has
+        'mask': ('halting_mask', '--ponder_steps=1')}  # at most as many thoughts as `latent`
 ALL = [*RUNS, *(f'plain_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only')  # settings of train.py that are chosen here, for each run
 LOSS = 'val_nats_per_byte'
@@ -184,15 +184,14 @@ def main(argv):
     common = [a for a in argv if a not in own]
     c = build(CompareSettings, read(own, __doc__.strip(), CompareSettings)[0])
     given, rest = read(common, '', Settings, GPTConfig, CompareSettings)
-    if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
+    for arg in rest: raise UserError(f"{arg}: neither a setting (--name=value) nor a config file (.py, .json)")
     for name in set(OURS) & set(given): raise UserError(f"{name}={given[name]}: this is chosen here for each run; see --help")
     folder = build(Settings, given).data_dir
     if not c.table_only and folder == prepare_data.BUILTIN and not os.path.exists(os.path.join(folder, 'meta.json')):
         prepare_data.prepare(prepare_data.DataSettings())
     results = os.path.join(c.out, 'runs.jsonl')
     failed = 0 if c.table_only else make_runs(c, common, given, results)
-    records = read_lines(results)
-    if records: print(table(records))
+    if records := read_lines(results): print(table(records))
     elif not failed: raise UserError(f"{results}: no finished run; leave out --table_only")
     if failed: raise UserError(f"{failed} runs failed, see above; the same command tries them again")
 
