@@ -5,10 +5,9 @@ A fair comparison: the same data, tokens, batches and optimiser for every mechan
     python tools/compare.py config/size/tiny.py --names=plain,loop,plain_as_loop --seeds=1,2 --max_steps=800
     python tools/compare.py --table_only=True                               the table again; runs nothing
 
-A name is one of RUNS, several joined by + (loop+depth_attn), or plain_as_NAME: the plain GPT with as many training FLOPs as
-NAME, by more steps. Config files and settings of train.py hold for all runs alike: of a mechanism's own file the mechanism
-counts, not its learning rate or number of steps. Stopped or killed, the same command goes on where it was. Writes
-OUT/NAME-sSEED (train.py's folder, with what it said in output.txt) and, per finished run, a line of OUT/runs.jsonl.
+A name is one of RUNS, several joined by + (loop+depth_attn), or plain_as_NAME: plain with as many training FLOPs, by more steps.
+Files and settings of train.py hold for all: of a mechanism's own file its learning rate and number of steps do not count.
+Stopped, the same command goes on. Writes OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
 """
 
 import contextlib
@@ -67,8 +66,8 @@ def plan(name, common, asked):
     own = [n for n in read(files, '', Settings, GPTConfig)[0] if n in recipe and n not in (*asked, 'out_dir')]
     args = [*files, *common, *(f'--{n}={recipe[n]}' for n in own), *(option for part in parts for option in RUNS[part][1:])]
     given = {**read(args, '', Settings, GPTConfig)[0], 'max_steps': recipe['max_steps']}
-    n_tokens = read_meta(recipe['data_dir'])['n_tokens']
-    flops = training_flops(build(GPTConfig, {'vocab_size': -(-n_tokens // 64) * 64, 'n_tokens': n_tokens, **given}))
+    rows = {'n_tokens': (n := read_meta(recipe['data_dir'])['n_tokens']), 'vocab_size': -(-n // 64) * 64}  # as train.py does
+    flops = training_flops(build(GPTConfig, {**rows, **given}))
     if like:
         given['max_steps'] = round(recipe['max_steps'] * plan(like, common, asked)[2] / flops)
         args.append(f"--max_steps={given['max_steps']}")
@@ -170,8 +169,7 @@ def make_runs(c, common, asked, results):
         try:
             if loss is None: train(args, folder, given)
         except UserError as error:  # the others may go well
-            failed += 1
-            print(f"{name}, seed {seed} failed: {error}", file=sys.stderr, flush=True)
+            failed += print(f"{name}, seed {seed} failed: {error}", file=sys.stderr, flush=True) or 1
             continue
         r = record(name, seed, args, given, flops, folder)
         with open(results, 'a', encoding='utf-8') as f: f.write(json.dumps(r) + '\n')

@@ -124,8 +124,7 @@ def log_likelihoods(model, pairs, batch_size):
     for first in range(0, len(order), batch_size):
         chosen = order[first:first + batch_size]
         rows = [torch.tensor([*pairs[i][0], *pairs[i][1]][-T - 1:], device=device) for i in chosen]
-        x = torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)  # nobody reads padding on the right
-        h = model.hidden(x)
+        h = model.hidden(torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True))  # padded on the right
         for i, row, h_i in zip(chosen, rows, h):
             n, end = len(pairs[i][1]), len(row) - 1
             if n > T: raise UserError(f"an answer of {n} tokens does not fit into the model's context, block_size={T}")

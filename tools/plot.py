@@ -7,8 +7,7 @@ Pictures of runs and checkpoints. Needs: pip install matplotlib
     python tools/plot.py steps out/gate --out=steps.png                      with halting: how many steps, and for which tokens
     python tools/plot.py text out/gate --out=text.html                       with halting: a text, shaded by steps
 
-Curves take folders of train.py, or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run, drawn as their mean and range.
-The others take one checkpoint, and read its validation set unless --start names a text.
+Curves take train.py's folders or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run: their mean and range are drawn.
 """
 
 import html
@@ -137,9 +136,9 @@ def depth(model, tokens, tokenizer, s):
 def ponder(model, tokens, tokenizer, s):
     """Loss of the same weights with 0, 1, .. pondering steps."""
     c, trained = model.config, model.config.ponder_steps
-    if c.ponder == 'none': raise UserError("this model has ponder='none': name one that ponders")
     losses, counts = [], range((s.max_steps or 2 * trained) + 1)
-    if getattr(c, 'halting', 'none') != 'none': raise UserError("this model chooses its steps itself: name one without halting")
+    if c.ponder == 'none' or getattr(c, 'halting', 'none') != 'none':
+        raise UserError(f"ponder={c.ponder!r}: name a model that ponders, and that does not choose its steps itself")
     for c.ponder_steps in counts: losses.append(per_token(model, tokens)[0].mean().item())
     c.ponder_steps = trained
     figure, (ax,) = new_figure()
