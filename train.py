@@ -118,7 +118,8 @@ class Trainer:
         if settings.compile or settings.compile is None and device.type == 'cuda':
             # one block's code serves all, so compile time does not grow with depth; the variants are those of shapes and sources
             torch._dynamo.config.recompile_limit = 128
-            for block in self.model.h: block.compile(dynamic=False)
+            dynamic = None if self.config.halting == 'router' else False  # its rectangles of active slots change from step to step
+            for block in self.model.h: block.compile(dynamic=dynamic)
         self.optimizer = self._optimizer()
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         if state: self._restore(state)

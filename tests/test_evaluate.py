@@ -13,7 +13,7 @@ from conftest import make
 from configurator import UserError
 from data import get_tokenizer, open_shard, read_meta
 from tools import evaluate
-from train import save_checkpoint
+from checkpoint import save_checkpoint
 
 BYTE = get_tokenizer('byte')
 

@@ -9,7 +9,7 @@ from conftest import make
 from configurator import UserError
 from model import apply_rope, rope_table
 from tools import explain
-from train import save_checkpoint
+from checkpoint import save_checkpoint
 
 IDX = torch.randint(0, 50, (7,), generator=torch.Generator().manual_seed(2))
 

@@ -11,7 +11,7 @@ from conftest import make
 from configurator import UserError
 from model import GPT, GPTConfig
 from tools import plot
-from train import save_checkpoint
+from checkpoint import save_checkpoint
 
 pytest.importorskip('matplotlib')
 SIZE = dict(vocab_size=320, n_tokens=257, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48)

@@ -24,8 +24,9 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
+from hardware import pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
-from train import Settings, pick_device, pick_dtype, tune_cpu
+from train import Settings
 
 
 @dataclass
@@ -128,7 +129,7 @@ def table(title, times, units, unit, extra=lambda name, median: ''):
 
 def main(argv):
     given, rest = read(argv, __doc__.strip(), BenchSettings, Settings, GPTConfig)
-    if rest: raise UserError(f"{rest[0]}: neither a setting nor a config file")
+    for arg in rest: raise UserError(f"{arg}: neither a setting nor a config file")
     if 'n_layer' not in given: given = {**read([TINY], '', Settings, GPTConfig)[0], **given}
     b, s = build(BenchSettings, given), build(Settings, given)
     device = pick_device(s.device)
@@ -156,8 +157,7 @@ def bench_training(b, s, models, config, device, dtype, flops):
     T, batch = config.block_size, s.micro_batch
     idx = torch.randint(0, config.n_tokens, (batch, T), device=device)
     if s.compile or s.compile is None and device.type == 'cuda':
-        for model in models.values():
-            for block in model.h: block.compile(dynamic=False)
+        for block in (block for model in models.values() for block in model.h): block.compile(dynamic=False)
     ours = lambda model, idx: model(idx, idx)[1]
     steps = {name: training_step(model, ours, idx, dtype) for name, model in models.items()}
     if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), hf_loss, idx, dtype)

@@ -19,9 +19,10 @@ import torch.nn as nn
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
+from hardware import pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from tools.bench import TINY, seconds, training_step
-from train import Settings, pick_device, pick_dtype, tune_cpu
+from train import Settings
 
 
 @dataclass

@@ -26,10 +26,12 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
+from checkpoint import CHECKPOINTS, load_checkpoint
 from configurator import UserError, build, read, run
 from data import read_meta
+from hardware import pick_device
 from model import GPT, GPTConfig
-from train import CHECKPOINTS, Settings, load_checkpoint, pick_device
+from train import Settings
 
 
 @dataclass

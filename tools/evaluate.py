@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+from checkpoint import load_checkpoint
 from configurator import UserError, build, read, run
-from data import open_shard, read_meta
-from prepare_data import encode
+from data import encode, open_shard, read_meta
+from hardware import pick_device, tune_cpu
 from sample import load_model
-from train import load_checkpoint, pick_device, tune_cpu
 
 
 @dataclass
@@ -78,7 +78,7 @@ def token_arrays(path, tokenizer):
     try:
         with open(path, 'rb') as f: text = f.read()
     except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    return [np.append(np.uint16(tokenizer.eot_token), encode(tokenizer, text))]  # documents follow an end-of-text
+    return [np.append(np.uint16(tokenizer.eot_token), encode(tokenizer, text)[:-1])]  # the end-of-text goes to the front
 
 
 def evaluate_text(model, tokenizer, path, s):

@@ -20,8 +20,8 @@ import torch
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
 from configurator import UserError, build, read, run
+from hardware import pick_device
 from sample import encode_prompt, load_model
-from train import pick_device
 
 
 @dataclass

@@ -21,13 +21,15 @@ import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+from checkpoint import load_checkpoint
 from configurator import UserError, build, read, run
 from data import open_shard, read_meta
+from hardware import pick_device
 from model import GPTConfig
 from sample import encode_prompt, load_model
 from tools.compare import read_lines, training_flops
 from tools.explain import look
-from train import Settings, load_checkpoint, pick_device
+from train import Settings
 
 X = {'tokens': 'training tokens', 'flops': 'training FLOPs', 'seconds': 'seconds of training steps'}
 
@@ -188,11 +190,10 @@ def main(argv):
         raise UserError(f"--out={s.out}: {'a text is written as .html' if kind == 'text' else 'a picture is .png, .svg or .pdf'}")
     if kind == 'curves': return curves(paths, s).savefig(s.out)
     model, tokenizer = load_model(paths[0], pick_device(s.device))
-    if kind in ('steps', 'text') and getattr(model.config, 'halting', 'none') == 'none':
+    if kind in ('steps', 'text') and model.config.halting == 'none':
         raise UserError(f"{paths[0]}: all tokens take the same steps in this model; name one with halting")
     picture = KINDS[kind](model, read_text(paths[0], tokenizer, s), tokenizer, s)
-    if kind != 'text': return picture.savefig(s.out)
-    with open(s.out, 'w', encoding='utf-8') as f: f.write(picture)
+    with open(s.out, 'wb') as f: f.write(picture.encode()) if kind == 'text' else picture.savefig(f, format=s.out.rsplit('.', 1)[1])
 
 
 if __name__ == '__main__':
