@@ -51,6 +51,8 @@ TOGGLES = {
     'router': dict(ponder='chain', ponder_steps=2, halting='router', halt_tau=0.3),
     'router_depth': dict(ponder='chain', ponder_steps=2, halting='router', halt_tau=0.3, depth_attn=True, n_kv_head=2),
 }
+# one toggle of each mechanism, for tests that take seconds
+ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop_depth', 'pause', 'gate', 'mask', 'router_depth')
 
 
 def make(seed=0, **settings):
@@ -58,7 +60,8 @@ def make(seed=0, **settings):
     torch.manual_seed(seed)
     small = dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2)
     if settings.get('ponder') == 'latent':
-        small.update(n_layer=3, jacobi_iters=25 * settings.get('ponder_steps', 3))  # enough to be exact for 25 tokens
+        exact = (settings.get('block_size', 24) + 1) * settings.get('ponder_steps', 3)  # enough iterations for a full context
+        small.update(n_layer=3, jacobi_iters=exact)
     config = GPTConfig(**{**small, **settings})
     model = GPT(config).double().eval()
     for name, p in model.named_parameters():

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TOGGLES
+from conftest import ONE_EACH, ROOT
 from test_train import QUICK, SHAPE, options, run_train, same_weights  # noqa: F401, run_train is a fixture
 
 from checkpoint import load_checkpoint
@@ -34,7 +34,7 @@ def start(small_data, tmp_path):
     for process in running: process.kill()
 
 
-@pytest.mark.parametrize('toggle', [t for t in TOGGLES if 'gqa' not in t])
+@pytest.mark.parametrize('toggle', ONE_EACH)
 def test_two_ranks_equal_one(run_train, start, tmp_path, toggle):
     one = run_train('one', *options(toggle))
     finish(start('two', *options(toggle), world=2), str(tmp_path / 'two.log'))

@@ -4,7 +4,7 @@ import math
 import naive
 import pytest
 import torch
-from conftest import TOGGLES, make
+from conftest import ONE_EACH, TOGGLES, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,7 +52,7 @@ def test_causality(toggle, idx):
 
 
 def test_cached_equals_full_for_every_split(toggle, idx):
-    model = make(**toggle)
+    model = make(**toggle, block_size=13)
     full, steps = model(idx)[0], model.steps
     T, per_token = idx.size(1), model.config.slots * len(model.new_memory(1))
     for split in [[n, T - n] for n in range(1, T)] + [[1] * T, [5, 3, 1, 4]]:
@@ -124,7 +124,9 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
     for a, b in zip(got, want): close(a, b, 1e-12)
 
 
-def test_compiled_blocks_change_nothing(toggle, idx):
+@pytest.mark.parametrize('name', ONE_EACH)
+def test_compiled_blocks_change_nothing(name, idx):
+    toggle = TOGGLES[name]
     model = make(**{**toggle, 'n_layer': 3, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {})})
     want = gradients(model, idx)
     torch._dynamo.reset()  # forget what other tests compiled

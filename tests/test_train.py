@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TOGGLES, make, program, refused
+from conftest import ONE_EACH, ROOT, TOGGLES, make, program, refused
 
 import train
 from checkpoint import load_checkpoint, save_checkpoint
@@ -49,7 +49,7 @@ def same_weights(a, b, tol=0.0):
     for name in a['model']: assert (a['model'][name] - b['model'][name]).abs().max() <= tol, name
 
 
-@pytest.mark.parametrize('toggle', [t for t in TOGGLES if 'gqa' not in t])
+@pytest.mark.parametrize('toggle', ONE_EACH)
 def test_ten_steps_equal_five_and_resume_and_five(run_train, monkeypatch, toggle, capsys):
     extra = [*options(toggle), '--dropout=0.1']
     straight = run_train('straight', *extra)
