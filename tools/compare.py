@@ -43,11 +43,11 @@ class CompareSettings:
     table_only: bool = False            # print the table of the runs in `out` that are finished
 
 
-# name: its config file, and settings that differ from it
-RUNS = {'plain': ('vanilla',), 'depth_attn': ('depth_attn',), 'depth_uniform': ('depth_attn', '--depth_mode=uniform'),
-        'depth_stride1': ('depth_attn', '--depth_stride=1'), 'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',),
-        'pause': ('pause',), 'latent': ('latent',), 'gate': ('halting_gate',), 'router': ('halting_router',),
-        'mask': ('halting_mask', '--ponder_steps=1')}  # at most as many thoughts as `latent`
+# name: its config file, and what differs from it; plain_scaled has the pondering papers' embedding scale and initial weights
+RUNS = {'plain': ('vanilla',), 'plain_scaled': ('loop', '--ponder_steps=0'), 'depth_attn': ('depth_attn',),
+        'depth_uniform': ('depth_attn', '--depth_mode=uniform'), 'depth_stride1': ('depth_attn', '--depth_stride=1'),
+        'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',), 'pause': ('pause',), 'latent': ('latent',),
+        'gate': ('halting_gate',), 'router': ('halting_router',), 'mask': ('halting_mask', '--ponder_steps=1')}
 ALL = [*RUNS, *(f'plain_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only')  # settings of train.py that are chosen here, for each run
 LOSS = 'val_nats_per_byte'
