@@ -370,7 +370,8 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 
 # ----------------------------------------------------------------------------------------------------------------------
 # halting: three of the modes above with a number of steps for each token. The functions have the same arguments and result, and
-# leave gpt.steps (B,T), the passes each token took, and gpt.trace for `penalty`. With a cache, no token computes more than that.
+# leave gpt.steps (B,T), the passes each token took, and gpt.trace for `penalty`. With a cache, no token computes more than that
+# (a prompt read by the iterations of `mask` apart).
 
 # AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
 #
