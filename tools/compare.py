@@ -2,10 +2,10 @@
 A fair comparison: the same data, tokens, batches and optimiser for every mechanism, several seeds, one run after another.
 
     python tools/compare.py config/size/tiny.py                             every mechanism, three seeds: hours on a laptop
-    python tools/compare.py config/size/tiny.py --names=plain,loop,plain_as_loop --seeds=1,2 --max_steps=800
+    python tools/compare.py config/size/tiny.py --names=plain_scaled,loop,plain_scaled_as_loop --seeds=1,2
     python tools/compare.py --table_only=True                               the table again; runs nothing
 
-A name is one of RUNS, several joined by + (loop+depth_attn), or plain_as_NAME: plain with as many training FLOPs, by more steps.
+A name is one of RUNS, several joined by + (loop+depth_attn), or plain_scaled_as_NAME: as many training FLOPs, by more steps.
 Files and settings of train.py hold for all: of a mechanism's own file its learning rate and number of steps do not count.
 Stopped, the same command goes on. Writes OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
 """
@@ -13,6 +13,7 @@ Stopped, the same command goes on. Writes OUT/NAME-sSEED (train.py's folder, and
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -37,18 +38,18 @@ from train import Settings
 @dataclass
 class CompareSettings:
     """what to compare; every other setting is train.py's"""
-    names: str = 'all'                  # comma-separated (all: each of RUNS, and plain_as_NAME for those that cost more)
+    names: str = 'all'                  # comma-separated (all: each of RUNS, and plain_scaled_as_NAME for those that cost more)
     seeds: str = '1337,1,2'             # every name is run with the first seed, then with the next
     out: str = 'out/compare'            # folder of the runs
     table_only: bool = False            # print the table of the runs in `out` that are finished
 
 
-# name: its config file, and what differs from it; plain_scaled has the pondering papers' embedding scale and initial weights
+# name: its config file, and what differs from it; plain_scaled has the pondering papers' embedding scale too
 RUNS = {'plain': ('vanilla',), 'plain_scaled': ('loop', '--ponder_steps=0'), 'depth_attn': ('depth_attn',),
         'depth_uniform': ('depth_attn', '--depth_mode=uniform'), 'depth_stride1': ('depth_attn', '--depth_stride=1'),
         'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',), 'pause': ('pause',), 'latent': ('latent',),
         'gate': ('halting_gate',), 'router': ('halting_router',), 'mask': ('halting_mask', '--ponder_steps=1')}
-ALL = [*RUNS, *(f'plain_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
+ALL = [*RUNS, *(f'plain_scaled_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only')  # settings of train.py that are chosen here, for each run
 LOSS = 'val_nats_per_byte'
 
@@ -63,7 +64,8 @@ def plan(name, common, asked):
     """Of a run: train.py's arguments but for seed and folder, {setting: value} of them (asked: of `common`), FLOPs per token."""
     base, _, like = name.partition('_as_')
     parts, recipe = base.split('+'), asdict(build(Settings, asked))
-    if set(parts) - set(RUNS) or like and base != 'plain': raise UserError(f"--names={name}: choose from {', '.join(ALL)}")
+    if set(parts) - set(RUNS) or like and not base.startswith('plain'):
+        raise UserError(f"--names={name}: choose from {', '.join(ALL)}")
     files = [os.path.relpath(os.path.join(ROOT, 'config', f'{RUNS[part][0]}.py')) for part in parts]
     own = [n for n in read(files, '', Settings, GPTConfig)[0] if n in recipe and n not in (*asked, 'out_dir')]
     args = [*files, *common, *(f'--{n}={recipe[n]}' for n in own), *(option for part in parts for option in RUNS[part][1:])]
@@ -160,10 +162,9 @@ def table(records):
 def make_runs(c, common, asked, results):
     """Make all runs that are not finished; returns how many failed."""
     names, failed = ALL if c.names == 'all' else c.names.split(','), 0
-    try: seeds = [int(seed) for seed in c.seeds.split(',')]
-    except ValueError: raise UserError(f"--seeds={c.seeds}: give whole numbers with commas between, such as 1,2,3") from None
+    if not re.fullmatch(r'\d+(,\d+)*', c.seeds): raise UserError(f"--seeds={c.seeds}: give whole numbers, such as 1,2,3")
     plans = {name: plan(name, common, asked) for name in names}  # what is wrong with one of them shows before the first run
-    for seed, name in product(seeds, names):
+    for seed, name in product(map(int, c.seeds.split(',')), names):
         (args, given, flops), folder = plans[name], os.path.join(c.out, f'{name}-s{seed}')
         args = [*args, f'--seed={seed}', f'--out_dir={folder}']
         loss = final_loss(folder, given)
