@@ -3,7 +3,6 @@ A fair comparison: the same data, tokens, batches and optimiser for every mechan
 
     python tools/compare.py config/size/tiny.py                             every mechanism, three seeds: hours on a laptop
     python tools/compare.py config/size/tiny.py --names=plain_scaled,loop,plain_scaled_as_loop --seeds=1,2
-    python tools/compare.py --table_only=True                               the table again; runs nothing
 
 A name is one of RUNS, several joined by + (loop+depth_attn), or plain_scaled_as_NAME: as many training FLOPs, by more steps.
 Files and settings of train.py hold for all: of a mechanism's own file its learning rate and number of steps do not count.
