@@ -120,14 +120,15 @@ def test_steps(halting):
 
 def test_text(halting):
     from data import get_tokenizer
-    page = plot.text(halting, torch.tensor(list(b'a<b\n' * 10)), get_tokenizer('byte'), None)
-    body = page.split('<pre')[1].split('>', 1)[1].split('</pre>')[0]
-    spans = re.findall(r'<span style="background:rgba\(\d+,\d+,\d+,([\d.]+)\)" title="(\d) steps">(.*?)</span>', body, re.S)
-    assert body[0] == 'a' and [what for *_, what in spans] == (['a', '&lt;', 'b', '\n'] * 10)[1:]
-    taken = [n % 3 + 1 for n in (b'a<b\n' * 10)[:-1]]  # those of the token before
-    assert [int(n) for _, n, _ in spans] == taken
-    assert [float(shade) for shade, *_ in spans] == pytest.approx([{1: 0, 2: 0.38, 3: 0.75}[n] for n in taken])
-    assert f'mean {sum(taken) / 39:.2f}' in page
+    figure = plot.text(halting, torch.tensor(list(b'a$\n' * 10 + b'b' * 101)), get_tokenizer('byte'), None)
+    ax, bar = figure.axes
+    letters = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in ax.texts}
+    assert letters == {**{(i, 0): 'a' for i in range(10)}, **{(i, 1): '$' for i in range(10)}, **{(10, j): 'b' for j in range(100)}, (11, 0): 'b'}
+    grid = ax.images[0].get_array().filled(-1)
+    taken = [n % 3 + 1 for n in b'a$\n' * 10 + b'b' * 100]  # those of the token before
+    assert grid[0, :3].tolist() == [-1, *taken[:2]] and grid[1, :4].tolist() == [*taken[2:5], -1]
+    assert grid[10].tolist() == taken[29:129] and grid[11, :2].tolist() == [taken[129], -1]
+    assert f'{sum(taken) / 130:.2f} in the mean' in bar.get_xlabel()
 
 
 def test_reads_the_validation_set_or_a_text(folder, small_data, tmp_path):
@@ -144,7 +145,7 @@ def test_refusals(folder, tmp_path, monkeypatch):
     path = folder(make(**SIZE).float())
     for args, words in [([], 'name a picture'), (['depth'], 'then a checkpoint'), (['depth', path, path], 'a checkpoint'), (['pie', path], 'curves'),
                         (['depth', path], 'depth_attn=False'), (['ponder', path], "ponder='none'"), (['steps', path], 'halting'),
-                        (['text', path], 'html'), (['text', path, '--out=a.html'], 'halting'), (['curves', path], 'no log'),
+                        (['text', path], 'halting'), (['text', path, '--out=a.html'], 'png'), (['curves', path], 'no log'),
                         (['curves', path, '--out=a.gif'], 'png'), (['curves', path, '--x=flips'], 'flips')]:
         with pytest.raises(UserError, match=words) as error: plot.main(args)
         assert '\n' not in str(error.value)

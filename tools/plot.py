@@ -5,12 +5,11 @@ Pictures of runs and checkpoints. Needs: pip install matplotlib
     python tools/plot.py depth out/depth_attn --out=depth.png                which layers' values each layer mixes
     python tools/plot.py ponder out/ponder --max_steps=6 --out=ponder.png    loss against steps at inference
     python tools/plot.py steps out/gate --out=steps.png                      with halting: how many steps, and for which tokens
-    python tools/plot.py text out/gate --out=text.html                       with halting: a text, shaded by steps
+    python tools/plot.py text out/gate --start=FILE:a.txt --out=text.png     with halting: a text, shaded by steps
 
 Curves take train.py's folders or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run: their mean and range are drawn.
 """
 
-import html
 import os
 import re
 import sys
@@ -37,7 +36,7 @@ X = {'tokens': 'training tokens', 'flops': 'training FLOPs', 'seconds': 'seconds
 @dataclass
 class PlotSettings:
     """what to draw"""
-    out: str = 'plot.png'               # file to write: .png, .svg or .pdf, and .html for `text`
+    out: str = 'plot.png'               # file to write: .png, .svg or .pdf
     x: str = 'tokens'                   # curves against 'tokens', 'flops' or 'seconds'
     start: Optional[str] = None         # text to read, or FILE:path (None: the validation set)
     tokens: int = 2048                  # how much of the validation set to read
@@ -64,8 +63,8 @@ def read_run(path, x):
     steps = sorted(step for step, trained in records if trained)
     if not steps: raise UserError(f"{log}: no log of train.py")
     if x == 'flops':
-        given = read([os.path.join(os.path.dirname(log), 'settings.json')], '', Settings, GPTConfig)[0]
-        per_token = training_flops(build(GPTConfig, given))
+        settings = os.path.join(os.path.dirname(log), 'settings.json')
+        per_token = training_flops(build(GPTConfig, read([settings], '', Settings, GPTConfig)[0]))
     seconds = np.cumsum([records[step, True]['ms'] / 1e3 * n for step, n in zip(steps, np.diff(steps, prepend=0))])
     place = {'tokens': lambda r: r['tokens'], 'flops': lambda r: r['tokens'] * per_token,
              'seconds': lambda r: float(np.interp(r['step'], steps, seconds))}[x]
@@ -92,8 +91,8 @@ def curves(paths, s):
             at, losses = at.mean(0)[late], losses[:, late]
             ax.plot(at, losses.mean(0), color=colour, **style)
             if len(losses) > 1: ax.fill_between(at, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
-        label = name + (f", {len(runs[name])} seeds" if len(runs[name]) > 1 else '')
-        ax.plot([], [], label=label + (f"  {final[name]:.3f}" if final[name] < np.inf else ''), color=colour, **mark, **line)
+        label = name + f", {len(runs[name])} seeds" * (len(runs[name]) > 1) + f"  {final[name]:.3f}" * bool(final[name] < np.inf)
+        ax.plot([], [], label=label, color=colour, **mark, **line)
     ax.set(xscale='log', xlabel=X[s.x], ylabel='loss (nats per token)', title='training loss (lines), validation loss (marks)')
     ax.legend(fontsize=8, frameon=False)
     return figure
@@ -125,13 +124,12 @@ def depth(model, tokens, tokenizer, s):
     n, loops = len(values), bool(values[:, -1].any())
     values = np.where(values > 0, values, np.nan)[:, :n + loops]
     figure, (ax,) = new_figure(size=(0.45 * n + 3, 0.4 * n + 1.8))
-    image = ax.imshow(values, cmap='cividis', vmin=0, vmax=1)
     ax.set(xlabel='layer the values come from', ylabel='layer that mixes them', title='Depth-Attention', yticks=range(n),
            xticks=range(n + loops), xticklabels=[*range(n), *(['earlier\nloops'] if loops else [])])
     for (i, j), share in np.ndenumerate(values):
-        colour = 'white' if share < 0.6 else 'black'
-        if n <= 12 and share > 0: ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=7, color=colour)
-    figure.colorbar(image, label='share of the mixed value')
+        if n > 12 or not share > 0: continue  # too many to be read, or not a number: it mixes nothing of this layer's
+        ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=7, color='white' if share < 0.6 else 'black')
+    figure.colorbar(ax.imshow(values, cmap='cividis', vmin=0, vmax=1), label='share of the mixed value')
     return figure
 
 
@@ -139,8 +137,7 @@ def ponder(model, tokens, tokenizer, s):
     """Loss of the same weights with 0, 1, .. pondering steps."""
     c, trained = model.config, model.config.ponder_steps
     losses, counts = [], range((s.max_steps or 2 * trained) + 1)
-    if c.ponder == 'none' or getattr(c, 'halting', 'none') != 'none':
-        raise UserError(f"ponder={c.ponder!r}: name a model that ponders, and that does not choose its steps itself")
+    if c.ponder == 'none' or c.halting != 'none': raise UserError(f"ponder={c.ponder!r}: name a model that ponders, without halting")
     for c.ponder_steps in counts: losses.append(per_token(model, tokens)[0].mean().item())
     c.ponder_steps = trained
     figure, (ax,) = new_figure()
@@ -166,16 +163,22 @@ def steps(model, tokens, tokenizer, s):
 
 
 def text(model, tokens, tokenizer, s):
-    """A page with the text, each token shaded by the steps taken to predict it."""
-    taken, most = per_token(model, tokens)[1].tolist(), model.config.ponder_steps + 1
-    def span(n, what):
-        shade = 0.75 * (n - 1) / max(1, most - 1)  # of one half-transparent colour, so the page can be white or black
-        return f'<span style="background:rgba(230,120,0,{shade:.2f})" title="{n} steps">{what}</span>'
-    pieces = [html.escape(tokenizer.decode_single_token_bytes(t).decode('utf-8', 'replace')) for t in tokens.tolist()]
-    key = ' '.join(span(n, f'&nbsp;{n}&nbsp;') for n in range(1, most + 1))
-    return ('<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>steps</title>\n'
-            f'<p>steps taken to predict each token: {key}; mean {np.mean(taken):.2f}</p>\n'
-            f'<pre style="white-space:pre-wrap">{pieces[0]}{"".join(map(span, taken, pieces[1:]))}</pre>\n')
+    """The text, each character on a ground shaded by the passes taken to predict its token."""
+    taken, most, lines = per_token(model, tokens)[1].tolist(), model.config.ponder_steps + 1, [[]]
+    for token, n in zip(tokens.tolist(), [np.nan, *taken]):
+        for char in tokenizer.decode_single_token_bytes(token).decode('utf-8', 'replace'):
+            lines[-1].append((char, n))
+            if char == '\n' or len(lines[-1]) == 100: lines.append([])
+    figure, (ax,) = new_figure(size=(9, 0.17 * len(lines) + 1))
+    for i, line in enumerate(lines):
+        for j, (char, _) in enumerate(line):
+            if char.isprintable(): ax.text(j, i, char, ha='center', va='center', family='monospace', size=8, parse_math=False)
+    grid = np.array([[n for _, n in line] + [np.nan] * (100 - len(line)) for line in lines])
+    image = ax.imshow(grid, cmap='Oranges', vmin=1, vmax=1.5 * most, aspect='auto')  # never so dark that black is hard to read
+    ax.axis('off')
+    figure.colorbar(image, ticks=range(1, most + 1), boundaries=np.arange(0.5, most + 1), location='top', aspect=60,
+                    label=f"passes taken to predict each token, {np.mean(taken):.2f} in the mean")
+    return figure
 
 
 KINDS = {'curves': curves, 'depth': depth, 'ponder': ponder, 'steps': steps, 'text': text}
@@ -186,14 +189,11 @@ def main(argv):
     s, (kind, *paths) = build(PlotSettings, given), rest or ['']
     if kind not in KINDS or not paths or kind != 'curves' and len(paths) > 1:
         raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of runs for curves; see --help")
-    if os.path.splitext(s.out)[1] not in (('.html',) if kind == 'text' else ('.png', '.svg', '.pdf')):
-        raise UserError(f"--out={s.out}: {'a text is written as .html' if kind == 'text' else 'a picture is .png, .svg or .pdf'}")
+    if os.path.splitext(s.out)[1] not in ('.png', '.svg', '.pdf'): raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
     if kind == 'curves': return curves(paths, s).savefig(s.out)
     model, tokenizer = load_model(paths[0], pick_device(s.device))
-    if kind in ('steps', 'text') and model.config.halting == 'none':
-        raise UserError(f"{paths[0]}: all tokens take the same steps in this model; name one with halting")
-    picture = KINDS[kind](model, read_text(paths[0], tokenizer, s), tokenizer, s)
-    with open(s.out, 'wb') as f: f.write(picture.encode()) if kind == 'text' else picture.savefig(f, format=s.out.rsplit('.', 1)[1])
+    if kind in ('steps', 'text') and model.config.halting == 'none': raise UserError(f"{paths[0]} has halting='none': name one with it")
+    KINDS[kind](model, read_text(paths[0], tokenizer, s), tokenizer, s).savefig(s.out)
 
 
 if __name__ == '__main__':
