@@ -1,10 +1,12 @@
 """The commands, links and promises of the README and its companions are true. Run as a program, it mends links to lines."""
 import ast
+import importlib
 import os
 import re
 
 import pytest
 from conftest import ROOT
+from configurator import UserError
 
 
 def read_text(path):
@@ -13,8 +15,15 @@ def read_text(path):
 
 PAGES = ('README.md', 'docs/architecture.md', 'exercises/README.md')
 README = read_text('README.md')
-COMMANDS = [line.split('   ')[0].strip() for page in PAGES for block in re.findall(r'```\n(.*?)```', read_text(page), re.S)
+
+
+def read_commands(page):
+    """The commands of a page, without what is said of them."""
+    return [line.split('   ')[0].strip() for block in re.findall(r'```\n(.*?)```', read_text(page), re.S)
             for line in block.splitlines() if line.startswith(('python ', 'pip ', 'torchrun '))]
+
+
+COMMANDS = [command for page in PAGES for command in read_commands(page)]
 
 
 def test_the_two_commands_are_what_ci_runs():
@@ -46,6 +55,46 @@ def test_commands_name_files_and_settings_that_exist(command):
     if program == 'tools/plot.py': assert rest[0] in KINDS
     if program == 'tools/compare.py':
         for name in given['names'].split(','): assert name in ALL
+
+
+ELSEWHERE = {'fineweb': 'test_download', 'shakespeare': 'test_download', '--tokenizer=gpt2': 'test_download',
+             '--tasks': 'test_evaluate', 'exercises/': 'test_exercises'}  # what needs a network or lm_eval, or has its own tests
+TINY = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32', '--block_size=32', '--batch_tokens=64',
+        '--micro_batch=2', '--max_steps=2', '--save_interval=2', '--eval_tokens=64', '--sample_tokens=2', '--compile=False']
+LESS = {'sample.py': ['--max_new_tokens=3'], 'tools/evaluate.py': ['--max_new_tokens=3', '--tokens=99'], 'tools/plot.py': ['--tokens=99'],
+        'tools/compare.py': TINY}
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_commands_run(page, tmp_path, monkeypatch, capsys):
+    """In the order of the page, in one folder, by the programs' own main functions, on models and texts as small as can be."""
+    import prepare_data
+    import train
+    from tools import compare
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'config').symlink_to(os.path.join(ROOT, 'config'))
+    (tmp_path / 'my_texts').mkdir()
+    for name in ('my_texts/a.txt', 'notes.txt'): (tmp_path / name).write_text('Some words to learn from. ' * 99)
+    (tmp_path / 'prompt.txt').write_text('def ')
+    (tmp_path / 'all.jsonl').write_text(''.join(f'{{"text": "{i} words, a document of their own."}}\n' for i in range(2000)))
+    monkeypatch.setattr(prepare_data, 'python_sources', lambda *_: (b'def f(x):\n    return x\n' * n for n in range(1, 99)))
+    monkeypatch.setattr(compare, 'train', lambda args, *_: train.main(args))  # not in a process of its own
+    if page == 'README.md':  # it samples from models it does not spell out how to train
+        for name in ('ponder', 'halting_gate'): train.main([f'config/{name}.py', 'config/size/tiny.py', *TINY])
+    for command in read_commands(page):
+        program = re.search(r'\b(\w+/)?\w+\.py\b.*', command)
+        if not program or any(word in command for word in ELSEWHERE): continue
+        path, *args = re.findall(r'(?:"[^"]*"|\S)+', program[0])
+        args = [a.replace('"', '') for a in args]
+        less = list(LESS.get(path, ()))
+        if path == 'train.py' and '--init_from=resume' in args: less = ['--max_steps=4']  # it was stopped before its end
+        elif path == 'train.py' and not {'--help', '--dry_run=True'} & set(args): less = list(TINY)
+        if command.startswith('torchrun'): less.append(f'--out_dir=out/{len(os.listdir("out"))}')  # the same run again, on several GPUs
+        capsys.readouterr()
+        try: importlib.import_module(path[:-3].replace('/', '.')).main(args + less)
+        except UserError as error: pytest.fail(f'{command}: {error}')
+        except SystemExit as left: assert not left.code, command
+        assert capsys.readouterr().out or '--out=' in command, command
 
 
 def spans(path):
