@@ -1,30 +1,44 @@
 """
-Lab: FreqKV, a key-value cache that never outgrows the training window. About 4 minutes.
+Lab: FreqKV, a cache of keys and values that never outgrows the training window. About 2 minutes on one core.
 
-    python exercises/labs/freqkv.py out/vanilla                      losses at 1, 2 and 4 training windows, and a long sample
-    python exercises/labs/freqkv.py out/vanilla --steps=0            without fine-tuning: about a minute
-    python exercises/labs/freqkv.py out/vanilla --keep=0.25 --sinks=0
+    python exercises/labs/freqkv.py out/vanilla              a long sample, and losses at 1, 2 and 4 training windows
+    python exercises/labs/freqkv.py out/vanilla --steps=0 --keep=0.25      without fine-tuning, and keeping less
 
 FreqKV: Key-Value Compression in Frequency Domain for Context Window Extension (J. Kai and others, arXiv 2505.00570).
-A model of N positions meets angles it never saw when a text grows longer, and its cache grows with the text. FreqKV says:
-along the sequence, keys and values are mostly low frequencies. When the cache is full, keep the first S entries ("sinks"),
-and of the others keep low frequencies only, which fewer entries can hold. No new weights, and the text may go on for ever.
+In a text longer than the N tokens of training, a model meets positions it never saw, and its cache grows without end. Along
+the sequence, says the paper, keys and values are mostly low frequencies. So when the cache is full, keep its first S entries
+("sinks") as they are, and of the others the low frequencies only, for which fewer entries are enough. No new weights.
 
     span = N - S,   L = int(gamma span),   W = S + L        gamma: the share of the coefficients that stays
     Z_k  = a_k sum_n x_n cos(pi k (2n + 1) / (2 span))      DCT-II; a_0 = sqrt(1 / span), the others sqrt(2 / span)
     x'   = sqrt(L / span) C_L^T Z[:L]                       C_n: the DCT of length n, orthonormal; the root keeps amplitudes
     cache = [ S sinks | L compressed | up to N - W new ]    full again: the last two parts are compressed together
 
-x is one channel of one key or value head. All of it is one fixed matrix, x' = A x, and rivals are other matrices: A that
+x is one channel of a key or value head. All of it is one fixed matrix, x' = A x, and rivals are other matrices: the A that
 picks the last L entries is "sinks + sliding window" (StreamingLLM, arXiv 2309.17453). Keys are compressed without their
-rotation, and a position is a place in the cache: it stays below N, so the model never leaves what it was trained for.
-Old text is compressed again and again, recent text once or not at all.
+rotation, and a position is a place in the cache, so it stays below N. Old text is compressed again and again, the newest not.
+
+What it shows (4 layers, 0.9M parameters, trained on 1.2 MB of Python at N = 128; one seed, 2026-11-21; nats per byte; the rows
+"tuned" are after 100 steps at 2 N; two cores of an Intel Xeon at 2.5 GHz):
+
+                                  N     2 N     4 N  peak cache        tuned: N     2 N     4 N
+    no compression           1.8663  1.8697  1.9084         512          1.8645  1.8473  1.8571
+    FreqKV                   1.8663  1.8668  1.8640         128          1.8662  1.8643  1.8610
+    its keys left rotated    1.8663  2.0217  2.1107         128
+    high frequencies kept    1.8663  1.8985  1.9056         128
+    sinks + sliding window   1.8663  1.8474  1.8369         128          1.8633  1.8444  1.8341
+    truncation               1.8663  1.8471  1.8368         128
+
+Past N the untuned model gets worse, and with FreqKV it does not, in a quarter of the cache: low frequencies are the right ones
+to keep, and keys must lose their rotation first. What it does not show is a gain over forgetting: a sliding window is better,
+and so is plainly keeping every second entry (1.8565 at 4 N). This text seldom asks for what is far back, and the filter blurs
+what is near. Nor is the premise strong here: values have 0.56 to 0.63 of their energy in the lower half of the frequencies, where
+noise has 0.5, and most of the keys' 0.67 to 0.93 is a constant. Try A = torch.block_diag(filtered(span - 16, L - 16), eye(16)).
 
 What differs from the authors' code: the matrix instead of an FFT; keys wait in the cache rotated, and are turned back to be
-compressed; generation token by token, which theirs does not have. One path of theirs, the one without flash attention, adds 1
-to all scores of compressed entries: a slip, it seems, and not copied. From the paper: it trains LoRA, embeddings and norms of
-LLaMA-2-7B for 1000 steps at N = 4096 and 2 N = 8192 tokens; here all weights are tuned, for a few steps. We know the method by
-the code and the abstract, not by the paper's text.
+compressed; decoding token by token is exact, theirs scores whole texts. Their path without flash attention adds 1 to the scores
+of compressed entries, the other does not, nor do we. From the paper: it tunes LoRA, embeddings and norms of LLaMA-2-7B for 1000
+steps at 2 N = 8192, here all weights are, for a few. We had the code and the abstract, not the paper's text.
 """
 import math
 import os
@@ -96,7 +110,7 @@ class FreqKV(KVCache):
 class LongGPT(GPT):
     """A copy of `gpt` whose forward, loss and generate take texts of any length, through a new memory() each."""
 
-    def __init__(self, gpt, memory):
+    def __init__(self, gpt, memory=None):
         super().__init__(replace(gpt.config, block_size=2 ** 30))
         self.to(gpt.wte.weight.dtype).load_state_dict(gpt.state_dict())
         self.N, self.memory, self.peak = gpt.config.block_size, memory, 0  # peak: the longest cache ever seen
@@ -118,7 +132,7 @@ class LongGPT(GPT):
 
 
 class Truncated(LongGPT):
-    """What GPT.generate does past block_size, for losses: when the window is full, its newer half is read again as the whole text."""
+    """What GPT.generate does past block_size: the newer half of a full window is read again as if it were the whole text."""
 
     def hidden(self, idx, memory=None, jacobi=None):
         N, old, out = self.N, self.N // 2 - 1, []
@@ -143,15 +157,13 @@ class FreqKVSettings:
     """what the cache keeps, and what is measured"""
     sinks: int = 4        # S: the first entries, never compressed
     keep: float = 0.5     # gamma: share of the coefficients that stay
-    windows: int = 64     # losses are of this many stretches of validation text, 4 N tokens each
-    steps: int = 100      # fine-tuning steps at 2 N (0: none)
-    lr: float = 3e-4      # and their learning rate, after a warm-up
-    seed: int = 1337      # of fine-tuning's batches and of the sample
+    windows: int = 48     # losses are of this many stretches of validation text, 4 N tokens each
+    steps: int = 100      # fine-tuning steps on texts of 2 N tokens (0: none)
+    seed: int = 1337      # of the texts that are drawn for fine-tuning, and of the sample
 
     def __post_init__(self):
-        if self.sinks < 0 or self.steps < 0: raise ValueError(f"sinks={self.sinks} and steps={self.steps} must not be negative")
+        if min(self.sinks, self.steps) < 0: raise ValueError(f"sinks={self.sinks} and steps={self.steps} must not be negative")
         if self.windows < 1: raise ValueError(f"windows={self.windows} must be at least 1")
-        if not self.lr > 0: raise ValueError(f"lr={self.lr} must be positive")
 
 
 def contestants(gpt, s):
@@ -159,38 +171,34 @@ def contestants(gpt, s):
     N, S = gpt.config.block_size, s.sinks
     span, L = N - S, int(s.keep * (N - S))
     if not 0 < L < span:
-        raise UserError(f"sinks={S} and keep={s.keep} make {L} of the cache's other {span} entries: 1 to {span - 1} can be; change one of them")
+        raise UserError(f"sinks={S} and keep={s.keep} keep {S} + {L} of {N} entries: lower sinks, or choose keep between 0 and 1")
     bounded = lambda A, kind=FreqKV: lambda: LongGPT(gpt, lambda: kind(gpt.config, N, S, A))
     return {'no compression': lambda: LongGPT(gpt, lambda: FreqKV(gpt.config, 2 ** 30, 0, None)),
             'FreqKV': bounded(filtered(span, L)),
             'FreqKV, high frequencies': bounded(filtered(span, L, slice(-L, None))),
             'FreqKV, keys left rotated': bounded(filtered(span, L), Rotated),
             'sinks + sliding window': bounded(torch.eye(span)[-L:]),
-            'truncation': lambda: Truncated(gpt, None)}
+            'truncation': lambda: Truncated(gpt)}
 
 
 def tuned(model, rows, s, name):
-    """The model after s.steps steps on 8 of the rows (n, 2 N + 1) each: gradients flow through its compressions."""
-    batches = torch.randint(len(rows), (s.steps, 8), generator=torch.Generator().manual_seed(s.seed))
+    """The model after s.steps steps on 4 of the rows (n, 2 N + 1) each: gradients flow through its compressions."""
+    batches = rows[torch.randint(len(rows), (s.steps, 4), generator=torch.Generator().manual_seed(s.seed))]
     torch.manual_seed(s.seed)  # of dropout
     model.train()
-    fit(model.parameters(), lambda i: model(rows[batches[i], :-1], rows[batches[i], 1:])[1], warm_up(s.lr, s.steps),
-        weight_decay=0.0, name=name)
+    loss = lambda i: model(batches[i, :, :-1], batches[i, :, 1:])[1]
+    fit(model.parameters(), loss, warm_up(3e-4, s.steps), weight_decay=0.0, name=name)
     return model.eval()
 
 
 @torch.no_grad()
 def energy(gpt, idx):
-    """
-    The paper's reason, on idx (B,N). For each layer [its number, of the keys' energy the share of the lower half of the
-    frequencies, and of frequency 0 alone, the same two of the values]. White noise has 1 / 2 and 1 / N.
-    """
+    """The paper's premise, on idx (B,N): of each layer's keys, then values, the energy in the lower half of frequencies, and in 0."""
     cache = FreqKV(gpt.config, idx.size(1), 0, None)
     gpt.trunk(gpt.embed(idx), torch.arange(idx.size(1)), cache)
-    C = dct_matrix(idx.size(1)).to(cache.k[0])
 
-    def shares(x):                                                          # (B, nkv, N, hd)
-        e = (C @ x).square().sum((0, 1, 3))
+    def shares(x):                                                          # (B, nkv, N, hd); white noise has 1 / 2 and 1 / N
+        e = (dct_matrix(idx.size(1)).to(x) @ x).square().sum((0, 1, 3))
         return [(e[:len(e) // 2].sum() / e.sum()).item(), (e[0] / e.sum()).item()]
     return [[i, *shares(cache.turn(k, 0, back=True)), *shares(v)] for i, (k, v) in enumerate(zip(cache.k, cache.v))]
 
@@ -200,9 +208,11 @@ def main(argv):
     s = build(FreqKVSettings, given)
     if len(folders) != 1: raise UserError("name one checkpoint folder, such as: python exercises/labs/freqkv.py out/vanilla")
     gpt, tokenizer, settings = load_plain(folders[0], depth_attn=True)
-    N, make = gpt.config.block_size, contestants(gpt, s)
+    N = gpt.config.block_size
     text = own_text(settings, 'val', s.windows * 4 * N + 1)
-    rows = {T: windows(text[:(len(text) - 1) // (4 * N) * 4 * N + 1], T) for T in (4 * N, 2 * N, N)}  # the same tokens in all
+    n = len(windows(text, 4 * N))
+    rows = {T: windows(text[:n * 4 * N + 1], T) for T in (N, 2 * N, 4 * N)}  # the same tokens in all three
+    make = contestants(gpt, s)
     models = {name: new() for name, new in make.items()}
     if s.steps:
         train = windows(own_text(settings, 'train', 2 ** 20), 2 * N)
@@ -213,11 +223,10 @@ def main(argv):
     new = longer.generate([[tokenizer.eot_token]], 3 * N, temperature=0.7, seed=s.seed)[0]
     if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
     print(f"{3 * N} tokens from a cache that never held more than {longer.peak}:\n")
-    print(tokenizer.decode([t for t in new.tolist() if t != tokenizer.eot_token]), '\n')
-
-    print(table(['layer', 'keys: low half', 'frequency 0', 'values: low half', 'frequency 0'], energy(gpt, rows[N][:16, :-1])), '\n')
-    result = [[name, *[loss_on(model, rows[T]) for T in (N, 2 * N, 4 * N)], model.peak] for name, model in models.items()]
-    print(table([f"nats per token, N = {N}", 'N', '2 N', '4 N', 'peak cache'], result))
+    print(tokenizer.decode([t for t in new.tolist() if t != tokenizer.eot_token]), end='\n\n')
+    print(table(['layer', 'keys: low half', 'frequency 0', 'values: low half', 'frequency 0'], energy(gpt, rows[N][:16, :-1])))
+    losses = [[name, *[loss_on(model, rows[T]) for T in (N, 2 * N, 4 * N)], model.peak] for name, model in models.items()]
+    print('\n' + table([f"nats per token, N = {N}", 'N', '2 N', '4 N', 'peak cache'], losses))
 
 
 if __name__ == '__main__':
