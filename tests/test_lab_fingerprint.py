@@ -14,7 +14,8 @@ from conftest import ROOT, make, program
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import fingerprint as lab
 from checkpoint import save_checkpoint
-from common import fit, own_text, warm_up, windows
+from common import fit, loss_on, own_text, warm_up, windows
+from model import GPT
 
 SHAPES = {'plain': {}, 'grouped, tied': dict(n_kv_head=2, tie_embeddings=True), 'no QK-norm': dict(qk_norm=False, n_kv_head=2),
           'wide heads': dict(head_dim=16, n_kv_head=1)}
@@ -46,7 +47,9 @@ def test_a_disguise_keeps_the_logits_and_no_weight(shape, idx):
     A = small(**SHAPES[shape])
     before, B = copy.deepcopy(A.state_dict()), lab.disguise(A, seed=5)
     assert (B(idx)[0] - A(idx)[0])[..., :50].abs().max() < 1e-10
-    assert (B(idx)[0][..., 50:] == -torch.inf).all()
+    saved = GPT(B.config).double().eval()
+    saved.load_state_dict(B.state_dict())
+    assert torch.equal(saved(idx)[0], B(idx)[0]) and (B(idx)[0][..., 50:] == -torch.inf).all()
     for name, p in A.named_parameters():
         assert torch.equal(p, before[name]), name  # A itself is left alone
         if 'q_norm' not in name and 'k_norm' not in name: assert not torch.isclose(p, B.get_parameter(name)).all(), name
@@ -223,14 +226,14 @@ def test_the_numbering_of_tokens_does_not_matter():
 
 @pytest.fixture(scope='module')
 def trained(small_data):
-    """Two seeds of a model, 80 steps on the same text; its windows, and its tokens."""
+    """Two seeds of a model, 50 steps on the same text; its windows, and its tokens."""
     rows, models = windows(own_text(dict(data_dir=small_data), 'train', 20000), 24), []
     for seed in (0, 1):
         gpt = small(seed, vocab_size=320, n_tokens=257, init_std=0.08)
         torch.manual_seed(seed)
-        with torch.enable_grad(): fit(gpt.train().parameters(), lambda i: gpt(*batch(rows))[1], warm_up(3e-3, 80))
+        with torch.enable_grad(): fit(gpt.train().parameters(), lambda i: gpt(*batch(rows))[1], warm_up(3e-3, 50))
         models.append(gpt.eval())
-    return *models, rows, lab.rarest_first(own_text(dict(data_dir=small_data), 'train', 20000), 257)
+    return *models, rows, lab.rarest_first(own_text(dict(data_dir=small_data), 'train', 2 ** 20), 257)
 
 
 def batch(rows):
@@ -291,12 +294,12 @@ def test_the_verdict_needs_both_scores():
 
 @pytest.fixture
 def checkpoint(tmp_path, small_data):
-    """checkpoint(name, ...): a folder with a model, trained or as given."""
+    """checkpoint(name, ...): a folder with a model, as given or with random weights."""
     def write(name, gpt=None, tokenizer='byte', data_dir=small_data, **settings):
         gpt = gpt or small(**dict(dict(vocab_size=320, n_tokens=257), **settings))
         (tmp_path / name).mkdir()
-        save_checkpoint(str(tmp_path / name), dict(version=1, model=gpt.float().state_dict(), optimizer={}, step=1, config=asdict(gpt.config),
-                                                   settings=dict(data_dir=data_dir), tokenizer=tokenizer))
+        save_checkpoint(str(tmp_path / name), dict(version=1, model=gpt.float().state_dict(), optimizer={}, step=1, tokenizer=tokenizer,
+                                                   config=asdict(gpt.config), settings=dict(data_dir=data_dir)))
         return str(tmp_path / name)
     return write
 
@@ -307,14 +310,18 @@ def numbers(out, name):
     return [float(x) for x in line[len(name):].split()]
 
 
-def test_the_lab_is_a_program(checkpoint, trained, tmp_path):
-    a, b = checkpoint('a', copy.deepcopy(trained[0])), checkpoint('b', copy.deepcopy(trained[1]))
-    done = program(os.path.join(ROOT, 'exercises', 'labs', 'fingerprint.py'), a, b, '--steps=3', '--out=icons.png', cwd=tmp_path, PYTHONPATH='')
+def test_the_lab_is_a_program(checkpoint, trained, small_data, tmp_path):
+    A, B, _, tokens = trained
+    a, b = checkpoint('a', copy.deepcopy(A)), checkpoint('b', copy.deepcopy(B))
+    path = os.path.join(ROOT, 'exercises', 'labs', 'fingerprint.py')
+    done = program(path, a, b, '--steps=3', '--K=12', '--out=icons.png', cwd=tmp_path, PYTHONPATH='')
     loss, *same = numbers(done.stdout, 'A')
-    assert same == [1] * 5
+    held_out = windows(own_text(dict(data_dir=small_data), 'val', 2 ** 16), 24)
+    assert same == [1] * 5 and loss == pytest.approx(loss_on(A, held_out[len(held_out) // 2:][:64]), abs=1e-4)
     assert numbers(done.stdout, 'A, disguised')[:2] == [loss, 1] and numbers(done.stdout, 'A, disguised')[3] == 1
     assert numbers(done.stdout, 'A, 3 more steps')[0] != loss and numbers(done.stdout, 'A, 3 more steps, disguised')[1] > 0.9
     _, awm, _, similarity, *_ = numbers(done.stdout, 'B: ' + b)
+    assert similarity == pytest.approx(ics(A, B, tokens=tokens[:12]), abs=1e-4)
     assert f'A and B: AWM {awm:.4f}, ICS {similarity:.4f}: no kinship' in done.stdout
     icons = decode((tmp_path / 'icons.png').read_bytes())
     assert icons.shape == (128, 5 * 128, 3)
@@ -371,4 +378,5 @@ def test_a_wrong_checkpoint_is_refused_with_status_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['fingerprint.py', 'nowhere', 'neither'])
     with pytest.raises(SystemExit) as left: lab.run(lab.main)
     said = capsys.readouterr()
-    assert left.value.code == 2 and not said.out and said.err.startswith('error: nowhere: no checkpoint here') and said.err.count('\n') == 1
+    assert left.value.code == 2 and not said.out
+    assert said.err.startswith('error: nowhere: no checkpoint here') and said.err.count('\n') == 1
