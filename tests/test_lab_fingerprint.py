@@ -203,6 +203,13 @@ def test_terms_of_models_of_other_shapes_compare():
     assert abs(ics(small(), small(1, n_embd=32, n_head=2, n_layer=3, mlp_hidden=64))) < 0.1
 
 
+def test_the_parameter_cosine_skips_what_has_no_counterpart():
+    A, B = small(), small(1, mlp_hidden=64, n_layer=3)
+    for name, p in B.named_parameters():
+        if 'mlp' not in name and 'h.2' not in name: p.copy_(A.get_parameter(name))
+    assert lab.pcs(A, B) == pytest.approx(1, abs=1e-12) and lab.pcs(A, small(1)) < 0.5
+
+
 def test_rows_that_nobody_trained_do_not_count():
     A = small()
     B, text = copy.deepcopy(A), torch.tensor([3] * 3 + [7] + [1] * 9 + [40] * 2)
