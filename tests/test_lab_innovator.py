@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, make, program, refused
+from conftest import ROOT, make, program
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import innovator as lab
@@ -74,7 +74,7 @@ def test_the_shards_of_an_ffn_sum_to_it_and_none_can_be_spared(base, x):
 
 def test_the_mixture_starts_as_the_dense_model(base, mixture, idx):
     want = base(idx)[0]
-    assert (mixture(idx)[0] - want)[..., :257].abs().max() <= 1e-10
+    assert (mixture(idx)[0] - want)[..., :257].abs().max() <= 1e-10 and torch.equal(mixture(idx)[0], want)
     assert (opened(mixture)(idx)[0] - want)[..., :257].abs().max() > 1e-2  # it is `a`, not that the experts do nothing
     mixture = lab.upcycle(base, [base, base], G)  # nor that they are copies: ungated, they double the FFN
     assert (opened(mixture, 1.0)(idx)[0] - want)[..., :257].abs().max() > 1e-2
@@ -298,5 +298,8 @@ def test_wrong_input_is_answered_in_one_line(folders, what):
     assert '\n' not in str(error.value)
 
 
-def test_wrong_input_ends_the_program_with_status_2(folders):
-    refused(program('exercises/labs/innovator.py', folders['pondering'], ok=False), 'needs a plain GPT', 'make one with')
+def test_wrong_input_ends_the_program_with_status_2(folders, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['innovator.py', folders['pondering']])
+    with pytest.raises(SystemExit) as left: lab.run(lab.main)
+    assert left.value.code == 2
+    assert re.fullmatch('error: .*needs a plain GPT.* make one with: python train.py .*\n', capsys.readouterr().err)

@@ -38,7 +38,6 @@ import contextlib
 import copy
 import os
 import random
-import sys
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +52,7 @@ from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
 from configurator import UserError, build, read, run
 from data import encode
 from prepare_data import walk
+
 
 @dataclass
 class InnovatorSettings:
@@ -207,20 +207,20 @@ def new_texts():
     folder = os.path.join(os.path.dirname(torch.__file__), 'include', 'c10')
     if not os.path.isdir(folder): raise UserError(f"{folder}: this PyTorch came without its C++ headers, which are a domain here; install it with pip")
     headers = [Path(path).read_bytes() for path in walk(folder)]
-    names = {f"{c:04X}": unicodedata.name(chr(c), f"{c:04X}") for c in range(sys.maxunicode + 1)}
+    names = {f"{c:04X}": unicodedata.name(chr(c), f"{c:04X}") for c in range(0x20000)}              # beyond are ideographs
     lines = [f"{number} {name}\n" for number, name in names.items() if not name.endswith(number)]  # nothing to learn from those
     random.Random(0).shuffle(lines)
     return {'C++': headers, 'Unicode': [''.join(lines[i:i + 100]).encode() for i in range(0, len(lines), 100)]}
 
 
 def domains(settings, tokenizer, T, generator):
-    """{domain: rows to train on}, {domain: 96 held-out rows}; rows (.., T + 1). The first domain is the checkpoint's own text."""
+    """{domain: rows to train on}, {domain: 64 held-out rows}; rows (.., T + 1). The first domain is the checkpoint's own text."""
     data, held_out = ({'own text': windows(own_text(settings, split, 2 ** 22), T)} for split in ('train', 'val'))
     for name, documents in new_texts().items():
         tokens = [torch.from_numpy(encode(tokenizer, text).astype('int64')) for text in documents]
         held_out[name] = windows(torch.cat(tokens[::10]), T)  # every tenth document
         data[name] = windows(torch.cat([t for i, t in enumerate(tokens) if i % 10]), T)
-    return data, {name: rows[torch.randperm(len(rows), generator=generator)[:96]] for name, rows in held_out.items()}
+    return data, {name: rows[torch.randperm(len(rows), generator=generator)[:64]] for name, rows in held_out.items()}
 
 
 def sizes(model):
@@ -232,7 +232,7 @@ def sizes(model):
 @torch.no_grad()
 def measure(name, model, cost, held_out):
     """A row of the table."""
-    losses = [loss_on(model, rows) for rows in held_out.values()]
+    losses = [loss_on(model, rows, batch_size=32) for rows in held_out.values()]
     row = held_out['own text'][:1, :-1]
     per_token = flops(lambda: model(row)) / row.numel()
     return [name, *losses, *(f"{n / 1e6:.2f}M" for n in (*sizes(model), per_token)), f"{cost / 1e12:.2f}T"]
