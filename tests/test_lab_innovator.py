@@ -171,11 +171,13 @@ def test_parameters_are_counted_as_the_papers_are(base, mixture):
     assert lab.sizes(base) == (base.num_params(), base.num_params())
     total, active = formula(base.num_params(), 3 * C * f * L, 2 * G, G, (2 * G * C + 1) * L)  # and an `a` in each layer
     assert lab.sizes(mixture) == (total, active) == (sum(p.numel() for p in mixture.parameters()), active)
+    three = lab.upcycle(base, [base] * 3, G)  # N = 3 K, so that K / N and 1 - K / N differ
+    assert lab.sizes(three) == formula(base.num_params(), 3 * C * f * L, 3 * G, G, (3 * G * C + 1) * L)
     # Qwen2.5-7B: 28 layers, width 3584, hidden 18944, 7.616B parameters; 64 experts, 8 at work. The paper: 53.3B, 13.3B
     total, active = formula(7_616_000_000, 3 * 3584 * 18944 * 28, 64, 8, 64 * 3584 * 28)
     assert abs(total / 1e9 - 53.3) < 0.1 and abs(active / 1e9 - 13.3) < 0.1
-    total, active = formula(7_616_000_000, 3 * 3584 * 18944 * 28, 64, 64, 64 * 3584 * 28)  # shards of 1/64 would not fit these numbers
-    assert total / 1e9 < 14
+    total, active = formula(7_616_000_000, 3 * 3584 * 18944 * 28, 64, 64, 64 * 3584 * 28)
+    assert total / 1e9 < 14  # shards of 1/64 would not fit those numbers
 
 
 def test_flops_are_those_of_the_active_experts(base, mixture):
@@ -191,8 +193,8 @@ def settings(**changes):
 
 @pytest.fixture
 def data():
-    g = torch.Generator().manual_seed(7)
-    return {name: torch.randint(low, low + 80, (40, 17), generator=g) for low, name in ((0, 'own text'), (80, 'C++'), (160, 'Unicode'))}
+    g, first = torch.Generator().manual_seed(7), {'own text': 0, 'C++': 80, 'Unicode': 160}
+    return {name: torch.randint(low, low + 80, (40, 17), generator=g) for name, low in first.items()}
 
 
 def differ(before, model):
@@ -207,8 +209,10 @@ def test_each_stage_changes_what_it_should_and_nothing_else(base, data):
         seen[name], cost[name] = copy.deepcopy(model.state_dict()), spent
         if name.startswith('1'):  # FFNs only: specialists share one attention, bit for bit
             assert differ(start, model) == {f'h.{layer}.mlp.{w}.weight' for layer in range(L) for w in ('c_fc', 'c_proj')}
+        if 'mixture' in name: assert all(block.mlp.a.item() == (0.5 if '0.5' in name else 0) for block in model.h)
         if name.startswith('3'):
-            assert differ(seen['   mixture, a = 0.5'], model) == {f'h.{layer}.mlp.{w}' for layer in range(L) for w in ('a', 'router.weight')}
+            learned = {f'h.{layer}.mlp.{w}' for layer in range(L) for w in ('a', 'router.weight')}
+            assert differ(seen['   mixture, a = 0.5'], model) == learned
         if name.startswith(('4', 'dense')):
             assert differ(seen['3  router trained'] if name[0] == '4' else start, model) == set(seen[name])
     assert not differ(start, base)
@@ -247,7 +251,8 @@ def test_loads_are_reported_by_domain(mixture):
 def folders(tmp_path_factory, small_data):
     """Checkpoints: a plain one, one that ponders, and one whose text is gone."""
     made = {}
-    for name, changes, data_dir in (('plain', {}, small_data), ('pondering', dict(ponder='loop', ponder_steps=1), small_data), ('lost', {}, 'nowhere')):
+    loop = dict(ponder='loop', ponder_steps=1)
+    for name, changes, data_dir in (('plain', {}, small_data), ('pondering', loop, small_data), ('lost', {}, 'nowhere')):
         model, made[name] = make(**TINY, **changes).float(), str(tmp_path_factory.mktemp(name))
         save_checkpoint(made[name], dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
                                          settings=dict(data_dir=data_dir), tokenizer='byte'))
@@ -255,8 +260,10 @@ def folders(tmp_path_factory, small_data):
 
 
 def test_the_lab_is_a_program(folders):
-    done = program('exercises/labs/innovator.py', folders['plain'], '--induce_steps=2', '--route_steps=1', '--joint_steps=2', '--batch_size=4')
-    lines = {re.split(r'  +', line)[0] if line[:1].isalpha() else line[:1]: re.findall(r'\d+\.\d{4}', line) for line in done.stdout.splitlines()}
+    done = program('exercises/labs/innovator.py', folders['plain'],
+                   '--induce_steps=2', '--route_steps=1', '--joint_steps=2', '--batch_size=4')
+    lines = {line[:1] if line[:1].isdigit() else re.split(r'  +', line)[0]: re.findall(r'\d+\.\d{4}', line)
+             for line in done.stdout.splitlines()}
     assert lines['the checkpoint'] == lines['2'] and len(lines['2']) == 3 and lines['4'] != lines['2']
     assert lines['dense, the same rows'] != lines['dense, new domains only']
     assert 'load of the busiest expert' in done.stdout and 'nan' not in done.stdout
