@@ -39,6 +39,7 @@ def test_commands_name_files_and_settings_that_exist(command):
     from model import GPTConfig
     from prepare_data import DataSettings
     from sample import SampleSettings
+    from tools.choices import ChoiceSettings
     from tools.compare import ALL, CompareSettings
     from tools.evaluate import EvaluateSettings
     from tools.explain import ExplainSettings
@@ -50,7 +51,7 @@ def test_commands_name_files_and_settings_that_exist(command):
         return
     blocks = {'train.py': (Settings, GPTConfig), 'sample.py': (SampleSettings,), 'prepare_data.py': (DataSettings,),
               'tools/compare.py': (CompareSettings, Settings, GPTConfig), 'tools/evaluate.py': (EvaluateSettings,),
-              'tools/explain.py': (ExplainSettings,), 'tools/plot.py': (PlotSettings,)}[program]
+              'tools/choices.py': (ChoiceSettings,), 'tools/explain.py': (ExplainSettings,), 'tools/plot.py': (PlotSettings,)}[program]
     given, rest = read([a.replace('"', '') for a in args if a not in ('--help', '--check')], '', *blocks)
     if program == 'tools/plot.py': assert rest[0] in KINDS
     if program == 'tools/compare.py':
@@ -62,7 +63,7 @@ ELSEWHERE = {'fineweb': 'test_download', 'shakespeare': 'test_download', '--toke
 TINY = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32', '--block_size=32', '--batch_tokens=64',
         '--micro_batch=2', '--max_steps=2', '--save_interval=2', '--eval_tokens=64', '--sample_tokens=2', '--compile=False']
 LESS = {'sample.py': ['--max_new_tokens=3'], 'tools/evaluate.py': ['--max_new_tokens=3', '--tokens=99'], 'tools/plot.py': ['--tokens=99'],
-        'tools/compare.py': TINY}
+        'tools/compare.py': TINY, 'tools/choices.py': ['--tokens=99', '--lots=1']}
 
 
 @pytest.mark.parametrize('page', PAGES)

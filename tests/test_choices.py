@@ -1,0 +1,70 @@
+"""The choices of a halting model against lots: passes as told are exactly those, and nothing else changes."""
+import os
+from dataclasses import asdict
+
+import pytest
+import torch
+from checkpoint import save_checkpoint
+from configurator import UserError
+from conftest import TOGGLES, make
+from tools import choices
+
+
+@pytest.fixture(params=['gate', 'gate_depth', 'router', 'router_depth'])
+def model(request):
+    return make(**TOGGLES[request.param])
+
+
+ROWS = torch.randint(0, 50, (10, 18), generator=torch.Generator().manual_seed(3))
+
+
+def test_told_its_own_choice_it_is_the_same(model):
+    other, deal = choices.obedient(model)
+    seen = []
+    for tau in (1e-4, model.config.halt_tau, 0.6):
+        model.config.halt_tau = tau
+        loss, passes = choices.nats(model, ROWS)
+        told, taken = choices.nats(other, ROWS, deal, passes)
+        assert loss == pytest.approx(told, abs=1e-10) and torch.equal(passes, taken)
+        seen.append((loss, passes.double().mean()))
+    assert len(set(seen)) == 3  # the thresholds do differ
+
+
+def test_all_and_one_are_thresholds_too(model):
+    other, deal = choices.obedient(model)
+    for tau, n in ((0, 3), (1, 1)):
+        model.config.halt_tau = tau
+        loss, taken = choices.nats(other, ROWS, deal, torch.full((10, 17), n))
+        assert choices.nats(model, ROWS)[0] == pytest.approx(loss, abs=1e-10) and (taken == n).all()
+
+
+def test_a_lot_takes_the_same_passes_elsewhere(model):
+    other, deal = choices.obedient(model)
+    loss, passes = choices.nats(model, ROWS)
+    lot = passes.flatten()[torch.randperm(170, generator=torch.Generator().manual_seed(0))].view(10, 17)
+    dealt, taken = choices.nats(other, ROWS, deal, lot)
+    assert torch.equal(taken, lot) and not torch.equal(lot, passes) and abs(dealt - loss) > 1e-6
+
+
+def folder(path, model, data):
+    os.makedirs(path)
+    save_checkpoint(str(path), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
+                                    settings=dict(data_dir=data), tokenizer='byte'))
+    return str(path)
+
+
+def test_prints_and_refuses(tmp_path, small_data, capsys):
+    size = dict(vocab_size=320, n_tokens=257, block_size=16, n_layer=2)
+    path = folder(tmp_path / 'router', make(**{**TOGGLES['router'], **size}).float(), small_data)
+    out = []
+    for _ in range(2):
+        choices.main([path, '--tokens=100', '--lots=2', '--taus=0.2,0.3', '--device=cpu'])
+        out.append(capsys.readouterr().out)
+    lines = out[0].splitlines()
+    assert out[0] == out[1] and lines[0] == 'nats per token of 112 validation tokens' and len(lines) == 8
+    assert [line.split()[0] for line in lines[3:]] == ['0.2', '0.3', 'everyone', 'everyone', 'everyone']
+    plain = folder(tmp_path / 'plain', make(**size).float(), small_data)
+    for args, words in [([], 'one checkpoint'), ([plain, plain], 'one checkpoint'), ([plain], "halting='none'"), (['gone'], 'no checkpoint'),
+                        ([path, '--taus=a'], 'taus=a'), ([path, '--taus=0'], 'taus=0'), ([path, '--lots=0'], 'lots')]:
+        with pytest.raises(UserError, match=words) as error: choices.main(args)
+        assert '\n' not in str(error.value)

@@ -1,0 +1,101 @@
+"""
+What the choices of a halting model are worth: its validation loss, and that of the same passes dealt out otherwise.
+
+    python tools/choices.py out/halting_router
+
+Each line has one halt_tau: the mean passes per token, the loss with the passes that the model chose, and the loss with the same
+numbers of passes handed out to the tokens by lot. The last lines give every token the same number. Weights and gate values
+stay as they are: what differs is who gets the passes. For 'gate' and 'router'; 'mask' weighs its output by what it chooses by.
+"""
+
+import copy
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torch.nn as nn
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+from checkpoint import load_checkpoint
+from configurator import UserError, build, read, run
+from data import Windows, read_meta
+from hardware import pick_device
+from sample import load_model
+
+
+@dataclass
+class ChoiceSettings:
+    """what to try"""
+    taus: str = '0.0001,0.01,0.1,0.3,0.5'  # values of halt_tau, with commas between
+    lots: int = 5                       # times that the passes are dealt out anew
+    tokens: int = 32768                 # of the validation set that are read
+    seed: int = 1337                    # of the lots
+    device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
+
+    def __post_init__(self):
+        if self.lots < 1 or self.tokens < 1: raise ValueError("lots and tokens must be at least 1")
+        try: wrong = not all(0 < float(tau) <= 1 for tau in self.taus.split(','))
+        except ValueError: wrong = True
+        if wrong: raise ValueError(f"taus={self.taus}: give numbers above 0 and up to 1, with commas between")
+
+
+class Told(nn.Module):
+    """In the place of a trained gate or router: keeps its numbers, but lets tokens go on as long as deal['passes'] (B,T) says."""
+
+    def __init__(self, own, deal):
+        super().__init__()
+        self.own, self.deal = own, deal
+
+    def forward(self, h):
+        self.deal['taken'] += 1
+        on = self.deal['passes'][..., None] > self.deal['taken']
+        return torch.where(on, self.own(h).clamp(min=-16), -torch.inf)  # -16: see halt_tau below
+
+
+def obedient(model):
+    """A copy of a model with 'gate' or 'router' that takes the passes it is told, and the dict by which to tell it."""
+    model, deal = copy.deepcopy(model), {}
+    if model.config.halting == 'gate': model.gates = nn.ModuleList(Told(gate, deal) for gate in model.gates)
+    else: model.router, model.dense = Told(model.router, deal), True
+    model.config.halt_tau = 1e-37  # below what five steps with a probability of sigmoid(-16) each leave, above 0
+    return model, deal
+
+
+@torch.inference_mode()
+def nats(model, rows, deal=None, passes=None):
+    """Mean loss of rows (n, T + 1) and the passes (n, T) of their tokens; `deal`: of an obedient model that is told `passes`."""
+    losses, taken = [], []
+    for i in range(0, len(rows), 8):
+        if deal is not None: deal.update(passes=passes[i:i + 8], taken=0)
+        losses += [model(rows[i:i + 8, :-1], rows[i:i + 8, 1:])[1].item()] * len(rows[i:i + 8])
+        taken.append(model.steps)
+    return statistics.mean(losses), torch.cat(taken)
+
+
+def main(argv):
+    given, folders = read(argv, __doc__.strip(), ChoiceSettings)
+    s = build(ChoiceSettings, given)
+    if len(folders) != 1: raise UserError("name one checkpoint folder, such as: python tools/choices.py out/halting_router")
+    device = pick_device(s.device)
+    model, _ = load_model(folders[0], device)
+    c, data_dir = model.config, load_checkpoint(folders[0])['settings']['data_dir']
+    if c.halting not in ('gate', 'router'):
+        raise UserError(f"{folders[0]} has halting={c.halting!r}: name a checkpoint with 'gate' or 'router'")
+    val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir), c.block_size), obedient(model)
+    rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)
+    draw = torch.Generator().manual_seed(s.seed)
+    print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n\nhalt_tau  passes  chosen  by lot (lowest to highest of {s.lots})")
+    for c.halt_tau in map(float, s.taus.split(',')):
+        loss, passes = nats(model, rows)
+        orders = [torch.randperm(passes.numel(), generator=draw).to(device) for _ in range(s.lots)]
+        lots = [nats(other, rows, deal, passes.flatten()[order].view_as(passes))[0] for order in orders]
+        print(f"{c.halt_tau:8g} {passes.double().mean():7.2f} {loss:7.4f} {statistics.mean(lots):7.4f} ({min(lots):.4f} to {max(lots):.4f})")
+    for n in range(1, c.ponder_steps + 2):
+        print(f"everyone {n:7d} {nats(other, rows, deal, torch.full_like(rows[:, 1:], n))[0]:7.4f}")
+
+
+if __name__ == '__main__':
+    run(main)
