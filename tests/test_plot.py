@@ -94,6 +94,26 @@ def test_loss_against_steps(ponder):
         assert losses[k] == pytest.approx(want, abs=1e-6)
 
 
+def test_final(tmp_path):
+    write_run(tmp_path / 'loop-s1', 5, 4, 3, ponder='loop')
+    write_run(tmp_path / 'loop-s2', 5, 4, 2, ponder='loop')
+    write_run(tmp_path / 'plain_scaled', 5, 3, 3)
+    write_run(tmp_path / 'plain_scaled_as_loop', 5, 3, 2, 2)
+    paths = [str(path) for path in tmp_path.iterdir()]
+    figure = plot.final(paths, plot.PlotSettings())
+    assert sorted((t.get_text() for t in figure.axes[0].get_legend().get_texts()), key=lambda t: (len(t.split()), t)) == [
+        'plain_scaled  2.500', 'plain_scaled_as_loop  1.500', 'plain_scaled, trained longer', 'loop, 2 seeds  2.000']
+    (line,) = [line for line in figure.axes[0].lines if line.get_linestyle() == ':']
+    assert list(zip(*line.get_data())) == [(384, 2.5), (512, 1.5)]
+    points = {(x, y) for xs, ys in drawn(figure) for x, y in zip(xs, ys)}
+    assert points >= {(384, 2.0), (384, 1.5), (384, 2.5), (512, 1.5)}  # the mean, and the ends of its bar
+    write_run(tmp_path / 'new', 5)
+    os.remove(tmp_path / 'new' / 'log.jsonl')
+    (tmp_path / 'runs.jsonl').write_text('{"name": "loop", "steps": 3}\n')
+    for path in ('new', 'runs.jsonl'):
+        with pytest.raises(UserError, match='no log'): plot.final([str(tmp_path / path)], plot.PlotSettings())
+
+
 @pytest.fixture
 def halting(monkeypatch):
     """A model whose token n takes n % 3 + 1 steps."""

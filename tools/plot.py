@@ -1,17 +1,17 @@
 """
 Pictures of runs and checkpoints. Needs: pip install matplotlib
 
-    python tools/plot.py curves out/compare/* --x=flops --out=curves.png     loss against tokens, training FLOPs or seconds
+    python tools/plot.py curves out/compare/*-s* --x=flops --out=curves.png  loss against tokens, training FLOPs or seconds
+    python tools/plot.py final out/compare/*-s* --x=flops --out=final.png    where the runs ended, and the line of plain ones
     python tools/plot.py depth out/depth_attn --out=depth.png                which layers' values each layer mixes
     python tools/plot.py ponder out/ponder --max_steps=6 --out=ponder.png    loss against steps at inference
     python tools/plot.py steps out/gate --out=steps.png                      with halting: how many steps, and for which tokens
     python tools/plot.py text out/gate --start=FILE:a.txt --out=text.png     with halting: a text, shaded by steps
 
-Curves take train.py's folders or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run: their mean and range are drawn.
+The first two take train.py's folders or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run: mean and range are drawn.
 """
 
 import os
-import re
 import sys
 from dataclasses import dataclass
 from typing import Optional
@@ -24,20 +24,15 @@ from checkpoint import load_checkpoint
 from configurator import UserError, build, read, run
 from data import open_shard, read_meta
 from hardware import pick_device
-from model import GPTConfig
 from sample import encode_prompt, load_model
-from tools.compare import read_lines, training_flops
+from tools.curves import X, curves, final, new_figure
 from tools.explain import look
-from train import Settings
-
-X = {'tokens': 'training tokens', 'flops': 'training FLOPs', 'seconds': 'seconds of training steps'}
-
 
 @dataclass
 class PlotSettings:
     """what to draw"""
     out: str = 'plot.png'               # file to write: .png, .svg or .pdf
-    x: str = 'tokens'                   # curves against 'tokens', 'flops' or 'seconds'
+    x: str = 'tokens'                   # curves, final: against 'tokens', 'flops' or 'seconds'
     start: Optional[str] = None         # text to read, or FILE:path (None: the validation set)
     tokens: int = 2048                  # how much of the validation set to read
     max_steps: Optional[int] = None     # ponder: try 0 .. max_steps (None: up to twice as many as trained)
@@ -46,56 +41,6 @@ class PlotSettings:
     def __post_init__(self):
         if self.x not in X: raise ValueError(f"x={self.x!r} must be one of {', '.join(map(repr, X))}")
         if self.tokens < 2 or (self.max_steps or 0) < 0: raise ValueError("tokens must be at least 2, max_steps not negative")
-
-
-def new_figure(panels=1, size=(7, 4.2)):
-    """(figure, list of axes) on an opaque white ground, so that it can be read on a dark page; UserError without matplotlib."""
-    try: from matplotlib.figure import Figure
-    except ImportError: raise UserError("pictures need matplotlib: pip install matplotlib") from None
-    figure = Figure(size, dpi=150, facecolor='white', layout='constrained')
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
-
-
-def read_run(path, x):
-    """[training loss, validation loss] of a run, each {x: nats per token}. Of steps taken twice the later hold."""
-    log = path if os.path.isfile(path) else os.path.join(path, 'log.jsonl')
-    records = {(r['step'], 'ms' in r): r for r in read_lines(log)}
-    steps = sorted(step for step, trained in records if trained)
-    if not steps: raise UserError(f"{log}: no log of train.py")
-    if x == 'flops':
-        settings = os.path.join(os.path.dirname(log), 'settings.json')
-        per_token = training_flops(build(GPTConfig, read([settings], '', Settings, GPTConfig)[0]))
-    seconds = np.cumsum([records[step, True]['ms'] / 1e3 * n for step, n in zip(steps, np.diff(steps, prepend=0))])
-    place = {'tokens': lambda r: r['tokens'], 'flops': lambda r: r['tokens'] * per_token,
-             'seconds': lambda r: float(np.interp(r['step'], steps, seconds))}[x]
-    return [{place(r): r[key] for _, r in sorted(records.items()) if key in r} for key in ('loss', 'val_loss')]
-
-
-def curves(paths, s):
-    """Loss against tokens, FLOPs or seconds. The legend has the last validation loss, the mean of the seeds, best first."""
-    runs = {}
-    for path in paths:
-        runs.setdefault(os.path.basename(re.sub(r'(-s\d+)?(/log\.jsonl|/+)?$', '', path)), []).append(read_run(path, s.x))
-    final = {name: np.mean([list(val.values())[-1] if val else np.inf for _, val in seeds]) for name, seeds in runs.items()}
-    figure, (ax,) = new_figure()
-    from matplotlib import colormaps
-    for i, name in enumerate(sorted(final, key=final.get)):
-        colour = colormaps['viridis'](0.8 * i / max(1, len(runs) - 1))  # from dark to light, so they stay apart in grey
-        line = dict(linestyle=('-', '--', '-.', ':')[i % 4], linewidth=1.2)
-        mark = dict(marker='osD^vPX<>*'[i % 10], markersize=6, markeredgecolor='black')
-        for part, style in enumerate((line, dict(mark, linestyle='none'))):
-            n = min(len(seed[part]) for seed in runs[name])
-            if not n: continue
-            at, losses = (np.array([[*f(seed[part])][:n] for seed in runs[name]]) for f in (dict.keys, dict.values))
-            late = at.mean(0) >= at.mean(0)[-1] / 20        # the fall from ln V at the start says little
-            at, losses = at.mean(0)[late], losses[:, late]
-            ax.plot(at, losses.mean(0), color=colour, **style)
-            if len(losses) > 1: ax.fill_between(at, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
-        label = name + f", {len(runs[name])} seeds" * (len(runs[name]) > 1) + f"  {final[name]:.3f}" * bool(final[name] < np.inf)
-        ax.plot([], [], label=label, color=colour, **mark, **line)
-    ax.set(xscale='log', xlabel=X[s.x], ylabel='loss (nats per token)', title='training loss (lines), validation loss (marks)')
-    ax.legend(fontsize=8, frameon=False)
-    return figure
 
 
 def read_text(folder, tokenizer, s):
@@ -181,16 +126,17 @@ def text(model, tokens, tokenizer, s):
     return figure
 
 
-KINDS = {'curves': curves, 'depth': depth, 'ponder': ponder, 'steps': steps, 'text': text}
+RUNS = {'curves': curves, 'final': final}
+KINDS = {**RUNS, 'depth': depth, 'ponder': ponder, 'steps': steps, 'text': text}
 
 
 def main(argv):
     given, rest = read(argv, __doc__.strip(), PlotSettings)
     s, (kind, *paths) = build(PlotSettings, given), rest or ['']
-    if kind not in KINDS or not paths or kind != 'curves' and len(paths) > 1:
-        raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of runs for curves; see --help")
+    if kind not in KINDS or not paths or kind not in RUNS and len(paths) > 1:
+        raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of runs for curves and final; see --help")
     if os.path.splitext(s.out)[1] not in ('.png', '.svg', '.pdf'): raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
-    if kind == 'curves': return curves(paths, s).savefig(s.out)
+    if kind in RUNS: return RUNS[kind](paths, s).savefig(s.out)
     model, tokenizer = load_model(paths[0], pick_device(s.device))
     if kind in ('steps', 'text') and model.config.halting == 'none': raise UserError(f"{paths[0]} has halting='none': name one with it")
     KINDS[kind](model, read_text(paths[0], tokenizer, s), tokenizer, s).savefig(s.out)
