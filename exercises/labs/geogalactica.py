@@ -42,8 +42,8 @@ from minerals import completion, documents, question, world
 class Settings:
     """what is learned, and how; the rate is that of further pretraining and of fine-tuning, as in the paper"""
     minerals: int = 16                  # how many; each has 4 facts
-    steps: int = 400                    # of further pretraining
-    batch: int = 10                     # rows of text per step
+    steps: int = 1000                   # of further pretraining
+    batch: int = 5                      # rows of text per step
     replay: float = 0.2                 # share of them that are old text; batch * replay must be a whole number
     peak: float = 0.1                   # learning rate after the warm-up, as a share of the checkpoint's own peak
     sft_steps: int = 60                 # of fine-tuning, 16 pairs each
