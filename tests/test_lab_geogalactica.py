@@ -219,12 +219,25 @@ def test_rates_are_warmed_up_to_a_share_of_the_checkpoints_own(folder, monkeypat
 def test_the_same_seed_gives_the_same_table(folder):
     one = run(folder)
     assert one == run(folder)
-    assert [row[0] for row in one] == ['checkpoint', 'untaught, fine-tuned', 'no replay', 'no replay, fine-tuned', 'replay 0.2', 'replay 0.2, fine-tuned']
+    assert [row[0] for row in one] == ['checkpoint', 'untaught, fine-tuned', 'no replay', 'no replay, fine-tuned', 'replay 0.2',
+                                       'replay 0.2, fine-tuned']
     assert one[2][1] != one[4][1]  # the mix reaches the training
 
 
-def test_what_is_never_told_stays_a_guess(folder, monkeypatch):
-    """The facts each part of the experiment sees: texts without untold ones, training questions about the asked ones alone."""
+def test_the_runs_get_the_mix_they_are_named_after(folder, monkeypatch):
+    got = []
+    monkeypatch.setattr(lab, 'pretrain_further', lambda model, sources, counts, *rest, name: got.append(
+        (name, sources, counts, copy.deepcopy(model.state_dict()))))
+    run(folder, batch=10)
+    checkpoint = lab.load_plain(folder)[0].state_dict()
+    assert [(name, counts) for name, _, counts, _ in got] == [('no replay', (10, 0)), ('replay 0.2', (8, 2))]
+    for _, (new, old), _, weights in got:
+        assert all(torch.equal(weights[key], checkpoint[key]) for key in checkpoint)  # each run starts at the checkpoint
+        assert b'ite' in bytes(t % 256 for t in new[0].tolist()) and b'return x *' in bytes(t % 256 for t in old[0].tolist())
+
+
+def test_each_part_sees_the_facts_it_should(folder, monkeypatch):
+    """Texts tell no untold fact, and the training questions are about the asked ones alone: the controls depend on it."""
     seen = {}
     spy = lambda name: (lambda *args: (seen.setdefault(name, []).append(args[0]), getattr(minerals, name)(*args))[1])
     for name in ('documents', 'question'): monkeypatch.setattr(lab, name, spy(name))
@@ -255,7 +268,8 @@ def test_runs_as_a_program(folder):
     ([], 'one checkpoint folder'), (['nowhere'], 'nowhere.*no checkpoint'), (['CKPT', 'b'], 'one checkpoint folder'),
     (['CKPT', '--replay=0'], 'replay=0'), (['CKPT', '--replay=1'], 'replay=1'), (['CKPT', '--batch=8'], 'batch=8 times replay=0.2.*whole'),
     (['CKPT', '--minerals=1'], 'minerals=1'), (['CKPT', '--minerals=201'], 'minerals=201'), (['CKPT', '--steps=0'], 'steps=0'),
-    (['CKPT', '--sft_steps=0'], 'sft_steps=0'), (['CKPT', '--batch=0'], 'batch=0'), (['CKPT', '--peak=-1'], 'peak=-1'), (['CKPT', '--replya=0.2'], "'replay'")])
+    (['CKPT', '--sft_steps=0'], 'sft_steps=0'), (['CKPT', '--batch=0'], 'batch=0'), (['CKPT', '--peak=-1'], 'peak=-1'),
+    (['CKPT', '--replya=0.2'], "'replay'")])
 def test_refusals(folder, args, words):
     with pytest.raises(UserError, match=words): lab.main([folder if arg == 'CKPT' else arg for arg in args])
 
@@ -269,8 +283,8 @@ def test_a_refusal_is_one_line_and_status_2(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('config, settings, words', [
-    (dict(ponder='loop'), {}, "needs a plain GPT.*'loop'"), (dict(depth_attn=True), {}, 'depth_attn=True'), (dict(block_size=40), {}, 'block_size=40.*too short'),
-    ({}, dict(learning_rate=None), 'no data_dir and learning_rate'), ({}, dict(data_dir='gone'), 'gone.*prepare_data.py')])
+    (dict(ponder='loop'), {}, "needs a plain GPT.*'loop'"), (dict(depth_attn=True), {}, 'depth_attn=True'),
+    (dict(block_size=40), {}, 'block_size=40.*too short'), ({}, dict(learning_rate=None), 'no data_dir and learning_rate'), ({}, dict(data_dir='gone'), 'gone.*prepare_data.py')])
 def test_refuses_checkpoints_it_cannot_use(tmp_path, small_data, config, settings, words):
     settings = {k: v for k, v in {**dict(data_dir=small_data, learning_rate=3e-3), **settings}.items() if v is not None}
     with pytest.raises(UserError, match=words): lab.main([checkpoint(tmp_path / 'other', settings, **config)])

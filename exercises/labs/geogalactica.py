@@ -2,7 +2,7 @@
 Lab: take a finished model to a new domain: what replay of its old text saves, and what fine-tuning can bring out.
 
     python exercises/labs/geogalactica.py out/vanilla                             about 4 minutes on two free CPU cores
-    python exercises/labs/geogalactica.py out/vanilla --peak=1                    at the rate of pretraining: what is forgotten then?
+    python exercises/labs/geogalactica.py out/vanilla --peak=1                    at the rate of pretraining: is more forgotten?
     python exercises/labs/geogalactica.py out/vanilla --loss_on_answers=False     fine-tuned on questions and answers alike
 
 GeoGalactica (arXiv 2401.00434) made a model of geoscience out of Galactica-30B: it went on pretraining with 80 % papers of the
@@ -25,7 +25,7 @@ How this differs from the paper: byte tokens and made-up facts instead of 65 B t
 where the paper's arXiv and code are only like it; one fine-tuning stage, not a general one (Alpaca) and then one of the field;
 the rate stays constant after its warm-up, as section 5.1 says (appendix E: linear decay); no dropout. Authors' code: there is
 none for training; the fine-tuning follows K2, whose script learns questions too unless told not to, and the paper does not say
-which was used, so --loss_on_answers is a choice of this lab. The run without replay has as many tokens in all, so 25 % more new ones.
+which was used, so --loss_on_answers is a choice of this lab. The run without replay reads as many tokens in all: 25 % more new ones.
 """
 import copy
 import os
@@ -54,7 +54,7 @@ class Settings:
         for name in ('steps', 'batch', 'peak', 'sft_steps'):
             if not getattr(self, name) > 0: raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if not 2 <= self.minerals <= 200: raise ValueError(f"minerals={self.minerals} must be between 2 and 200")
-        if not 0 < self.replay < 1: raise ValueError(f"replay={self.replay} must be between 0 and 1; the lab runs without replay as well")
+        if not 0 < self.replay < 1: raise ValueError(f"replay={self.replay} must be between 0 and 1; one run has none anyway")
         if abs(self.batch * self.replay - round(self.batch * self.replay)) > 1e-9:
             raise ValueError(f"batch={self.batch} times replay={self.replay} is not a whole number of rows: change one of them")
 
@@ -76,7 +76,7 @@ def orders(lengths, counts, steps, seed):
 
 
 def pretrain_further(model, sources, counts, rates, seed, name=''):
-    """Go on training on counts[j] rows of sources[j] (rows, T + 1) in every batch, with a fresh optimizer; returns the losses."""
+    """Train on counts[j] rows of sources[j] (rows, T + 1) in every batch, with a fresh optimizer; returns the losses."""
     chosen = orders([len(source) for source in sources], counts, len(rates), seed)
 
     def loss(i):
@@ -88,8 +88,8 @@ def pretrain_further(model, sources, counts, rates, seed, name=''):
 def instruct(pairs, eot, loss_on_answers=True):
     """
     Pairs (question tokens, answer tokens) -> inputs x and targets y, each (pairs, longest - 1). y[t] = x[t + 1] where that is part
-    of the answer or its end-of-text, and -1, which the loss ignores, on the question and on padding. So the last token of the
-    question is the first to be trained: it predicts how the answer begins.
+    of the answer or its end-of-text, and -1, which the loss ignores, on the question and on padding. So the first position that
+    is trained is the question's last: it predicts how the answer begins.
     """
     longest = max(len(q) + len(a) + 1 for q, a in pairs)
     x = torch.full((len(pairs), longest), eot)
@@ -105,11 +105,12 @@ def instruct(pairs, eot, loss_on_answers=True):
 def fine_tune(model, x, y, rates, seed, batch=16, name=''):
     """Supervised fine-tuning on the rows of x and y from `instruct`, with the paper's AdamW (section 5.2); returns the losses."""
     order, = orders([len(x)], [batch], len(rates), seed)
-    return fit(model.parameters(), lambda i: model(x[order[i]], y[order[i]])[1], rates, betas=(0.9, 0.999), weight_decay=0.05, name=name)
+    loss = lambda i: model(x[order[i]], y[order[i]])[1]
+    return fit(model.parameters(), loss, rates, betas=(0.9, 0.999), weight_decay=0.05, name=name)
 
 
 def exact_match(model, pairs, eot=None):
-    """Share of the pairs (question tokens, answer tokens) whose answer is what the model says greedily; with eot: and then stops."""
+    """Share of the pairs (question tokens, answer tokens) whose answer the model says, greedily; with eot: and then stops."""
     longest = max(len(a) for _, a in pairs) + 1
     said = model.generate([q for q, _ in pairs], longest, temperature=0, stop_token=eot)
     wanted = [list(a) if eot is None else [*a, eot] for _, a in pairs]
@@ -171,11 +172,11 @@ def main(argv):
     if not {'data_dir', 'learning_rate'} <= set(base):
         raise UserError(f"{folders[0]}: its settings name no data_dir and learning_rate; take a checkpoint that train.py made")
     rows = experiment(model, tokenizer, base, s)
-    print(f"learning rate {s.peak:g} x {base['learning_rate']:g}; losses in nats per token; shares of exact answers to facts that are ..\n")
+    print(f"learning rate {s.peak:g} x {base['learning_rate']:g}; losses in nats per token, then shares of exact answers\n")
     print(table(('stage', 'old text', 'new text', 'recited', 'asked', 'held out', 'never told'), rows))
     (_, old, new, *_), (_, old_n, new_n, *_), (_, old_r, new_r, *_) = rows[0], rows[2], rows[4]
-    print(f"\nforgetting {old_n - old:.4f} without replay, {old_r - old:.4f} with; gain {new - new_n:.4f} without, {new - new_r:.4f} with")
-    print("recited: held-out facts completed in the words of the texts, which shows what a model knows before it learned to be asked")
+    print(f"\nforgetting {old_n - old:.4f} without replay, {old_r - old:.4f} with; gain {new - new_n:.4f} and {new - new_r:.4f}")
+    print("recited: held-out facts completed in the words of the texts: what a model knows, though nobody taught it to be asked")
 
 
 if __name__ == '__main__': run(main)
