@@ -1,7 +1,7 @@
 """
-Lab: take a finished model to a new domain: what replay of its old text saves, and what fine-tuning can bring out.
+Lab: take a finished model to a new domain: what replay of its old text saves, and what fine-tuning does to both.
 
-    python exercises/labs/geogalactica.py out/vanilla                             about 4 minutes on two free CPU cores
+    python exercises/labs/geogalactica.py out/vanilla                             about 4 minutes on a free CPU core
     python exercises/labs/geogalactica.py out/vanilla --peak=1                    at the rate of pretraining: is more forgotten?
     python exercises/labs/geogalactica.py out/vanilla --loss_on_answers=False     fine-tuned on questions and answers alike
 
@@ -26,6 +26,23 @@ where the paper's arXiv and code are only like it; one fine-tuning stage, not a 
 the rate stays constant after its warm-up, as section 5.1 says (appendix E: linear decay); no dropout. Authors' code: there is
 none for training; the fine-tuning follows K2, whose script learns questions too unless told not to, and the paper does not say
 which was used, so --loss_on_answers is a choice of this lab. The run without replay reads as many tokens in all: 25 % more new ones.
+
+What came out (a plain model of 0.9M parameters, 600 steps, 1.88 nats per byte; the second of two seeds, their checkpoints too, in
+brackets; one core of an Intel Xeon at 2.5 GHz, 3 min 40 s of computing, 2026-11-21):
+
+    stage                           old text        new text        asked        held out        never told
+    checkpoint                      1.85 (1.83)     2.93 (3.05)     0    (0)     0    (0)        0    (0)
+    no replay                       5.32 (5.50)     0.15 (0.16)     0    (0)     0    (0)        0    (0)
+    replay 0.2                      1.94 (1.92)     0.19 (0.19)     0    (0)     0    (0)        0    (0)
+    replay 0.2, fine-tuned          2.45 (2.65)     0.77 (1.14)     1.00 (1.00)  0.31 (0.12)     0.12 (0.25)
+
+Replay takes away 97 % of the forgetting for 0.03 nats of the new text; it is the very text the checkpoint knows, which flatters it.
+At the full rate (--peak=1, one seed) 0.25 nats are forgotten in spite of replay, not 0.09, and 0.02 more are gained.
+What it does not show: that fine-tuning brings out what was read. With replay, all held-out facts can be recited in the words of the
+texts before it and few after it; asked, the two models have 7 of 32 right, and 6 of the 32 they cannot know. The 32 facts asked
+in training are learned by heart. Answers in whole sentences did not help (0 and 1 of 16: right mineral, but a key that had been
+asked of it, in the ten looked at). GeoGalactica reports 46.6 against its base's 41.2 in an exam of the field, and the general
+ability kept; here fine-tuning forgets too.
 """
 import copy
 import os
@@ -55,7 +72,8 @@ class Settings:
             if not getattr(self, name) > 0: raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if not 2 <= self.minerals <= 200: raise ValueError(f"minerals={self.minerals} must be between 2 and 200")
         if not 0 < self.replay < 1: raise ValueError(f"replay={self.replay} must be between 0 and 1; one run has none anyway")
-        if abs(self.batch * self.replay - round(self.batch * self.replay)) > 1e-9:
+        n_old = self.batch * self.replay
+        if round(n_old) < 1 or abs(n_old - round(n_old)) > 1e-9:
             raise ValueError(f"batch={self.batch} times replay={self.replay} is not a whole number of rows: change one of them")
 
 
@@ -176,7 +194,7 @@ def main(argv):
     print(table(('stage', 'old text', 'new text', 'recited', 'asked', 'held out', 'never told'), rows))
     (_, old, new, *_), (_, old_n, new_n, *_), (_, old_r, new_r, *_) = rows[0], rows[2], rows[4]
     print(f"\nforgetting {old_n - old:.4f} without replay, {old_r - old:.4f} with; gain {new - new_n:.4f} and {new - new_r:.4f}")
-    print("recited: held-out facts completed in the words of the texts: what a model knows, though nobody taught it to be asked")
+    print("recited: held-out facts completed in the words of the texts: what a model knows, whether or not it can be asked")
 
 
 if __name__ == '__main__': run(main)
