@@ -87,12 +87,14 @@ def main(argv):
     val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir), c.block_size), obedient(model)
     rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)
     draw = torch.Generator().manual_seed(s.seed)
-    print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n\nhalt_tau  passes  chosen  by lot (lowest to highest of {s.lots})")
+    print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n")
+    print(f"halt_tau  passes  chosen  by lot (lowest to highest of {s.lots})")
     for c.halt_tau in map(float, s.taus.split(',')):
         loss, passes = nats(model, rows)
         orders = [torch.randperm(passes.numel(), generator=draw).to(device) for _ in range(s.lots)]
         lots = [nats(other, rows, deal, passes.flatten()[order].view_as(passes))[0] for order in orders]
-        print(f"{c.halt_tau:8g} {passes.double().mean():7.2f} {loss:7.4f} {statistics.mean(lots):7.4f} ({min(lots):.4f} to {max(lots):.4f})")
+        spread = f"{statistics.mean(lots):7.4f} ({min(lots):.4f} to {max(lots):.4f})"
+        print(f"{c.halt_tau:8g} {passes.double().mean():7.2f} {loss:7.4f} {spread}")
     for n in range(1, c.ponder_steps + 2):
         print(f"everyone {n:7d} {nats(other, rows, deal, torch.full_like(rows[:, 1:], n))[0]:7.4f}")
 

@@ -70,7 +70,7 @@ def curves(paths, s):
 
 def final(paths, s):
     """The last validation loss of each run, and the range of its seeds. A line joins plain_scaled and its longer runs."""
-    figure, (ax,) = new_figure()
+    figure, (ax,) = new_figure(size=(9.5, 4.2))
     points = {}
     for name, seeds in by_name(paths, s.x).items():
         ends = [list(val.items())[-1] for _, val in seeds if val]
@@ -81,7 +81,7 @@ def final(paths, s):
         (x, losses), plain = points[name], name.startswith('plain')
         mean, label = np.mean(losses), name + f", {len(losses)} seeds" * (len(losses) > 1)
         ax.errorbar(x, mean, [[mean - min(losses)], [max(losses) - mean]], label=f"{label}  {mean:.3f}", linestyle='none',
-                    marker='osD^vPX<>*hpd8H'[i % 15], markersize=7, markerfacecolor='white' if plain else '0.35',
+                    marker='osD^vPX<>*dphH8'[i % 15], markersize=7, markerfacecolor='white' if plain else '0.35',
                     markeredgecolor='black', ecolor='black', elinewidth=0.8, capsize=2)
     line = sorted((points[name][0], np.mean(points[name][1])) for name in points if name.startswith('plain_scaled'))
     if len(line) > 1: ax.plot(*zip(*line), color='black', linestyle=':', linewidth=1, zorder=0, label='plain_scaled, trained longer')
