@@ -60,7 +60,6 @@ class EvaluateSettings:
 def nats(model, tokens, batch_size):
     """Total of -log p in nats of all tokens (n,) but the first, each given those before it in its window of block_size."""
     T, device, total = model.config.block_size, model.wte.weight.device, 0.0
-    if device.type == 'cpu': batch_size = min(batch_size, max(1, 1024 // T))  # more tokens at a time do not fit into its caches
     for first in range(0, len(tokens) - 1, T * batch_size):
         part = torch.from_numpy(np.asarray(tokens[first:first + T * batch_size + 1], np.int64)).to(device)
         pad = (0, (1 - len(part)) % T)
