@@ -24,6 +24,12 @@ def read_commands(page):
             for line in block.splitlines() if line.startswith(('python ', 'pip ', 'torchrun '))]
 
 
+def split_command(command):
+    """The program a command runs, as a path, and its arguments; None if it runs none of ours."""
+    found = re.search(r'\b(\w+/)?\w+\.py\b.*', command)
+    if found: return [word.replace('"', '') for word in re.findall(r'(?:"[^"]*"|\S)+', found[0])]
+
+
 COMMANDS = [command for page in PAGES for command in read_commands(page)]
 
 
@@ -34,7 +40,7 @@ def test_the_two_commands_are_what_ci_runs():
         if command.startswith('pip '): assert command in ci
 
 
-@pytest.mark.parametrize('command', [c for c in COMMANDS if '.py' in c])
+@pytest.mark.parametrize('command', list(filter(split_command, COMMANDS)))
 def test_commands_name_files_and_settings_that_exist(command):
     from configurator import read
     from model import GPTConfig
@@ -46,14 +52,14 @@ def test_commands_name_files_and_settings_that_exist(command):
     from tools.explain import ExplainSettings
     from tools.plot import KINDS, PlotSettings
     from train import Settings
-    program, *args = re.findall(r'(?:"[^"]*"|\S)+', command[re.search(r'\b(\w+/)?\w+\.py', command).start():])
+    program, *args = split_command(command)
     if program.startswith('exercises/'):
         assert os.path.exists(os.path.join(ROOT, program)) and all(re.fullmatch('--hint(=[123])?', a) for a in args)
         return
     blocks = {'train.py': (Settings, GPTConfig), 'sample.py': (SampleSettings,), 'prepare_data.py': (DataSettings,),
               'tools/compare.py': (CompareSettings, Settings, GPTConfig), 'tools/evaluate.py': (EvaluateSettings,),
               'tools/choices.py': (ChoiceSettings,), 'tools/explain.py': (ExplainSettings,), 'tools/plot.py': (PlotSettings,)}[program]
-    given, rest = read([a.replace('"', '') for a in args if a not in ('--help', '--check')], '', *blocks)
+    given, rest = read([a for a in args if a not in ('--help', '--check')], '', *blocks)
     if program == 'tools/plot.py': assert rest[0] in KINDS
     if program == 'tools/compare.py':
         for name in given['names'].split(','): assert name in ALL
@@ -67,7 +73,7 @@ LESS = {'sample.py': ['--max_new_tokens=3'], 'tools/evaluate.py': ['--max_new_to
         'tools/compare.py': TINY, 'tools/choices.py': ['--tokens=99', '--lots=1']}
 
 
-@pytest.mark.parametrize('page', PAGES)
+@pytest.mark.parametrize('page', list(filter(read_commands, PAGES)))
 def test_commands_run(page, tmp_path, monkeypatch, capsys):
     """In the order of the page, in one folder, by the programs' own main functions, on models and texts as small as can be."""
     import prepare_data
@@ -83,11 +89,10 @@ def test_commands_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, 'train', lambda args, *_: train.main(args))  # not in a process of its own
     if page == 'README.md':  # it samples from models it does not spell out how to train
         for name in ('ponder', 'halting_gate'): train.main([f'config/{name}.py', 'config/size/tiny.py', *TINY])
-    for command in read_commands(page):
-        program = re.search(r'\b(\w+/)?\w+\.py\b.*', command)
-        if not program or any(word in command for word in ELSEWHERE): continue
-        path, *args = re.findall(r'(?:"[^"]*"|\S)+', program[0])
-        args = [path for a in args for path in (glob.glob(a) if '*' in a else [a.replace('"', '')])]
+    for command in filter(split_command, read_commands(page)):
+        if any(word in command for word in ELSEWHERE): continue
+        path, *args = split_command(command)
+        args = [name for a in args for name in (glob.glob(a) if '*' in a else [a])]
         less = list(LESS.get(path, ()))
         if path == 'train.py' and '--init_from=resume' in args: less = ['--max_steps=4']  # it was stopped before its end
         elif path == 'train.py' and not {'--help', '--dry_run=True'} & set(args): less = list(TINY)
