@@ -131,8 +131,8 @@ class PassMemory:
     def __init__(self, n_layer, before=None):
         self.k, self.v, self.before, self.seen = [None] * n_layer, [None] * n_layer, before, None
 
-    # It changes state, which a compiled block would have to know for each layer apart. torch.compiler.disable would do
-    # the same, but imports the compiler with this file: two seconds more before a sample's first word.
+    # It changes state, which a compiled block would have to know for each layer apart. torch.compiler.disable does the same,
+    # but imports the compiler with this file: two seconds more before a sample's first word. (Not public; in 2.11 to 2.13.)
     @torch._disable_dynamo
     def update(self, layer, k, v):
         """k, v (B, nkv, S, hd) of this pass -> what it may read, made from them and the pass before."""

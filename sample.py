@@ -53,11 +53,19 @@ class SampleSettings:
 
 
 def load_model(folder, device):
-    """(model in eval mode on `device`, tokenizer) of a checkpoint folder; UserError if there is none."""
+    """(model in eval mode on `device`, tokenizer, train.py's settings) of a checkpoint folder; UserError if there is none."""
     state = load_checkpoint(folder)
     model = GPT(GPTConfig(**state['config']))
     load_weights(model, state)
-    return model.to(device).eval(), get_tokenizer(state['tokenizer'])
+    return model.to(device).eval(), get_tokenizer(state['tokenizer']), state['settings']
+
+
+def open_one(argv, description, block, example):
+    """Of a program that takes settings (`block`) and one checkpoint: (settings, model, tokenizer, train.py's settings)."""
+    given, folders = read(argv, description, block)
+    s = build(block, given)
+    if len(folders) != 1: raise UserError(f"name one checkpoint folder, such as: {example}")
+    return s, *load_model(folders[0], pick_device(s.device))
 
 
 def encode_prompt(start, tokenizer, block_size):
@@ -111,11 +119,7 @@ def override(config, s):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__.strip(), SampleSettings)
-    s = build(SampleSettings, given)
-    if len(folders) != 1: raise UserError("name one checkpoint folder, such as: python sample.py out/depth_attn")
-    device = pick_device(s.device)
-    model, tokenizer = load_model(folders[0], device)
+    s, model, tokenizer, _ = open_one(argv, __doc__.strip(), SampleSettings, "python sample.py out/depth_attn")
     model.to(getattr(torch, s.dtype))
     override(model.config, s)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)

@@ -2,12 +2,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+from checkpoint import CHECKPOINT_VERSION, save_checkpoint
 from model import GPT, GPTConfig
 
 torch.set_num_threads(1)  # the models here are far too small for more, and a busy machine makes threads wait for each other
@@ -89,6 +91,14 @@ def small_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp('data') / 'small'
     texts = [f"def f{i}(x):\n    return x * {i} + {i % 7}\n".encode() * 8 for i in range(200)]
     write_dataset(str(folder), texts, get_tokenizer('byte'), 0.2, 'test')
+    return str(folder)
+
+
+def save(folder, model, tokenizer='byte', **settings):
+    """Leave a checkpoint of this model as train.py would, trained with these settings; returns the folder's path."""
+    os.makedirs(folder, exist_ok=True)
+    save_checkpoint(str(folder), dict(version=CHECKPOINT_VERSION, model=model.float().state_dict(), optimizer={}, step=7,
+                                      config=asdict(model.config), settings=settings, tokenizer=tokenizer))
     return str(folder)
 
 

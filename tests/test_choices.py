@@ -1,12 +1,8 @@
 """The choices of a halting model against lots: passes as told are exactly those, and nothing else changes."""
-import os
-from dataclasses import asdict
-
 import pytest
 import torch
-from checkpoint import save_checkpoint
 from configurator import UserError
-from conftest import TOGGLES, make
+from conftest import TOGGLES, make, save
 from tools import choices
 
 
@@ -46,16 +42,9 @@ def test_a_lot_takes_the_same_passes_elsewhere(model):
     assert torch.equal(taken, lot) and not torch.equal(lot, passes) and abs(dealt - loss) > 1e-6
 
 
-def folder(path, model, data):
-    os.makedirs(path)
-    save_checkpoint(str(path), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
-                                    settings=dict(data_dir=data), tokenizer='byte'))
-    return str(path)
-
-
 def test_prints_and_refuses(tmp_path, small_data, capsys):
     size = dict(vocab_size=320, n_tokens=257, block_size=16, n_layer=2)
-    path = folder(tmp_path / 'router', make(**{**TOGGLES['router'], **size}).float(), small_data)
+    path = save(tmp_path / 'router', make(**{**TOGGLES['router'], **size}), data_dir=small_data)
     out = []
     for _ in range(2):
         choices.main([path, '--tokens=100', '--lots=2', '--taus=0.2,0.3', '--device=cpu'])
@@ -63,7 +52,7 @@ def test_prints_and_refuses(tmp_path, small_data, capsys):
     lines = out[0].splitlines()
     assert out[0] == out[1] and lines[0] == 'nats per token of 112 validation tokens' and len(lines) == 8
     assert [line.split()[0] for line in lines[3:]] == ['0.2', '0.3', 'everyone', 'everyone', 'everyone']
-    plain = folder(tmp_path / 'plain', make(**size).float(), small_data)
+    plain = save(tmp_path / 'plain', make(**size), data_dir=small_data)
     for args, words in [([], 'one checkpoint'), ([plain, plain], 'one checkpoint'), ([plain], "halting='none'"), (['gone'], 'no checkpoint'),
                         ([path, '--taus=a'], 'taus=a'), ([path, '--taus=0'], 'taus=0'), ([path, '--lots=0'], 'lots')]:
         with pytest.raises(UserError, match=words) as error: choices.main(args)

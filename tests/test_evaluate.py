@@ -3,17 +3,15 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
-from conftest import make
+from conftest import make, save
 
 from configurator import UserError
 from data import get_tokenizer, open_shard, read_meta
 from tools import evaluate
-from checkpoint import save_checkpoint
 
 BYTE = get_tokenizer('byte')
 
@@ -39,10 +37,7 @@ def model():
 
 @pytest.fixture
 def folder(tmp_path, model, small_data):
-    os.makedirs(tmp_path / 'ckpt')
-    save_checkpoint(str(tmp_path / 'ckpt'), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
-                                                 settings=dict(data_dir=small_data), tokenizer='byte'))
-    return str(tmp_path / 'ckpt')
+    return save(tmp_path / 'ckpt', model, data_dir=small_data)
 
 
 def run(capsys, *args):

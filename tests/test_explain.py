@@ -1,15 +1,12 @@
 """tools/explain.py says what the model does."""
-import os
-from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import make
+from conftest import make, save
 
 from configurator import UserError
 from model import apply_rope, rope_table
 from tools import explain
-from checkpoint import save_checkpoint
 
 IDX = torch.randint(0, 50, (7,), generator=torch.Generator().manual_seed(2))
 
@@ -59,9 +56,7 @@ def test_values_by_hand():
 
 def test_prints_every_position(tmp_path, capsys):
     model = make(vocab_size=320, n_tokens=257, ponder='loop', ponder_steps=1, depth_attn=True).float()
-    folder = str(tmp_path / 'ckpt')
-    os.makedirs(folder)
-    save_checkpoint(folder, dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config), settings={}, tokenizer='byte'))
+    folder = save(tmp_path / 'ckpt', model)
     explain.main([folder, '--start=dé', '--top=2', '--device=cpu'])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 * 4 and lines[0] == "   0 'd'   2 passes" and lines[4] == "   1 '\\xc3'   2 passes"

@@ -1,6 +1,4 @@
 """Hugging Face folders: read, written, refused. Their own model code is compared where transformers is installed."""
-import json
-import os
 
 import pytest
 import torch

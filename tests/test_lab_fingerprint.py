@@ -5,15 +5,13 @@ import os
 import struct
 import sys
 import zlib
-from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import ROOT, make, program
+from conftest import ROOT, make, program, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import fingerprint as lab
-from checkpoint import save_checkpoint
 from common import fit, loss_on, own_text, warm_up, windows
 from model import GPT
 
@@ -304,10 +302,7 @@ def checkpoint(tmp_path, small_data):
     """checkpoint(name, ...): a folder with a model, as given or with random weights."""
     def write(name, gpt=None, tokenizer='byte', data_dir=small_data, **settings):
         gpt = gpt or small(**dict(dict(vocab_size=320, n_tokens=257), **settings))
-        (tmp_path / name).mkdir()
-        save_checkpoint(str(tmp_path / name), dict(version=1, model=gpt.float().state_dict(), optimizer={}, step=1, tokenizer=tokenizer,
-                                                   config=asdict(gpt.config), settings=dict(data_dir=data_dir)))
-        return str(tmp_path / name)
+        return save(tmp_path / name, gpt, tokenizer, data_dir=data_dir)
     return write
 
 
@@ -366,7 +361,7 @@ def answer(capsys, *args):
 @pytest.mark.parametrize('what', WRONG)
 def test_wrong_input_is_one_line(what, checkpoint, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('common.get_tokenizer', lambda name: type('Named', (), dict(name=name)))  # gpt2 would need the network
+    monkeypatch.setattr('sample.get_tokenizer', lambda name: type('Named', (), dict(name=name)))  # gpt2 would need the network
     a, b, more, words = WRONG[what]
     assert words in answer(capsys, checkpoint('a', **a), checkpoint('b', **b), *more)
     assert not list(tmp_path.glob('*.png'))

@@ -3,16 +3,14 @@ import math
 import os
 import re
 import sys
-from dataclasses import asdict
 
 import naive
 import pytest
 import torch
-from conftest import ROOT, make, program
+from conftest import ROOT, make, program, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import freqkv
-from checkpoint import save_checkpoint
 from configurator import UserError
 from freqkv import FreqKV, FreqKVSettings, LongGPT, Rotated, Truncated, contestants, dct_matrix, filtered
 
@@ -241,10 +239,7 @@ def test_the_contestants_are_what_their_names_say():
 def folder(path, data, **settings):
     """A checkpoint with random weights that says it was trained on `data`."""
     model = make(**{**dict(vocab_size=320, n_tokens=257, n_layer=2, block_size=16), **settings}).float()
-    os.makedirs(path)
-    save_checkpoint(str(path), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
-                                    settings=dict(data_dir=data), tokenizer='byte'))
-    return str(path)
+    return save(path, model, data_dir=data)
 
 
 def test_runs_as_a_program(tmp_path, small_data):

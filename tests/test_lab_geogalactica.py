@@ -7,16 +7,14 @@ import re
 import runpy
 import shutil
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import ROOT, make, program
+from conftest import ROOT, make, program, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import geogalactica as lab
 import minerals
-from checkpoint import save_checkpoint
 from common import fit, loss_on, warm_up
 from configurator import UserError
 from data import get_tokenizer
@@ -51,10 +49,7 @@ def folder(tmp_path, small_data):
 
 def checkpoint(path, settings, **config):
     model = tiny(**{**dict(vocab_size=320, n_tokens=257, block_size=96), **config}).float()
-    os.makedirs(path)
-    save_checkpoint(str(path), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
-                                    settings=settings, tokenizer='byte'))
-    return str(path)
+    return save(path, model, **settings)
 
 
 # ---- the world

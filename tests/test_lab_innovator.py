@@ -3,16 +3,14 @@ import copy
 import os
 import re
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, make, program
+from conftest import ROOT, make, program, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import innovator as lab
-from checkpoint import save_checkpoint
 from configurator import UserError
 from data import get_tokenizer
 
@@ -253,9 +251,7 @@ def folders(tmp_path_factory, small_data):
     made = {}
     loop = dict(ponder='loop', ponder_steps=1)
     for name, changes, data_dir in (('plain', {}, small_data), ('pondering', loop, small_data), ('lost', {}, 'nowhere')):
-        model, made[name] = make(**TINY, **changes).float(), str(tmp_path_factory.mktemp(name))
-        save_checkpoint(made[name], dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
-                                         settings=dict(data_dir=data_dir), tokenizer='byte'))
+        made[name] = save(tmp_path_factory.mktemp(name), make(**TINY, **changes), data_dir=data_dir)
     return made
 
 

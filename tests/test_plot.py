@@ -1,17 +1,14 @@
 """tools/plot.py: what is drawn are the numbers of the run or the checkpoint."""
 import json
 import os
-import re
-from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import make
+from conftest import make, save
 
 from configurator import UserError
 from model import GPT, GPTConfig
 from tools import plot
-from checkpoint import save_checkpoint
 
 pytest.importorskip('matplotlib')
 SIZE = dict(vocab_size=320, n_tokens=257, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48)
@@ -36,12 +33,9 @@ def drawn(figure):
 @pytest.fixture
 def folder(tmp_path, small_data):
     """Makes a checkpoint with random weights."""
-    def save(model):
-        os.makedirs(tmp_path / 'ckpt')
-        save_checkpoint(str(tmp_path / 'ckpt'), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config),
-                                                     settings=dict(data_dir=small_data), tokenizer='byte'))
-        return str(tmp_path / 'ckpt')
-    return save
+    def write(model):
+        return save(tmp_path / 'ckpt', model, data_dir=small_data)
+    return write
 
 
 def test_curves(tmp_path):
@@ -155,8 +149,8 @@ def test_reads_the_validation_set_or_a_text(folder, small_data, tmp_path):
     path = folder(make(**SIZE, ponder='loop', ponder_steps=1).float())
     from data import get_tokenizer, open_shard
     byte = get_tokenizer('byte')
-    assert plot.read_text(path, byte, plot.PlotSettings(tokens=9)).tolist() == open_shard(os.path.join(small_data, 'val_000000.bin'))[:9].tolist()
-    assert plot.read_text(path, byte, plot.PlotSettings(start='ab')).tolist() == [97, 98]
+    assert plot.read_text(dict(data_dir=small_data), byte, plot.PlotSettings(tokens=9)).tolist() == open_shard(os.path.join(small_data, 'val_000000.bin'))[:9].tolist()
+    assert plot.read_text(dict(data_dir=small_data), byte, plot.PlotSettings(start='ab')).tolist() == [97, 98]
     plot.main(['ponder', path, f'--out={tmp_path}/p.svg', '--tokens=30', '--device=cpu'])
     assert '<svg' in (tmp_path / 'p.svg').read_text()
 

@@ -1,10 +1,9 @@
 """sample.py: text in, text out, from a checkpoint trained here."""
 import os
 import re
-from dataclasses import asdict
 
 import pytest
-from conftest import ROOT, TOGGLES, make, program, refused
+from conftest import ROOT, TOGGLES, make, program, refused, save
 
 import sample
 from checkpoint import load_checkpoint, save_checkpoint
@@ -17,9 +16,7 @@ from sample import encode_prompt
 def folder(tmp_path):
     """A checkpoint with random weights."""
     model = make(vocab_size=320, n_tokens=257, block_size=32, depth_attn=True).float()
-    os.makedirs(tmp_path / 'ckpt')
-    save_checkpoint(str(tmp_path / 'ckpt'), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config), settings={}, tokenizer='byte'))
-    return str(tmp_path / 'ckpt')
+    return save(tmp_path / 'ckpt', model)
 
 
 def test_streams_samples(folder, capsys):
@@ -33,7 +30,7 @@ def test_streams_samples(folder, capsys):
 
 
 def test_prints_what_the_model_generates(folder, capsys):
-    model, tokenizer = sample.load_model(folder, 'cpu')
+    model, tokenizer, _ = sample.load_model(folder, 'cpu')
     prompt = tokenizer.encode_ordinary('x = ')
     want = model.generate([prompt], 50, temperature=0, stop_token=256)[0].tolist()
     sample.main([folder, '--start=x = ', '--max_new_tokens=50', '--temperature=0', '--device=cpu'])
@@ -84,7 +81,7 @@ def test_weights_that_do_not_fit_their_settings(folder):
 @pytest.mark.parametrize('toggle', ['gate', 'mask', 'router'])
 def test_show_steps(tmp_path, capsys, monkeypatch, toggle):
     model = make(**TOGGLES[toggle], vocab_size=320, n_tokens=257, block_size=32).float()
-    save_checkpoint(str(tmp_path), dict(version=1, model=model.state_dict(), optimizer={}, step=7, config=asdict(model.config), settings={}, tokenizer='byte'))
+    save(tmp_path, model)
     most = model.config.ponder_steps + 1
     args = [str(tmp_path), '--start=ab', '--max_new_tokens=20', '--temperature=0', '--device=cpu', '--show_steps=True']
     sample.main(args)

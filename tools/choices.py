@@ -4,7 +4,7 @@ What the choices of a halting model are worth: its validation loss, and that of 
     python tools/choices.py out/halting_router
 
 Each line has one halt_tau: the mean passes per token, the loss with the passes that the model chose, and the loss with the same
-numbers of passes handed out to the tokens by lot. The last lines give every token the same number. Weights and gate values
+numbers of passes handed out to the tokens by lot. The last lines give every token the same number. Weights
 stay as they are: what differs is who gets the passes. For 'gate' and 'router'; 'mask' weighs its output by what it chooses by.
 """
 
@@ -19,11 +19,9 @@ import torch
 import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import load_checkpoint
-from configurator import UserError, build, read, run
+from configurator import UserError, run
 from data import Windows, read_meta
-from hardware import pick_device
-from sample import load_model
+from sample import open_one
 
 
 @dataclass
@@ -52,15 +50,15 @@ class Told(nn.Module):
     def forward(self, h):
         self.deal['taken'] += 1
         on = self.deal['passes'][..., None] > self.deal['taken']
-        return torch.where(on, self.own(h).clamp(min=-16), -torch.inf)  # -16: see halt_tau below
+        return torch.where(on, self.own(h).clamp(min=self.deal['floor']), -torch.inf)
 
 
 def obedient(model):
     """A copy of a model with 'gate' or 'router' that takes the passes it is told, and the dict by which to tell it."""
-    model, deal = copy.deepcopy(model), {}
+    model = copy.deepcopy(model)
+    model.config.halt_tau, deal = 1e-37, {'floor': -80 / model.config.ponder_steps}  # e^-80 = 2e-35: no token stops by itself
     if model.config.halting == 'gate': model.gates = nn.ModuleList(Told(gate, deal) for gate in model.gates)
     else: model.router, model.dense = Told(model.router, deal), True
-    model.config.halt_tau = 1e-37  # below what five steps with a probability of sigmoid(-16) each leave, above 0
     return model, deal
 
 
@@ -76,14 +74,9 @@ def nats(model, rows, deal=None, passes=None):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__.strip(), ChoiceSettings)
-    s = build(ChoiceSettings, given)
-    if len(folders) != 1: raise UserError("name one checkpoint folder, such as: python tools/choices.py out/halting_router")
-    device = pick_device(s.device)
-    model, _ = load_model(folders[0], device)
-    c, data_dir = model.config, load_checkpoint(folders[0])['settings']['data_dir']
-    if c.halting not in ('gate', 'router'):
-        raise UserError(f"{folders[0]} has halting={c.halting!r}: name a checkpoint with 'gate' or 'router'")
+    s, model, _, settings = open_one(argv, __doc__.strip(), ChoiceSettings, "python tools/choices.py out/halting_router")
+    c, device, data_dir = model.config, model.wte.weight.device, settings['data_dir']
+    if c.halting not in ('gate', 'router'): raise UserError(f"this model has halting={c.halting!r}: name one with 'gate' or 'router'")
     val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir), c.block_size), obedient(model)
     rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)
     draw = torch.Generator().manual_seed(s.seed)

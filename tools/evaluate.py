@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import load_checkpoint
 from configurator import UserError, build, read, run
 from data import encode, open_shard, read_meta
 from hardware import pick_device, tune_cpu
@@ -180,10 +179,10 @@ def main(argv):
     s = build(EvaluateSettings, given)
     if not paths: raise UserError("name a checkpoint folder, such as: python tools/evaluate.py out/depth_attn")
     device, dtype = pick_device(s.device), getattr(torch, s.dtype)
-    model, tokenizer = load_model(paths[0], device)
+    model, tokenizer, settings = load_model(paths[0], device)
     model.to(dtype)
     if device.type == 'cpu': tune_cpu(model.config.block_size, dtype)
-    texts = paths[1:] or ([] if s.tasks or s.functions else [load_checkpoint(paths[0])['settings']['data_dir']])
+    texts = paths[1:] or ([] if s.tasks or s.functions else [settings['data_dir']])
     for path in texts:
         start = time.perf_counter()
         count, per_token, per_byte = evaluate_text(model, tokenizer, path, s)

@@ -19,9 +19,8 @@ import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
-from configurator import UserError, build, read, run
-from hardware import pick_device
-from sample import encode_prompt, load_model
+from configurator import run
+from sample import encode_prompt, open_one
 
 
 @dataclass
@@ -106,12 +105,8 @@ def halting(model, T):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__.strip(), ExplainSettings)
-    s = build(ExplainSettings, given)
-    if len(folders) != 1: raise UserError("name one checkpoint folder, such as: python tools/explain.py out/ponder")
-    device = pick_device(s.device)
-    model, tokenizer = load_model(folders[0], device)
-    idx = torch.tensor(encode_prompt(s.start, tokenizer, model.config.block_size), device=device)
+    s, model, tokenizer, _ = open_one(argv, __doc__.strip(), ExplainSettings, "python tools/explain.py out/ponder")
+    idx = torch.tensor(encode_prompt(s.start, tokenizer, model.config.block_size), device=model.wte.weight.device)
     if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
     show(look(model, idx), model.config, idx, tokenizer, s.top)
 

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import load_checkpoint
 from configurator import UserError, build, read, run
 from data import open_shard, read_meta
 from hardware import pick_device
 from sample import encode_prompt, load_model
 from tools.curves import X, curves, final, new_figure
 from tools.explain import look
+
 
 @dataclass
 class PlotSettings:
@@ -43,10 +43,10 @@ class PlotSettings:
         if self.tokens < 2 or (self.max_steps or 0) < 0: raise ValueError("tokens must be at least 2, max_steps not negative")
 
 
-def read_text(folder, tokenizer, s):
+def read_text(settings, tokenizer, s):
     """The tokens (n,) to read: --start, or the beginning of the validation set of the checkpoint's data."""
     if s.start is not None: return torch.tensor(encode_prompt(s.start, tokenizer, 10 ** 9))
-    data_dir = load_checkpoint(folder)['settings']['data_dir']
+    data_dir = settings['data_dir']
     shard = os.path.join(data_dir, read_meta(data_dir)['val']['shards'][0]['name'])
     return torch.from_numpy(open_shard(shard)[:s.tokens].astype(np.int64))
 
@@ -137,9 +137,9 @@ def main(argv):
         raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of runs for curves and final; see --help")
     if os.path.splitext(s.out)[1] not in ('.png', '.svg', '.pdf'): raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
     if kind in RUNS: return RUNS[kind](paths, s).savefig(s.out)
-    model, tokenizer = load_model(paths[0], pick_device(s.device))
+    model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
     if kind in ('steps', 'text') and model.config.halting == 'none': raise UserError(f"{paths[0]} has halting='none': name one with it")
-    KINDS[kind](model, read_text(paths[0], tokenizer, s), tokenizer, s).savefig(s.out)
+    KINDS[kind](model, read_text(settings, tokenizer, s), tokenizer, s).savefig(s.out)
 
 
 if __name__ == '__main__':

@@ -8,11 +8,10 @@ import time
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))  # run from anywhere
-from checkpoint import load_checkpoint, load_weights
 from configurator import UserError
-from data import get_tokenizer, open_shard, read_meta
+from data import open_shard, read_meta
 from hardware import tune_cpu
-from model import GPT, GPTConfig
+from sample import load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
 
@@ -22,15 +21,13 @@ def load_plain(folder, depth_attn=False):
     (model in fp32 on the CPU, tokenizer, train.py's settings as a dict) of a checkpoint folder. UserError if there is none, or
     if its model thinks in a way that the labs do not treat; depth_attn=True: Depth-Attention is fine.
     """
-    state = load_checkpoint(folder)
-    config = GPTConfig(**state['config'])
+    model, tokenizer, settings = load_model(folder, torch.device('cpu'))
+    config = model.config
     if config.ponder != 'none' or config.depth_attn and not depth_attn:
         raise UserError(f"{folder}: this lab needs a plain GPT, and this one has ponder={config.ponder!r}, "
                         f"depth_attn={config.depth_attn}; make one with: {MAKE_ONE}")
-    model = GPT(config)
-    load_weights(model, state)
     tune_cpu(config.block_size, torch.float32)
-    return model.eval(), get_tokenizer(state['tokenizer']), state['settings']
+    return model, tokenizer, settings
 
 
 def own_text(settings, split, limit):

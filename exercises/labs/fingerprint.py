@@ -46,7 +46,6 @@ import copy
 import math
 import os
 import struct
-import sys
 import zlib
 from dataclasses import dataclass
 
@@ -54,7 +53,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
 from configurator import UserError, build, read, run
 from data import on_disk

@@ -40,13 +40,11 @@ of compressed entries, the other does not, nor do we. From the paper: it tunes L
 steps at 2 N = 8192, here all weights are, for a few. We had the code and the abstract, not the paper's text.
 """
 import math
-import os
 import sys
 from dataclasses import dataclass, replace
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
 from configurator import UserError, build, read, run
 from memory import KVCache

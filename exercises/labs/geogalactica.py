@@ -45,13 +45,13 @@ asked of it, in the ten looked at). GeoGalactica reports 46.6 against its base's
 ability kept; here fine-tuning forgets too.
 """
 import copy
-import os
 from dataclasses import dataclass
 
 import torch
 
-from common import UserError, fit, load_plain, loss_on, own_text, read_meta, table, warm_up, windows
-from configurator import build, read, run
+from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
+from configurator import UserError, build, read, run
+from data import read_meta
 from minerals import completion, documents, question, world
 
 
