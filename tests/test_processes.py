@@ -121,28 +121,30 @@ def test_a_killed_rank_ends_the_job(small_data, tmp_path):
 
 @pytest.mark.parametrize('kills', [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_sigkill_at_random_moments(start, tmp_path, kills):
-    steps, frequent = 30, ['--max_steps=30', '--save_interval=1']
+    steps, frequent = 30, ['--max_steps=30', '--save_interval=1', '--log_interval=1']
     finish(start('first', '--max_steps=1'), str(tmp_path / 'first.log'))  # the next one starts as fast as those after it
     begin = time.monotonic()
     finish(start('straight', *frequent), str(tmp_path / 'straight.log'))
     seconds, straight = time.monotonic() - begin, load_checkpoint(str(tmp_path / 'straight'))
-    rng, killed, runs, seen = random.Random(0), 0, 0, set()
-    while True:
-        out = tmp_path / f'run{runs}'
-        step = load_checkpoint(str(out))['step'] if (out / 'ckpt.pt').exists() or (out / 'ckpt_prev.pt').exists() else 0
-        if step < steps:
-            [process] = start(out.name, *frequent, *(['--init_from=resume'] if step else []))
-            process.join(rng.uniform(0.05, 0.7) * seconds if killed < kills else 120)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-                killed += 1
-                seen.add(step)
-            else: assert process.exitcode == 0, (tmp_path / f'{out.name}.log0').read_text()
-            assert 'damaged' not in (tmp_path / f'{out.name}.log0').read_text()
-        else:
+    rng, killed, runs, step = random.Random(0), 0, 0, 0
+
+    while killed < kills or step < steps:
+        if step == steps: runs, step = runs + 1, 0  # killed too late: another run
+        out, log = tmp_path / f'run{runs}', tmp_path / f'run{runs}.log0'
+        log.unlink(missing_ok=True)
+        [process] = start(out.name, *frequent, *(['--init_from=resume'] if step else []))
+        ahead = rng.randint(0, 6)  # new steps until it is killed; none: while it starts
+        while process.is_alive() and not (log.exists() and len(re.findall('^step .*loss', log.read_text(), re.M)) >= ahead): time.sleep(0.001)
+        if killed < kills: process.join(rng.uniform(0, seconds / (5 if ahead == 0 else steps)))
+        else: process.join(120)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            killed += 1
+        else: assert process.exitcode == 0, log.read_text()
+        before, step = step, load_checkpoint(str(out))['step'] if list(out.glob('ckpt*.pt')) else 0
+        assert step >= before + ahead - 1 or step == steps  # what was saved is there: all but the step it was killed in
+        assert not log.exists() or 'damaged' not in log.read_text()
+        if step == steps:
             same_weights(straight, load_checkpoint(str(out)))
             same_optimizer(straight, load_checkpoint(str(out)), 0.0)
-            if killed == kills: break
-            runs += 1  # killed too late: another run
-    assert len(seen) > 2  # it did get ahead between kills
