@@ -72,6 +72,12 @@ def make(seed=0, **settings):
     return model
 
 
+def close(a, b, tol=1e-10):
+    """Equal up to tol where finite, and infinite at the same places."""
+    assert torch.equal(a.isfinite(), b.isfinite())
+    assert (a - b)[a.isfinite()].abs().max() < tol
+
+
 @pytest.fixture(params=TOGGLES)
 def toggle(request):
     """Settings of one toggle; a test that takes this runs once per toggle."""

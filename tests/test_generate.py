@@ -1,21 +1,25 @@
 """Generation: what is drawn, when it stops, what it costs, and what happens past the context length."""
 import pytest
 import torch
-from conftest import make
+from conftest import close, make
 
 from memory import KVCache
 
 
-def greedy(model, prompt, n):
-    """Recompute everything for every token."""
-    tokens = list(prompt)
-    for _ in range(n): tokens.append(model(torch.tensor([tokens]))[0][0, -1].argmax().item())
-    return tokens
+def draw(model, prompts, n):
+    """n random tokens behind each prompt: the rows, and the logits (B, n, V) each token was drawn from."""
+    logits, sample = [], model._sample
+    model._sample = lambda given, *options: (logits.append(given), sample(given, *options))[1]
+    rows = model.generate(prompts, n, seed=0)
+    assert [len(row) for row in rows] == [len(prompt) + n for prompt in prompts]
+    assert all(row[:len(prompt)].tolist() == prompt for prompt, row in zip(prompts, rows))
+    return [row.tolist() for row in rows], torch.stack(logits, 1)
 
 
-def test_greedy_equals_recomputing(toggle):
+def test_decoding_equals_recomputing(toggle):
     model = make(**toggle)
-    assert model.generate(torch.tensor([[3, 1, 4]]), 20, temperature=0)[0].tolist() == greedy(model, [3, 1, 4], 20)
+    [tokens], logits = draw(model, [[3, 1, 4]], 20)
+    close(logits, model(torch.tensor([tokens]))[0][:, 2:-1])  # no position sees what follows it: one pass for all tokens
 
 
 def test_a_token_costs_its_own_slots_whatever_the_context(toggle):
@@ -30,36 +34,39 @@ def test_a_token_costs_its_own_slots_whatever_the_context(toggle):
     if toggle.get('ponder') != 'latent': assert each[0] == (3 * n, [n, n])
 
 
+def recompute_in_windows(model, tokens, n_prompt, left=0):
+    """
+    The logits of every token behind the prompt, by the documented rule: when the window of 8 is full, its newer 4 are read
+    again as if they were the whole text. The first `left` tokens are padding.
+    """
+    first, read, parts = 0, n_prompt, []  # tokens[first:read] are read together; there is room to decode up to first + 8
+    while read < len(tokens):
+        start, end = max(first, left), min(first + 9, len(tokens))
+        parts.append(model(torch.tensor([tokens[start:end - 1]]))[0][:, read - start - 1:])
+        first, read = end - 4, end
+    return torch.cat(parts, 1)
+
+
 def test_sliding_past_block_size(toggle):
-    """The documented rule: when the window is full, its newer half is read again as if it were the whole text."""
     model = make(**{**toggle, 'block_size': 8})
-    got = model.generate(torch.tensor([[3, 1, 4]]), 30, temperature=0)[0].tolist()
-    tokens, first = [3, 1, 4], 0
-    while len(tokens) < 33:
-        if len(tokens) - first > 8: first = len(tokens) - 4
-        tokens.append(model(torch.tensor([tokens[first:]]))[0][0, -1].argmax().item())
-    assert got == tokens
     slots = []
-    model.h[0].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
-    model.generate(torch.tensor([[3, 1, 4]]), 100, temperature=0)
-    if toggle.get('ponder') == 'latent': return  # reading a prompt takes Jacobi iterations
+    hook = model.h[0].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
+    [tokens], logits = draw(model, [[3, 1, 4]], 30)
+    hook.remove()
     n = toggle['ponder_steps'] + 1 if 'ponder' in toggle else 1
-    assert sum(slots) < 2 * 103 * n, "reading again costs at most one token's work per token on average"
+    if toggle.get('ponder') != 'latent':  # reading a prompt takes Jacobi iterations
+        assert sum(slots) < 2 * 33 * n, "reading again costs at most one token's work per token on average"
+    close(logits, recompute_in_windows(model, tokens, 3))
 
 
 def test_sliding_with_unequal_prompts(toggle):
     model = make(**{**toggle, 'block_size': 8})
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
-    rows = model.generate(prompts, 20, temperature=0)
+    rows, logits = draw(model, prompts, 20)
     # a short row slides together with the longest: its own first tokens go first only when it has that many
-    assert rows[0].tolist() == model.generate(torch.tensor([prompts[0]]), 20, temperature=0)[0].tolist()
-    for prompt, row in zip(prompts, rows):
-        assert row[:len(prompt)].tolist() == prompt and len(row) == len(prompt) + 20
-        first, total = 0, [0] * (6 - len(prompt)) + row.tolist()
-        for n in range(6, 26):
-            if n - first > 8: first = n - 4
-            seen = total[max(first, 6 - len(prompt)):n]
-            assert total[n] == model(torch.tensor([seen]))[0][0, -1].argmax().item()
+    for prompt, row, got in zip(prompts, rows, logits):
+        left = 6 - len(prompt)
+        close(got, recompute_in_windows(model, [0] * left + row, 6, left)[0])
 
 
 def test_stop_token_cuts_each_row():

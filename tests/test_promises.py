@@ -4,18 +4,12 @@ import math
 import naive
 import pytest
 import torch
-from conftest import ONE_EACH, TOGGLES, make
+from conftest import ONE_EACH, TOGGLES, close, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from memory import RaggedCache
 from model import GPT, GPTConfig
-
-
-def close(a, b, tol=1e-10):
-    """Equal up to tol where finite, and infinite at the same places."""
-    assert torch.equal(a.isfinite(), b.isfinite())
-    assert (a - b)[a.isfinite()].abs().max() < tol
 
 
 def differ(a, b, by=1e-4):
@@ -127,7 +121,8 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
 @pytest.mark.parametrize('name', ONE_EACH)
 def test_compiled_blocks_change_nothing(name, idx):
     toggle = TOGGLES[name]
-    model = make(**{**toggle, 'n_layer': 3, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {})})
+    few = {'ponder_steps': 1, **({'jacobi_iters': 2} if toggle['ponder'] == 'latent' else {})} if 'ponder' in toggle else {}
+    model = make(**{**toggle, 'n_layer': 3, **few})
     want = gradients(model, idx)
     torch._dynamo.reset()  # forget what other tests compiled
     # this backend traces and differentiates as on a GPU, but needs no compiler
