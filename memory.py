@@ -3,11 +3,13 @@ What attention may read. Attention asks one object:
 
     k, v = memory.update(layer, k, v)    this pass's keys and values (B, nkv, S, hd) in, all that the pass may read out
     memory.mask(S, device)               which of those each of the S queries reads: bool (B or 1, 1, S, readable), or None
-                                         for "itself and all before it"
+                                         for "itself and all before it", or [(n, bool (s, n)), ...]: for the first s
+                                         queries, the next, .., what they read of the first n
 
     KVCache         generation where every token takes the same slots      plain, embedding, loop, pause, latent
     RaggedCache     generation where it does not                           chain, and everything that halts
-    StepMemory      training, steps that read the steps before             chain, router
+    ChainMemory     training, steps that read the steps before             chain
+    StepMemory      the same where tokens take different numbers of them   router
     FrozenMemory    training, tokens that stopped and are still read       gate
 
 `Active` is the other half of halting: it picks the slots that still think out of a batch, and puts them back.
@@ -154,6 +156,24 @@ class StepMemory(PassMemory):
 
     def join(self, before, new):
         return torch.cat((before, new), 2)
+
+
+class ChainMemory(PassMemory):
+    """
+    StepMemory where all T tokens take all steps. Keys stand in the order of time, x_0 z_0 .. x_1 z_1 .., so that QUERIES
+    tokens together read a prefix of them: half of the work at long T, and no mask of all queries times all keys.
+    """
+    QUERIES = 256
+
+    def __init__(self, n_layer, time, before=None):
+        super().__init__(n_layer, before)
+        self.steps = n = before.steps + 1 if before else 1
+        if not before: return
+        ends = [*range(self.QUERIES, len(time), self.QUERIES), len(time)]
+        self.seen = [(end * n, time[:end].repeat_interleave(n) <= some[:, None]) for end, some in zip(ends, time.split(self.QUERIES))]
+
+    def join(self, before, new):
+        return torch.cat((before.unflatten(2, (-1, self.steps - 1)), new.unsqueeze(3)), 3).flatten(2, 3)
 
 
 class FrozenMemory(PassMemory):

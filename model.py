@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memory import Active, FrozenMemory, KVCache, RaggedCache, StepMemory, awake, with_key_bias
+from memory import Active, ChainMemory, FrozenMemory, KVCache, RaggedCache, StepMemory, awake, with_key_bias
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -158,8 +158,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.dropout, self.depth_mode = config.dropout, config.depth_mode
-        # queries, keys and values in one matmul
-        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=False)
+        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=False)  # q, k, v in one matmul
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
@@ -175,11 +174,13 @@ class Attention(nn.Module):
         v = depth_attention(q, k, v, sources, self.depth_mode)  # without sources: v itself
         new = (k, v)
         if bias is not None: q, k, v = with_key_bias(q, k, v, bias)
-        if memory is not None:
-            k, v = memory.update(self.layer, k, v)             # (B, nkv, everything readable, hd)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and S > 1,  # one new slot reads all there is
-            dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5, enable_gqa=self.n_head != self.n_kv_head)
+        if memory is not None: k, v = memory.update(self.layer, k, v)  # (B, nkv, everything readable, hd)
+        attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0,
+                         scale=self.head_dim ** -0.5, enable_gqa=self.n_head != self.n_kv_head)
+        if isinstance(mask, list):  # a group of queries after the other, each with as many keys as it can need (ChainMemory)
+            groups = zip(q.split([seen.size(0) for _, seen in mask], 2), mask)
+            y = torch.cat([attend(some, k[:, :, :n], v[:, :, :n], attn_mask=seen) for some, (n, seen) in groups], 2)
+        else: y = attend(q, k, v, attn_mask=mask, is_causal=mask is None and S > 1)  # one new slot reads all there is
         return self.c_proj(y[..., :self.head_dim].transpose(1, 2).reshape(B, S, -1)), new
 
 
@@ -339,7 +340,7 @@ def chain(gpt, x, pos, memory, jacobi):
     cache, read = memory[0], None
     everyone = Active(awake(x, pos, cache), gather=cache is not None)
     for step in range(gpt.config.ponder_steps + 1):
-        read = cache.open(everyone, pos, step) if cache is not None else StepMemory(gpt.config.n_layer, pos[None], read)
+        read = cache.open(everyone, pos, step) if cache is not None else ChainMemory(gpt.config.n_layer, pos, read)
         x = everyone.put(x, gpt.trunk(everyone.take(x), everyone.take(pos), read))
     return x
 
@@ -517,9 +518,8 @@ HALTING = {'gate': gate, 'mask': mask, 'router': router}
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
-# At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and their gradient as much again. But the gradient,
-# softmax - onehot, is known as soon as the logits are. So forward turns the logits of a chunk of rows into its share of
-# dL/dh and dL/dW, and drops them: nothing large is kept, nothing is computed twice, and backward only scales.
+# At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and their gradient is as large. It is softmax - onehot,
+# known as soon as the logits are: forward turns a chunk of them into its share of dL/dh and dL/dW. Backward only scales.
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean of -log softmax(h W^T)[target] over the rows of h (N,C), without ever holding all logits."""
@@ -604,7 +604,7 @@ class GPT(nn.Module):
 
     def blocks(self, x, pos, memory=None, bias=None, earlier=None):
         """`trunk` without the final norm. earlier: for each layer the (k, v) of earlier loops; this one's are appended."""
-        mask = memory.mask(x.size(1), x.device) if memory is not None else None  # (B or 1, 1, S, readable slots) bool, or None
+        mask = memory.mask(x.size(1), x.device) if memory is not None else None  # see memory.py
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         anchors = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
         for layer, block in enumerate(self.h):

@@ -5,7 +5,7 @@ import torch
 from conftest import TOGGLES, make
 from test_promises import close, differ, gradients, targets
 
-from memory import PassMemory
+from memory import ChainMemory, PassMemory
 from model import GPTConfig
 
 TOKENS = [3, 14, 15, 9, 26]
@@ -166,8 +166,10 @@ def test_reading_a_prompt_exactly():
 
 # chain
 
-def test_chain_equals_one_attention_over_all_slots(idx):
-    """Stepwise with reused keys equals a flat pass with the two-dimensional mask, once the states are known."""
+@pytest.mark.parametrize('group', [256, 5])
+def test_chain_equals_one_attention_over_all_slots(idx, monkeypatch, group):
+    """Stepwise with reused keys, queries together or in groups, equals a flat pass with the two-dimensional mask, once the states are known."""
+    monkeypatch.setattr(ChainMemory, 'QUERIES', group)
     model = make(ponder='chain', ponder_steps=2)
     states = [model.embed(idx)]
     trunk = model.trunk
@@ -178,6 +180,26 @@ def test_chain_equals_one_attention_over_all_slots(idx):
     memory.seen = ((t[None] <= t[:, None]) & (k[None] <= k[:, None]))[None, None]
     flat = trunk(torch.cat(states[:3], 1), t, memory)
     close(flat[:, -13:], final)
+
+
+@pytest.mark.parametrize('depth_attn', [False, True])
+def test_groups_of_queries_change_nothing(idx, monkeypatch, depth_attn):
+    model = make(ponder='chain', ponder_steps=2, depth_attn=depth_attn, n_kv_head=2)
+    calls, attention = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr('torch.nn.functional.scaled_dot_product_attention', lambda q, k, v, **options: calls.append((q.size(2), k.size(2))) or attention(q, k, v, **options))
+
+    def learn(group):
+        monkeypatch.setattr(ChainMemory, 'QUERIES', group)
+        calls.clear(), model.zero_grad()
+        model(idx, idx)[1].backward()
+        return [p.grad.clone() for p in model.parameters()], calls[::5]  # of each step's first layer
+
+    want, together = learn(13)
+    assert together == [(13, 13), (13, 26), (13, 39)]
+    for group, apart in ((5, [(5, 10), (5, 20), (3, 26)]), (12, [(12, 24), (1, 26)])):
+        got, _ = learn(group)
+        for a, b in zip(got, want): close(a, b, 1e-12)
+        assert calls[5:5 + len(apart)] == apart  # the second step's first layer: no query reads, or is masked against, later groups
 
 
 def test_first_step_is_the_plain_gpt(idx):
