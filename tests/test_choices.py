@@ -6,7 +6,7 @@ from conftest import TOGGLES, make, save
 from tools import choices
 
 
-@pytest.fixture(params=['gate', 'gate_depth', 'router', 'router_depth'])
+@pytest.fixture(params=['gate', 'gate_depth', 'router', 'router_depth', 'mask', 'mask2_depth'])
 def model(request):
     return make(**TOGGLES[request.param])
 
@@ -21,17 +21,22 @@ def test_told_its_own_choice_it_is_the_same(model):
         model.config.halt_tau = tau
         loss, passes = choices.nats(model, ROWS)
         told, taken = choices.nats(other, ROWS, deal, passes)
-        assert loss == pytest.approx(told, abs=1e-10) and torch.equal(passes, taken)
+        assert torch.equal(passes, taken)
+        if model.config.halting != 'mask': assert loss == pytest.approx(told, abs=1e-10)
+        # `mask` leaves out what it cuts, the copy scales up the rest: of a thought of 0.01 % nothing is to be seen
+        elif tau == 1e-4: assert loss == pytest.approx(told, abs=1e-3)
         seen.append((loss, passes.double().mean()))
     assert len(set(seen)) == 3  # the thresholds do differ
 
 
-def test_all_and_one_are_thresholds_too(model):
+def test_all_passes_are_threshold_0_and_one_is_the_plain_gpt(model):
     other, deal = choices.obedient(model)
-    for tau, n in ((0, 3), (1, 1)):
-        model.config.halt_tau = tau
+    model.config.halt_tau = 0
+    everything, _ = choices.nats(model, ROWS)
+    plain = model.loss(model.trunk(model.embed(ROWS[:, :-1]), torch.arange(17)), ROWS[:, 1:]).item()
+    for want, n in ((everything, model.config.ponder_steps + 1), (plain, 1)):
         loss, taken = choices.nats(other, ROWS, deal, torch.full((10, 17), n))
-        assert choices.nats(model, ROWS)[0] == pytest.approx(loss, abs=1e-10) and (taken == n).all()
+        assert want == pytest.approx(loss, abs=1e-10) and (taken == n).all()
 
 
 def test_a_lot_takes_the_same_passes_elsewhere(model):

@@ -5,7 +5,8 @@ What the choices of a halting model are worth: its validation loss, and that of 
 
 Each line has one halt_tau: the mean passes per token, the loss with the passes that the model chose, and the loss with the same
 numbers of passes handed out to the tokens by lot. The last lines give every token the same number. Weights
-stay as they are: what differs is who gets the passes. For 'gate' and 'router'; 'mask' weighs its output by what it chooses by.
+stay as they are: what differs is who gets the passes. ('mask' weighs its thoughts by the probabilities it chooses by: those of
+the thoughts that are left are scaled to a sum of 1, in all columns.)
 """
 
 import copy
@@ -41,7 +42,7 @@ class ChoiceSettings:
 
 
 class Told(nn.Module):
-    """In the place of a trained gate or router: keeps its numbers, but lets tokens go on as long as deal['passes'] (B,T) says."""
+    """In the place of a trained gate or the router of a chain: keeps its numbers, but lets tokens go on as long as deal['passes'] (B,T) says."""
 
     def __init__(self, own, deal):
         super().__init__()
@@ -53,11 +54,22 @@ class Told(nn.Module):
         return torch.where(on, self.own(h).clamp(min=self.deal['floor']), -torch.inf)
 
 
+class ToldAtOnce(Told):
+    """The same for the router of 'mask', which says before the first thought how many there will be."""
+
+    def forward(self, h):
+        logits = self.own(h)                                            # (B,T,K+1)
+        logits = logits.clamp(min=logits.amax(-1, keepdim=True) + self.deal['floor'])
+        later = torch.arange(logits.size(-1), device=h.device) >= self.deal['passes'][..., None]
+        return logits.masked_fill(later, -torch.inf)
+
+
 def obedient(model):
-    """A copy of a model with 'gate' or 'router' that takes the passes it is told, and the dict by which to tell it."""
+    """A copy of a halting model that takes the passes it is told, and the dict by which to tell it."""
     model = copy.deepcopy(model)
     model.config.halt_tau, deal = 1e-37, {'floor': -80 / model.config.ponder_steps}  # e^-80 = 2e-35: no token stops by itself
-    if model.config.halting == 'gate': model.gates = nn.ModuleList(Told(gate, deal) for gate in model.gates)
+    if model.config.halting == 'mask': model.router = ToldAtOnce(model.router, deal)
+    elif model.config.halting == 'gate': model.gates = nn.ModuleList(Told(gate, deal) for gate in model.gates)
     else: model.router, model.dense = Told(model.router, deal), True
     return model, deal
 
@@ -76,14 +88,15 @@ def nats(model, rows, deal=None, passes=None):
 def main(argv):
     s, model, _, settings = open_one(argv, __doc__.strip(), ChoiceSettings, "python tools/choices.py out/halting_router")
     c, device, data_dir = model.config, model.wte.weight.device, settings['data_dir']
-    if c.halting not in ('gate', 'router'): raise UserError(f"this model has halting={c.halting!r}: name one with 'gate' or 'router'")
+    if c.halting == 'none': raise UserError("this model has halting='none': name one with 'gate', 'router' or 'mask'")
     val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir), c.block_size), obedient(model)
     rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)
     draw = torch.Generator().manual_seed(s.seed)
     print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n")
     print(f"halt_tau  passes  chosen  by lot (lowest to highest of {s.lots})")
     for c.halt_tau in map(float, s.taus.split(',')):
-        loss, passes = nats(model, rows)
+        _, passes = nats(model, rows)
+        loss, _ = nats(other, rows, deal, passes)
         orders = [torch.randperm(passes.numel(), generator=draw).to(device) for _ in range(s.lots)]
         lots = [nats(other, rows, deal, passes.flatten()[order].view_as(passes))[0] for order in orders]
         spread = f"{statistics.mean(lots):7.4f} ({min(lots):.4f} to {max(lots):.4f})"
