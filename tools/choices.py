@@ -42,7 +42,7 @@ class ChoiceSettings:
 
 
 class Told(nn.Module):
-    """In the place of a trained gate or the router of a chain: keeps its numbers, but lets tokens go on as long as deal['passes'] (B,T) says."""
+    """In the place of a trained gate, or a chain's router: keeps its numbers, but tokens go on as long as deal['passes'] (B,T) says."""
 
     def __init__(self, own, deal):
         super().__init__()
