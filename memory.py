@@ -47,8 +47,7 @@ class KVCache:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
             self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
         end = self.length + k.size(2)
-        if end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} slots and slot {end} was asked for: make it larger, or slide")
+        if end > self.capacity: raise ValueError(f"the cache holds {self.capacity} slots and slot {end} is needed: make it larger, or slide")
         self.k[layer][:, :, self.length:end], self.v[layer][:, :, self.length:end] = k.detach(), v.detach()
         if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
@@ -161,7 +160,7 @@ class StepMemory(PassMemory):
 class ChainMemory(PassMemory):
     """
     StepMemory where all T tokens take all steps. Keys stand in the order of time, x_0 z_0 .. x_1 z_1 .., so that QUERIES
-    tokens together read a prefix of them: half of the work at long T, and no mask of all queries times all keys.
+    tokens together read a prefix of them: half of the work at long T, and one mask of QUERIES times all keys.
     """
     QUERIES = 256
 
@@ -169,8 +168,9 @@ class ChainMemory(PassMemory):
         super().__init__(n_layer, before)
         self.steps = n = before.steps + 1 if before else 1
         if not before: return
-        ends = [*range(self.QUERIES, len(time), self.QUERIES), len(time)]
-        self.seen = [(end * n, time[:end].repeat_interleave(n) <= some[:, None]) for end, some in zip(ends, time.split(self.QUERIES))]
+        last = time.repeat_interleave(n) <= time[-self.QUERIES:, None]  # what the last group reads; the others see the same, shifted
+        groups = zip(range(0, len(time), self.QUERIES), [*range(self.QUERIES, len(time), self.QUERIES), len(time)])
+        self.seen = [(end * n, last[begin - end:, (len(time) - end) * n:]) for begin, end in groups]
 
     def join(self, before, new):
         return torch.cat((before.unflatten(2, (-1, self.steps - 1)), new.unsqueeze(3)), 3).flatten(2, 3)

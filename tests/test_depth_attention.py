@@ -4,8 +4,8 @@ import math
 import naive
 import pytest
 import torch
-from conftest import make
-from test_promises import close, differ
+from conftest import close, make
+from test_promises import differ
 
 from memory import KVCache
 from model import GPTConfig, apply_rope, depth_attention, rope_table

@@ -1,5 +1,4 @@
 """tools/explain.py says what the model does."""
-
 import pytest
 import torch
 from conftest import make, save

@@ -5,8 +5,8 @@ import naive
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make
-from test_promises import close, differ, targets
+from conftest import close, make
+from test_promises import differ, targets
 
 from memory import with_key_bias
 from model import GPTConfig, penalty

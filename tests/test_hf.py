@@ -1,5 +1,4 @@
 """Hugging Face folders: read, written, refused. Their own model code is compared where transformers is installed."""
-
 import pytest
 import torch
 from conftest import make

@@ -2,8 +2,8 @@
 import naive
 import pytest
 import torch
-from conftest import TOGGLES, make
-from test_promises import close, differ, gradients, targets
+from conftest import TOGGLES, close, make
+from test_promises import differ, gradients, targets
 
 from memory import ChainMemory, PassMemory
 from model import GPTConfig

@@ -34,9 +34,8 @@ def start(small_data, tmp_path):
 
 @pytest.mark.parametrize('toggle', ONE_EACH)
 def test_two_ranks_equal_one(run_train, start, tmp_path, toggle):
-    short = ['--max_steps=5', '--log_interval=5']
-    one = run_train('one', *options(toggle), *short)
-    finish(start('two', *options(toggle), *short, world=2), str(tmp_path / 'two.log'))
+    one = run_train('one', *options(toggle))
+    finish(start('two', *options(toggle), world=2), str(tmp_path / 'two.log'))
     same_weights(one, load_checkpoint(str(tmp_path / 'two')), 2e-5)
     read = lambda name: [json.loads(line) for line in open(tmp_path / name / 'log.jsonl')]
     assert len(read('one')) == len(read('two')) == 3

@@ -121,8 +121,7 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
 @pytest.mark.parametrize('name', ONE_EACH)
 def test_compiled_blocks_change_nothing(name, idx):
     toggle = TOGGLES[name]
-    few = {'ponder_steps': 1, **({'jacobi_iters': 2} if toggle['ponder'] == 'latent' else {})} if 'ponder' in toggle else {}
-    model = make(**{**toggle, 'n_layer': 3, **few})
+    model = make(**{**toggle, 'n_layer': 3, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {})})
     want = gradients(model, idx)
     torch._dynamo.reset()  # forget what other tests compiled
     # this backend traces and differentiates as on a GPU, but needs no compiler

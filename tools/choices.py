@@ -4,9 +4,9 @@ What the choices of a halting model are worth: its validation loss, and that of 
     python tools/choices.py out/halting_router
 
 Each line has one halt_tau: the mean passes per token, the loss with the passes that the model chose, and the loss with the same
-numbers of passes handed out to the tokens by lot. The last lines give every token the same number. Weights
-stay as they are: what differs is who gets the passes. ('mask' weighs its thoughts by the probabilities it chooses by: those of
-the thoughts that are left are scaled to a sum of 1, in all columns.)
+numbers of passes handed out to the tokens by lot. The last lines give every token the same number. Weights stay as they are:
+what differs is who gets the passes. ('mask' weighs its thoughts by the probabilities it chooses by: those of the thoughts that are
+left are scaled to a sum of 1, in all columns.)
 """
 
 import copy
@@ -96,7 +96,7 @@ def main(argv):
     print(f"halt_tau  passes  chosen  by lot (lowest to highest of {s.lots})")
     for c.halt_tau in map(float, s.taus.split(',')):
         _, passes = nats(model, rows)
-        loss, _ = nats(other, rows, deal, passes)
+        loss, _ = nats(other, rows, deal, passes)  # the same model for chosen and lots, or 'mask' would differ by its scale
         orders = [torch.randperm(passes.numel(), generator=draw).to(device) for _ in range(s.lots)]
         lots = [nats(other, rows, deal, passes.flatten()[order].view_as(passes))[0] for order in orders]
         spread = f"{statistics.mean(lots):7.4f} ({min(lots):.4f} to {max(lots):.4f})"
