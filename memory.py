@@ -47,7 +47,7 @@ class KVCache:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
             self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
         end = self.length + k.size(2)
-        if end > self.capacity: raise ValueError(f"the cache holds {self.capacity} slots and slot {end} is needed: make it larger, or slide")
+        if end > self.capacity: raise ValueError(f"the cache holds {self.capacity} slots, but {end} are needed: make it larger, or slide")
         self.k[layer][:, :, self.length:end], self.v[layer][:, :, self.length:end] = k.detach(), v.detach()
         if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
