@@ -75,14 +75,18 @@ class RaggedCache:
 
     def __init__(self, n_layer, start=None):
         self.k, self.v, self.start = [None] * n_layer, [None] * n_layer, start
-        self.tokens, self.time = 0, None
+        self.tokens, self.time, self.bias = 0, None, None
 
-    def open(self, active, time, step=0):
-        """Make room for a pass over `active` slots of the times (S,); returns self, a memory for this pass."""
+    def open(self, active, time, step=0, bias=None):
+        """
+        Make room for a pass over `active` slots of the times (S,) or (B,S) in a step, one for all or (r,n). bias (r,n): added to
+        all scores of these keys, now and later. Returns self, a memory for this pass.
+        """
         if self.time is None:
             self.used = torch.zeros(active.shape[0], dtype=torch.long, device=time.device)   # slots of each row
             self.time, self.step, self.until = (self.used.new_zeros(len(self.used), 0) for _ in range(3))
         self.rows, time = active.rows, active.time(time)                                      # (r,), (r,n)
+        step = torch.as_tensor(step, device=time.device).expand_as(time)
         self.place = self.used[self.rows, None] + torch.arange(time.size(1), device=time.device)  # (r,n)
         self.now, self.end = step, int(self.place.max()) + 1
         if self.end > self.time.size(1):                                                      # grow by doubling
@@ -92,7 +96,13 @@ class RaggedCache:
         self.time[here], self.step[here], self.until[here] = time, step, NEVER
         self.used[self.rows] += active.valid.sum(1)  # padding stands last and is written over
         key_time, key_step, key_until = (t[self.rows, None, :self.end] for t in (self.time, self.step, self.until))
-        self.seen = ((key_time <= time[..., None]) & (key_step <= step) & (key_until > step))[:, None]  # (r,1,n,end)
+        time, step = time[..., None], step[..., None]                                         # (r,n,1)
+        self.seen = ((key_time <= time) & (key_step <= step) & (key_until > step))[:, None]   # (r,1,n,end)
+        if bias is not None:
+            if self.bias is None: self.bias = bias.new_zeros(len(self.used), 0)
+            self.bias = F.pad(self.bias, (0, self.time.size(1) - self.bias.size(1)))
+            self.bias[here] = bias
+            self.seen = torch.where(self.seen, self.bias[self.rows, None, None, :self.end], -math.inf)
         return self
 
     def mask(self, S, device):
@@ -112,7 +122,7 @@ class RaggedCache:
 
     def replace(self, which):
         """Those of the last pass's slots (r,n) will have a successor in the next step, which is then read in their place."""
-        self.until[self.rows[:, None].expand_as(self.place)[which], self.place[which]] = self.now + 1
+        self.until[self.rows[:, None].expand_as(self.place)[which], self.place[which]] = self.now[which] + 1
 
     def forget(self, since):
         """Drop all slots of times from `since` on."""
@@ -148,8 +158,9 @@ class PassMemory:
 class StepMemory(PassMemory):
     """Each step of a chain reads its own slots and those of the steps before, up to its token's time (1 or B, n)."""
 
-    def __init__(self, n_layer, time, before=None):
+    def __init__(self, n_layer, active, pos, before=None):
         super().__init__(n_layer, before)
+        time = active.time(pos)
         self.time = time if before is None else torch.cat((before.time, time), 1)
         if before: self.seen = self.time[:, None, None, :] <= time[:, None, :, None]    # (1 or B, 1, n, keys)
 
@@ -177,11 +188,11 @@ class ChainMemory(PassMemory):
 
 
 class FrozenMemory(PassMemory):
-    """Tokens that are not `active` (B,S) keep the keys and values of the pass before."""
+    """Tokens that are not `active` keep the keys and values of the pass before."""
 
-    def __init__(self, n_layer, active, before=None):
+    def __init__(self, n_layer, active, pos, before=None):
         super().__init__(n_layer, before)
-        self.active = active
+        self.active = active.valid                                                      # (B,S)
 
     def join(self, before, new):
         return torch.where(self.active[:, None, :, None], new, before)
@@ -195,46 +206,3 @@ def with_key_bias(q, k, v, bias):
     """
     own = (bias * math.sqrt(k.size(-1))).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)
     return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, own), -1), (0, 7)), F.pad(v, (0, 8))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# who still thinks
-
-def awake(x, pos, cache):
-    """(B,T) bool: all slots but the padding on the left of short prompts."""
-    real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-    return real if cache is None or cache.start is None else real & (pos >= cache.start[:, None])
-
-
-class Active:
-    """
-    The slots of (B,S) where `active` is True, as a rectangle (r,n): row i holds those of one row in their order, and
-    padding where `valid` is False. drop_rows leaves out rows without any; otherwise r = B. With gather=False the
-    rectangle is (B,S) itself: nothing is saved, but shapes stay the same.
-    """
-
-    def __init__(self, active, gather=True, drop_rows=False):
-        (B, S), self.shape, self.valid = active.shape, active.shape, active
-        self.rows = torch.arange(B, device=active.device)                                                  # (r,)
-        self.gather = gather and not active.all()  # nothing to gather: nothing to copy
-        if not self.gather: return
-        if drop_rows: self.rows = active.any(1).nonzero()[:, 0]
-        n = int(active.sum(1).max())
-        self.slots = active[self.rows].byte().argsort(dim=1, descending=True, stable=True)[:, :n]              # (r,n)
-        self.index = self.rows[:, None] * S + self.slots                                                   # of (B S)
-        self.valid = active.flatten()[self.index]                                                          # (r,n)
-
-    def take(self, x):
-        """(B,S,...) or (S,) -> (r,n,...)"""
-        if not self.gather: return x
-        if x.dim() == 1: return x[self.slots]
-        return x.flatten(0, 1).index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
-
-    def put(self, x, new):
-        """x (B,S,...) with new (r,n,...) in these slots."""
-        if not self.gather: return torch.where(self.valid.view(*self.shape, *[1] * (x.dim() - 2)), new.to(x.dtype), x)
-        return x.flatten(0, 1).index_copy(0, self.index[self.valid], new[self.valid].to(x.dtype)).view_as(x)
-
-    def time(self, pos):
-        """(r,n): the positions, and NEVER for padding."""
-        return torch.where(self.valid, self.take(pos), NEVER)

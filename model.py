@@ -7,7 +7,8 @@ attention, SwiGLU, no biases. One seam carries every mechanism, "embeddings in, 
     embed(idx) -> x (B,T,C)        trunk(x, pos) -> h (B,T,C)        head(h) -> logits (B,T,V)
 
 A mechanism is one block of code that decides how often, and on what, the trunk is called. Depth-Attention is the
-exception: it lives inside the trunk. What attention may read, such as a cache, is an object of memory.py.
+exception: it lives inside the trunk. What attention may read, such as a cache, is an object of memory.py; which tokens
+still think is kept by thinking.py.
 
 Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention, the functions under "pondering" and "halting"
 (the mechanisms), GPT.blocks, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss.
@@ -26,7 +27,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memory import Active, ChainMemory, FrozenMemory, KVCache, RaggedCache, StepMemory, awake, with_key_bias
+from memory import ChainMemory, FrozenMemory, KVCache, RaggedCache, StepMemory, with_key_bias
+from thinking import Active, Thinking, awake, run_ahead, run_in_step
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -370,8 +372,9 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# halting: three of the modes above with a number of steps for each token. The functions have the same arguments and result, and
-# leave gpt.steps (B,T), the passes each token took, and gpt.trace for `penalty`. With a cache, no token computes more than that
+# halting: three of the modes above with a number of steps for each token. The functions have the same arguments, but return a
+# Thinking (thinking.py): it calls their `think`, one pass over the slots that go on, until none does. That leaves gpt.steps
+# (B,T), the passes each token took; in training gpt.trace is for `penalty`. With a cache, no token computes more than that
 # (a prompt read by the iterations of `mask` apart).
 
 # AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
@@ -389,24 +392,23 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
-    c, cache, read = gpt.config, memory[0], None
-    h, m = torch.zeros_like(x), awake(x, pos, cache)                        # (B,T,C), (B,T)
-    gpt.steps, s = m.long(), None
-    for i in range(c.ponder_steps + 1):
-        a = Active(m, gather=cache is not None, drop_rows=True)
-        if i: x = a.put(x, a.take(x) + a.take(s)[..., None] * gpt.mixture(a.take(h)))
-        read = cache.open(a, pos, i) if cache is not None else FrozenMemory(c.n_layer, m, read)
-        h = a.put(h, gpt.trunk(a.take(x), a.take(pos), read))
-        if i == c.ponder_steps: break
-        s_i = gpt.wide(gpt.gates[i], a.take(h)).squeeze(-1).sigmoid()       # (r,n)
-        gpt.trace.append(s_i)
-        s = a.put(s_i.new_zeros(m.shape), s_i)
-        if not gpt.training or gpt.progress >= c.halt_start: m = m & (s >= c.halt_tau)
-        gpt.steps = gpt.steps + m
-        if cache is not None:
-            cache.replace(a.take(m) & a.valid)
-            if not m.any(): break
-    return h
+    c, cache = gpt.config, memory[0]
+
+    def think(trunk, a, k, x, s, h):                                        # (r,n,C), (r,n), (r,n,C)
+        if torch.as_tensor(k).any(): x = x + (s[..., None] * gpt.mixture(h)).to(x.dtype)  # nothing to mix before a first pass
+        h = trunk(x)
+        steps = k.unique().tolist() if cache is not None else [k]           # slots at different steps: each asks its own gate
+        gates = ((k == i) * gpt.wide(gpt.gates[i], h).squeeze(-1).sigmoid() for i in steps if i < c.ponder_steps)
+        s = sum(gates, torch.zeros_like(s))
+        on = (s >= c.halt_tau) & (k < c.ponder_steps)
+        if gpt.training:
+            if k < c.ponder_steps: gpt.trace.append(s)
+            if gpt.progress < c.halt_start: on = a.valid & (k < c.ponder_steps)
+        if cache is not None: cache.replace(on & a.valid)
+        return (x, s, h), on
+
+    s = x.new_zeros(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
+    return Thinking(gpt, think, pos, cache, (x, s, torch.zeros_like(x)), FrozenMemory, gather=cache is not None)
 
 
 # PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023), on ponder='latent'
@@ -425,42 +427,42 @@ def mask(gpt, x, pos, memory, jacobi):
     """PonderLM-3: a router says up front how many latents a token needs; the others fade in training and are cut elsewhere."""
     (B, T, _), K, cache = x.shape, gpt.config.ponder_steps, memory[0]
     real, log_tau = awake(x, pos, cache), math.log(min(max(gpt.config.halt_tau, 1e-300), 1))
-    s, log_w, kept = None, x.new_zeros(B, T, K + 1), real[..., None].expand(B, T, K + 1)  # before a router spoke
+    s = log_w = x.new_zeros(B, T, K + 1, dtype=torch.promote_types(x.dtype, torch.float32))  # before a router spoke
 
-    def route(h):                                           # h_t^(0) -> s, log w, and which slots are kept
+    def route(h):                                           # h_t^(0) -> s and log w
         log_s = gpt.wide(gpt.router, h).log_softmax(-1)     # (B,T,K+1)
         log_w = F.pad(log_s[..., 1:].flip(-1).logcumsumexp(-1).flip(-1), (1, 0))  # tail sums without leaving log space; w_0 = 1
-        return log_s.exp(), log_w, real[..., None] & (log_w >= log_tau)
+        return log_s.exp(), log_w
 
     def run(slots):                                         # [(B,T,C)] * n -> the hidden state of each
         n, flat = len(slots), interleave(slots)
-        at, bias, keep = pos.repeat_interleave(n), log_w[..., :n].flatten(1), kept[..., :n].flatten(1)
+        at, bias = pos.repeat_interleave(n), log_w[..., :n].flatten(1)
+        keep = real.repeat_interleave(n, 1) & (bias >= log_tau)
         if cache is None:
             h = gpt.trunk(flat, at, bias=bias if gpt.training else bias.masked_fill(~keep, -math.inf))
         else:
             cache.forget(pos[0] * (K + 1))                  # what the last sweep wrote was a guess
             a, time = Active(keep), at * (K + 1) + torch.arange(n, device=x.device).repeat(T)
-            h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), cache.open(a, time), bias=a.take(bias)))
+            read = cache.open(a, time, bias=a.take(bias).to(x.dtype))
+            h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), read))
         return h.unflatten(1, (T, n)).unbind(2)
 
-    if cache is not None and T == 1:                        # decoding: the recursion itself
-        h = []
-        for k in range(K + 1):
-            a = Active(kept[..., k], drop_rows=True)
-            read = cache.open(a, pos * (K + 1) + k)
-            x = a.put(x, gpt.trunk(a.take(x), a.take(pos), read, bias=a.take(log_w[..., k])))
-            h.append(x)
-            if k == 0: s, log_w, kept = route(x)
-            if not kept[..., k + 1:].any(): break
-    else:
-        h = run([x])
-        for p in range(K + jacobi):
-            s, log_w, kept = route(h[0])
-            h = run([x, *h[:min(p + 1, K)]])
-        s, log_w, kept = route(h[0])
+    def think(trunk, a, k, x, s, log_w, out):               # decoding, slot k: the recursion itself
+        of = lambda t, k: t.gather(-1, k[..., None])[..., 0]  # (r,n,K+1) at k (r,n) -> (r,n)
+        h = trunk(x, of(log_w, k).to(x.dtype))
+        s, log_w = (torch.where((k == 0)[..., None], new, old) for new, old in zip(route(h), (s, log_w)))
+        return (h, s, log_w, out + of(s, k)[..., None] * h), of(log_w, (k + 1).clamp(max=K)) >= log_tau
+
+    if cache is not None and T == 1: return Thinking(gpt, think, pos, cache, (x, s, log_w, torch.zeros_like(x, dtype=s.dtype)), flat=True)
+    h = run([x])
+    for p in range(K + jacobi):
+        s, log_w = route(h[0])
+        h = run([x, *h[:min(p + 1, K)]])
+    s, log_w = route(h[0])
+    kept = real[..., None] & (log_w >= log_tau)
     gpt.steps = kept.sum(-1)
-    gpt.trace.append(s)
-    if not gpt.training: s = s * kept
+    if gpt.training: gpt.trace.append(s)
+    else: s = s * kept
     return sum(s[..., k, None] * h_k for k, h_k in enumerate(h)).to(x.dtype)
 
 
@@ -478,23 +480,19 @@ def mask(gpt, x, pos, memory, jacobi):
 
 def router(gpt, x, pos, memory, jacobi):
     """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
-    c, cache, read = gpt.config, memory[0], None
-    active = awake(x, pos, cache)                                           # (B,T)
-    reach = x.new_ones(active.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-    out, gpt.steps = x.new_zeros(x.shape, dtype=reach.dtype), torch.zeros_like(active, dtype=torch.long)
-    for k in range(c.ponder_steps + 1):
-        a = Active(active, gather=cache is not None or not gpt.dense, drop_rows=cache is not None)
-        read = cache.open(a, pos, k) if cache is not None else StepMemory(c.n_layer, a.time(pos), read)
-        z, r = gpt.trunk(a.take(x), a.take(pos), read), a.take(reach)       # (r,n,C), (r,n)
-        g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid() if k < c.ponder_steps else torch.zeros_like(r)
-        on = a.valid & (r * g >= c.halt_tau) & (k < c.ponder_steps)
-        weight = torch.where(on, r * (1 - g), r)
-        out = a.put(out, a.take(out) + weight[..., None] * z)
-        gpt.steps = gpt.steps + active
-        if k < c.ponder_steps: gpt.trace.append((a, z.detach(), g))
-        if not on.any(): break
-        x, reach, active = a.put(x, z), a.put(reach, r * g), a.put(active, on)
-    return out.to(x.dtype)
+    c, cache = gpt.config, memory[0]
+
+    def think(trunk, a, k, x, reach, out):                                  # (r,n,C), (r,n), (r,n,C)
+        z = trunk(x)
+        g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid() * (k < c.ponder_steps)
+        on = (reach * g >= c.halt_tau) & (k < c.ponder_steps)
+        weight = torch.where(on, reach * (1 - g), reach)
+        if gpt.training and k < c.ponder_steps: gpt.trace.append((a, z.detach(), g))
+        return (z, reach * g, out + weight[..., None] * z), on
+
+    reach = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
+    state = x, reach, torch.zeros_like(x, dtype=reach.dtype)
+    return Thinking(gpt, think, pos, cache, state, StepMemory, gather=cache is not None or not gpt.dense)
 
 
 def penalty(gpt, targets):
@@ -580,6 +578,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings: self.lm_head.weight = self.wte.weight
         C, s = config.n_embd, config.ponder_steps
+        self.mechanism = HALTING[config.halting] if config.halting != 'none' and s else PONDER[config.ponder]  # see `hidden`
         if config.ponder == 'pause': self.pause = nn.Parameter(torch.randn(C) * config.init_std)
         mlp = lambda: nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1))
         if config.halting == 'gate': self.gates = nn.ModuleList(mlp() for _ in range(s))
@@ -643,8 +642,8 @@ class GPT(nn.Module):
         pos = torch.arange(begin, begin + idx.size(1), device=idx.device)
         if memory[0]: memory[0].tokens = begin + idx.size(1)
         self.steps, self.trace = None, []
-        think = HALTING[c.halting] if c.halting != 'none' and c.ponder_steps else PONDER[c.ponder]
-        return think(self, self.embed(idx), pos, memory, c.jacobi_iters if jacobi is None else jacobi)
+        h = self.mechanism(self, self.embed(idx), pos, memory, c.jacobi_iters if jacobi is None else jacobi)
+        return h.finish() if isinstance(h, Thinking) else h
 
     def new_memory(self, capacity, start=None):
         """Empty caches for `hidden`, for `capacity` tokens; start (B,): tokens of padding on the left of each row."""
@@ -696,36 +695,37 @@ class GPT(nn.Module):
         prompts: (B,T) tensor, or a list of B sequences of any lengths, none empty or longer than block_size.
         temperature 0 takes the likeliest token; top_k keeps the k likeliest, top_p the fewest that together have
         probability p. `seed` makes the draw repeatable on one device. A row that drew `stop_token` repeats it, and the stream
-        ends when all rows have. `exact`, for 'latent': read the prompt token by token, not by Jacobi iterations.
+        ends when all rows have. `exact`, for 'latent': read the prompt token by token, not by Jacobi iterations. With
+        halting, rows of a batch do not wait for each other; a place is yielded when all are there.
 
         Past block_size: when the window is full, its newer half is read again as if it were the whole text. So a token is
         predicted from block_size / 2 to block_size tokens, exactly as `forward` would, for one slot more per token on average.
         """
         device, capacity = self.wte.weight.device, self.config.block_size
         tokens, start = self._left_pad(prompts, device)                     # (B,T), (B,) or None
-        B, n = tokens.shape
+        (B, n), first = tokens.shape, 0
         tokens = torch.cat((tokens, tokens.new_zeros(B, max_new_tokens)), 1)
         generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
         done = torch.zeros(B, dtype=torch.bool, device=device)
-        passes = 1 if self.config.ponder == 'none' else self.config.ponder_steps + 1
-        memory, first, read = self.new_memory(min(capacity, n + max_new_tokens), start), 0, 0  # read: tokens in memory
+
+        def draw(h, rows):                                                  # (r,C), which rows of the batch -> (r,)
+            token = self._sample(self.head(h), temperature, top_k, top_p, generator)
+            return token if stop_token is None else torch.where(done[rows], stop_token, token)
+
+        decode = run_ahead if self.mechanism in HALTING.values() else run_in_step
         was_training = self.training
         self.eval()
         try:
-            for n in range(n, n + max_new_tokens):
-                if read == capacity:                                        # full: slide
-                    first, read = n - max(1, capacity // 2), 0
-                    memory = self.new_memory(capacity, None if start is None else (start - first).clamp(min=0))
-                chunk = 1 if exact else n                                   # what the memory does not hold yet
-                for part in tokens[:, first + read:n].split(chunk, 1): h = self.hidden(part, memory)
-                read = n - first
-                token = self._sample(self.head(h[:, -1]), temperature, top_k, top_p, generator)
-                if stop_token is not None:
-                    token = torch.where(done, stop_token, token)
+            while n < tokens.size(1):                                       # a window: read what there is, write until it is full
+                end = min(first + capacity + 1, tokens.size(1))
+                memory = self.new_memory(end - first - 1, None if start is None else (start - first).clamp(min=0))
+                for part in tokens[:, first:n].split(1 if exact else n, 1): h = self.hidden(part, memory)
+                for token, passes in decode(self, tokens[:, :end], n, h, memory, draw, stop_token):
+                    yield token, passes
+                    if stop_token is None: continue
                     done |= token == stop_token
-                tokens[:, n] = token
-                yield token, torch.full_like(token, passes) if self.steps is None else self.steps[:, -1]
-                if stop_token is not None and done.all(): return
+                    if done.all(): return
+                n, first = end, end - max(1, capacity // 2)
         finally:
             self.train(was_training)
 

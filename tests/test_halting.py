@@ -96,6 +96,18 @@ def test_stream_reports_the_passes_of_each_token(mode):
 
 
 @pytest.mark.parametrize('mode', MODES)
+def test_rows_of_a_batch_do_not_wait_for_each_other(mode):
+    model = make(**MODES[mode])
+    prompts = torch.tensor([[3, 1, 4], [2, 7, 1], [8, 2, 8], [1, 8, 2]])
+    stream, rows = model.stream(prompts, 12, seed=0), []
+    taken = [next(stream)[1]]  # the prompt
+    model.h[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    taken = torch.stack(taken + [passes for _, passes in stream])[1:]                    # (11,B)
+    assert sum(rows) == taken.sum(), "a pass computes only the rows that think"
+    assert len(rows) == taken.sum(0).max() < taken.max(1).values.sum(), "as many passes as the row that thought most needs"
+
+
+@pytest.mark.parametrize('mode', MODES)
 def test_tau_decides_how_long_tokens_think(mode, idx):
     model, means = make(**MODES[mode]), []
     for tau in (0.0, 0.2, 0.4, 0.6, 1.1):
@@ -129,7 +141,7 @@ def test_gates_let_nobody_halt_before_halt_start(idx):
 
 
 def test_cross_entropy_moves_the_gates_of_those_alone_who_go_on(idx):
-    model = make(**MODES['gate'])
+    model = make(**MODES['gate']).train()
     h = model.hidden(idx)
     gates = list(model.trace)
     grads = torch.autograd.grad(model.loss(h, targets(idx)), gates)

@@ -1,0 +1,153 @@
+"""
+Who still thinks, and who goes on to the next token.
+
+    Active         the slots of a batch that still think, gathered, and put back after a pass
+    Thinking       slots that take passes until each has had enough; what `gate`, `mask` and `router` of model.py return
+    run_in_step    decoding where all rows of a batch get their next token together
+    run_ahead      decoding with halting: a row goes on to its next token while others still think
+"""
+
+import torch
+
+from memory import NEVER
+
+
+def awake(x, pos, cache):
+    """(B,T) bool: all slots but the padding on the left of short prompts."""
+    real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    return real if cache is None or cache.start is None else real & (pos >= cache.start[:, None])
+
+
+class Active:
+    """
+    The slots of (B,S) where `active` is True, as a rectangle (r,n): row i holds those of one row in their order, and
+    padding where `valid` is False. drop_rows leaves out rows without any; otherwise r = B. With gather=False the
+    rectangle is (B,S) itself: nothing is saved, but shapes stay the same.
+    """
+
+    def __init__(self, active, gather=True, drop_rows=False):
+        (B, S), self.shape, self.valid = active.shape, active.shape, active
+        self.rows = torch.arange(B, device=active.device)                                                  # (r,)
+        self.gather = gather and not active.all()  # nothing to gather: nothing to copy
+        if not self.gather: return
+        if drop_rows: self.rows = active.any(1).nonzero()[:, 0]
+        n = int(active.sum(1).max())
+        self.slots = active[self.rows].byte().argsort(dim=1, descending=True, stable=True)[:, :n]              # (r,n)
+        self.index = self.rows[:, None] * S + self.slots                                                   # of (B S)
+        self.valid = active.flatten()[self.index]                                                          # (r,n)
+
+    def take(self, x):
+        """(B,S,...) or (S,) -> (r,n,...)"""
+        if not self.gather: return x
+        if x.dim() == 1: return x[self.slots]
+        return x.flatten(0, 1).index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+    def put(self, x, new):
+        """x (B,S,...) with new (r,n,...) in these slots."""
+        if not self.gather: return torch.where(self.valid.view(*self.shape, *[1] * (x.dim() - 2)), new.to(x.dtype), x)
+        return x.flatten(0, 1).index_copy(0, self.index[self.valid], new[self.valid].to(x.dtype)).view_as(x)
+
+    def time(self, pos):
+        """(r,n): the positions, and NEVER for padding."""
+        return torch.where(self.valid, self.take(pos), NEVER)
+
+
+class Thinking:
+    """
+    Slots (B,T) that take passes until each has had enough, ponder_steps + 1 at most. One pass is
+
+        new, on = think(trunk, a, k, *state)
+
+    a: the Active that picked the slots which still think. trunk(x (r,n,C), bias (r,n) or None): GPT.trunk for these slots.
+    k: the passes they had before, one number for all, or with a cache (r,n). state: what slots carry from pass to pass, each
+    (r,n,..): first the input of the next one, last the hidden state that predicts. on (r,n): who goes on.
+
+    kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped, instead of
+    computing them too. flat: a token's passes are slots of one causal sequence, not steps that read up to themselves.
+    """
+
+    def __init__(self, gpt, think, pos, cache, state, kind=None, gather=True, flat=False):
+        self.gpt, self.think, self.pos, self.cache, self.kind, self.gather, self.flat = gpt, think, pos, cache, kind, gather, flat
+        self.state = self.fresh = state
+        self.active, self.read = awake(state[0], pos, cache), None
+        self.steps = torch.zeros_like(self.active, dtype=torch.long)        # passes of each slot so far
+        self.k = torch.zeros_like(self.steps) if cache is not None else 0
+
+    def advance(self):
+        """One pass; returns the slots whose last it was, (B,T)."""
+        cache, most, was = self.cache, self.gpt.config.ponder_steps, self.active
+        a = Active(was, self.gather, drop_rows=cache is not None)
+        k = self.k if cache is None else a.take(self.k)
+
+        def trunk(x, bias=None):                                            # (r,n,C), (r,n) -> (r,n,C)
+            if cache is None: self.read = self.kind(self.gpt.config.n_layer, a, self.pos, self.read)
+            elif self.flat: self.read = cache.open(a, self.pos * (most + 1) + self.k, bias=bias)
+            else: self.read = cache.open(a, self.pos, k)
+            return self.gpt.trunk(x, a.take(self.pos), self.read)
+
+        new, on = self.think(trunk, a, k, *map(a.take, self.state))
+        self.state = [a.put(old, t) for old, t in zip(self.state, new)]
+        self.active = a.put(was, on & a.valid & (k < most))
+        self.steps, self.k = self.steps + was, self.k + 1
+        return was & ~self.active
+
+    def finish(self):
+        """All passes; returns what predicts the next tokens, (B,T,C). Without `gather` shapes and passes are always the same."""
+        for _ in range(self.gpt.config.ponder_steps + 1):
+            if self.gather and not self.active.any(): break
+            self.advance()
+        self.gpt.steps = self.steps
+        return self.out
+
+    def next(self, which, x):
+        """The slots `which` (B,1) had enough: the next token of their row, embedded in x (B,1,C), takes their place."""
+        self.state = [torch.where(which.view(-1, *[1] * (t.dim() - 1)), new, t) for t, new in zip(self.state, [x, *self.fresh[1:]])]
+        self.pos, self.k, self.steps = self.pos + which, self.k * ~which, self.steps * ~which
+        self.active = self.active | which
+
+    @property
+    def out(self):
+        return self.state[-1].to(self.state[0].dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# decoding
+
+def run_in_step(gpt, tokens, n, h, memory, draw, stop_token):
+    """
+    Fill tokens (B,end) from place n on, one for each row at a time, and yield (token (B,), passes (B,)) of each place.
+    h (B,T,C): the hidden states of what `memory` holds; draw(h, rows): the next tokens of these rows.
+    """
+    passes = tokens.new_full(tokens.shape[:1], 1 if gpt.config.ponder == 'none' else gpt.config.ponder_steps + 1)
+    for n in range(n, tokens.size(1)):
+        tokens[:, n] = draw(h[:, -1], slice(None))
+        yield tokens[:, n], passes
+        if n + 1 < tokens.size(1): h = gpt.hidden(tokens[:, n:n + 1], memory)
+
+
+def run_ahead(gpt, tokens, n, h, memory, draw, stop_token):
+    """
+    The same with halting. In step, a batch would wait for the row that thinks longest: most passes would be for a few rows,
+    and a pass for a few costs nearly as much as one for all. So a row that had enough goes on to its next token at once.
+    A place is yielded as soon as the slowest row is there.
+    """
+    B, end = tokens.shape
+    passes, at = torch.zeros_like(tokens), tokens.new_full((B,), n)          # at: the place each row has come to
+    ready, h, steps = at > 0, h[:, -1], gpt.steps[:, -1]                     # ready: rows whose next token can be drawn
+    last = torch.full((1,), memory[0].tokens - 1, device=tokens.device)      # the position that was read last
+    thinking = gpt.mechanism(gpt, gpt.embed(tokens[:, n - 1:n]), last, memory, 0)
+    thinking.active = torch.zeros_like(thinking.active)                      # all have had enough about that one
+    while True:
+        rows = ready.nonzero()[:, 0]
+        token = draw(h[rows], rows)
+        tokens[rows, at[rows]], passes[rows, at[rows]] = token, steps[rows]
+        at += ready
+        for row in rows[token == stop_token] if stop_token is not None else ():
+            tokens[row, at[row]:], at[row] = stop_token, end                 # it says no more
+        while n < at.min():
+            yield tokens[:, n], passes[:, n]
+            n += 1
+        if n == end: return
+        thinking.next((ready & (at < end))[:, None], gpt.embed(tokens.gather(1, at[:, None] - 1)))
+        while not (ready := thinking.advance()[:, 0]).any(): pass
+        h, steps = thinking.out[:, 0], thinking.steps[:, 0]
