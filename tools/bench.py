@@ -1,5 +1,5 @@
 """
-Speed, as ratios within one run: training steps, prefill and cached decoding.
+Speed, as ratios within one run: training steps, reading a prompt, decoding with and without the cache, and the first step.
 
     python tools/bench.py                                                 tiny, plain and depth_attn
     python tools/bench.py config/size/small.py --against=hf               with Hugging Face's Qwen3 of the same shape
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class BenchSettings:
     toggles: str = 'plain,depth_attn'   # comma-separated names out of TOGGLES, or 'none' for the ceilings alone
     against: Optional[str] = None       # 'hf' adds Hugging Face's Qwen3 of the same shape, same precision
     repeats: int = 15                   # timed turns of each candidate, after two that are not counted
-    decode_batches: str = '1,8'         # batch sizes for decoding
+    decode_batches: str = '1,8,64'      # batch sizes for reading prompts and decoding
     new_tokens: int = 64                # tokens decoded per turn
     json: Optional[str] = None          # file for all numbers
 
@@ -146,10 +147,28 @@ def main(argv):
         config = next(iter(configs.values()))
         if device.type == 'cpu': tune_cpu(config.block_size, dtype)
         models = {name: GPT(c).to(device) for name, c in configs.items()}
+        if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
-        report['decoding'] = bench_decoding(b, models, config, device)
+        report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in map(int, b.decode_batches.split(','))]
+        report['cache'] = bench_cache(b, models, config, device)
     if b.json:
         with open(b.json, 'w') as f: json.dump(report, f, indent=1)
+
+
+def first_step():
+    """Import, build the tiny model, and take one optimizer step; a process of its own, see bench_start."""
+    given = read([TINY], '', Settings, GPTConfig)[0]
+    config = build(GPTConfig, {**given, 'vocab_size': 320})
+    idx = torch.randint(0, 320, (given['micro_batch'], config.block_size))
+    training_step(GPT(config), lambda model, idx: model(idx, idx)[1], idx, pick_dtype(None, idx.device))()
+
+
+def bench_start(b):
+    """From the start of Python to the end of the first training step of the tiny model."""
+    command = [sys.executable, '-c', f"import sys; sys.path.insert(0, {ROOT!r}); from tools.bench import first_step; first_step()"]
+    times = sorted(seconds(lambda: subprocess.run(command, check=True), torch.device('cpu')) for _ in range(min(b.repeats, 5)))
+    print(f"\na new process until its first training step is done, tiny: {statistics.median(times):.1f} s ({times[0]:.1f} to {times[-1]:.1f})")
+    return times
 
 
 def bench_training(b, s, models, config, device, dtype, flops):
@@ -161,8 +180,12 @@ def bench_training(b, s, models, config, device, dtype, flops):
     ours = lambda model, idx: model(idx, idx)[1]
     steps = {name: training_step(model, ours, idx, dtype) for name, model in models.items()}
     if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), hf_loss, idx, dtype)
-    for name, step in steps.items():
-        if device.type == 'cuda': print(f"first step of {name}, compilation included: {seconds(step, device):.1f} s")
+    for name, step in steps.items() if device.type == 'cuda' else ():
+        first = seconds(step, device)
+        torch.cuda.reset_peak_memory_stats()
+        before, _ = torch.cuda.memory_allocated(), step()
+        print(f"{name}: first step {first:.1f} s, compilation included; a step needs "
+              f"{(torch.cuda.max_memory_allocated() - before) / 2 ** 20:,.0f} MiB beside weights and moments")
     work = {name: m.flops_per_token(T) * batch * T for name, m in models.items()}
     first = next(iter(work.values()))
     share = lambda name, t: f"{work.get(name, first) / t / flops:5.0%} of the matmul rate, {work.get(name, first) / first:.3f}x the FLOPs"
@@ -170,29 +193,52 @@ def bench_training(b, s, models, config, device, dtype, flops):
                  take_turns(steps, b.repeats, device), batch * T, 'tokens/s', share)
 
 
-def bench_decoding(b, models, config, device):
-    """Tokens after a prompt of half the context, with the cache; one pass per token."""
-    results, half = {}, config.block_size // 2
+@torch.inference_mode()
+def bench_decoding(b, models, config, device, batch, bandwidth):
+    """Reading a prompt of half the context, and tokens after it, with the cache; one pass per token."""
+    half = config.block_size // 2
     new = min(b.new_tokens, config.block_size - half)
-    for batch in map(int, b.decode_batches.split(',')):
-        prompt = torch.randint(0, config.n_tokens, (batch, half), device=device)
-        streams = {}
-        def turn(name, model):
-            def f():  # the prompt's pass is made before the clock starts, by `refill`
-                for _ in range(new - 1): next(streams[name])
-            return f
-        def refill():
-            for name, model in models.items():
-                streams[name] = model.stream(prompt, new, temperature=0)
-                next(streams[name])
-        times = {name: [] for name in models}
-        for i in range(b.repeats + 1):
-            refill()
-            for name, model in models.items():
-                t = seconds(turn(name, model), device)
-                if i: times[name].append(t)
-        results[batch] = table(f"decoding, batch {batch}, {new - 1} tokens after {half}, float32",
-                               {name: sorted(ts) for name, ts in times.items()}, batch * (new - 1), 'tokens/s')
+    prompt = torch.randint(0, config.n_tokens, (batch, half), device=device)
+    for model in models.values(): model.eval()
+
+    def prefill(model):
+        memory = model.new_memory(config.block_size)
+        model.head(model.hidden(prompt, memory)[:, -1])
+        return sum(cache.bytes() for cache in memory if cache)
+
+    held = {name: prefill(model) for name, model in models.items()}
+    share = lambda name, t: f"{held[name] / 2 ** 20:,.1f} MiB of cache"
+    times = take_turns({name: lambda model=model: prefill(model) for name, model in models.items()}, b.repeats, device)
+    results = {'prefill': table(f"prefill, batch {batch}, {half} tokens, float32", times, batch * half, 'tokens/s', share)}
+
+    times, calls = {name: [] for name in models}, []
+    for i in range(b.repeats + 2):
+        for name, model in models.items():
+            stream = model.stream(prompt, new, temperature=0)
+            next(stream)  # the prompt's pass is made before the clock starts
+            t = seconds(lambda: list(stream), device)
+            if i >= 2: times[name].append(t)
+    weights = {name: sum(p.numel() * p.element_size() for p in model.h.parameters()) for name, model in models.items()}
+    passes = {name: 1 if m.config.ponder in ('none', 'pause') else m.config.ponder_steps + 1 for name, m in models.items()}
+    read = lambda name, t: f"{passes[name] * weights[name] * (new - 1) / t / bandwidth:5.0%} of the copy's rate, reading blocks' weights"
+    times = {name: sorted(ts) for name, ts in times.items()}
+    title = f"decoding, batch {batch}, {new - 1} tokens after {half}, float32"
+    return {'batch': batch, **results, 'decoding': table(title, times, batch * (new - 1), 'tokens/s', read)}
+
+
+@torch.inference_mode()
+def bench_cache(b, models, config, device):
+    """{n: times} of one more token behind n others, with the cache and by reading all of them again; the first model alone."""
+    (name, model), results = next(iter(models.items())), {}
+    print(f"\none more token of {name}, batch 1, medians")
+    for n in (2 ** i - 1 for i in range(5, 20)):
+        if n >= config.block_size: break
+        text, memory = torch.randint(0, config.n_tokens, (1, n + 1), device=device), model.eval().new_memory(n + b.repeats + 3)
+        model.hidden(text[:, :n], memory)
+        results[n] = take_turns({'cached': lambda: model.head(model.hidden(text[:, n:], memory)[:, -1]),
+                                 'recomputed': lambda: model.head(model.hidden(text)[:, -1])}, b.repeats, device)
+        cached, recomputed = (statistics.median(ts) * 1e3 for ts in results[n].values())
+        print(f"after {n:6d}: {cached:8.2f} ms with the cache, {recomputed:8.2f} ms by reading all again, {recomputed / cached:6.1f}x")
     return results
 
 

@@ -87,7 +87,8 @@ def report(name, fixed, times, passes, most):
     """One line: seconds, speed-up, ideal, share."""
     m, base = statistics.median(times), statistics.median(fixed)
     ideal = most / (sum(passes) / len(passes))
-    print(f"{name:34s} {m * 1e3:9.1f} ms {most / ideal:6.2f} passes {base / m:7.2f}x faster, ideal {ideal:5.2f}x, {base / m / ideal:6.1%} of it")
+    print(f"{name:34s} {m * 1e3:9.1f} ms {most / ideal:6.2f} passes {base / m:7.2f}x faster, "
+          f"ideal {ideal:5.2f}x, {base / m / ideal:6.1%} of it")
 
 
 def bench_decoding(s, settings, device):

@@ -1,0 +1,59 @@
+"""The benchmarks measure what they say; how long it takes is nothing to assert."""
+import json
+
+import pytest
+import torch
+
+from configurator import UserError
+from tools import bench, bench_halting
+
+SMALL = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--mlp_hidden=32', '--block_size=64', '--vocab_size=64', '--micro_batch=2', '--repeats=1']
+
+
+def test_report(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(bench.subprocess, 'run', lambda command, check: started.append(command))
+    monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
+    toggles = ['plain', 'embedding', 'latent', 'chain', 'pause']
+    bench.main([*SMALL, f"--toggles={','.join(toggles)}", '--decode_batches=1,2', '--new_tokens=5', f"--json={tmp_path / 'b.json'}"])
+    report = json.loads((tmp_path / 'b.json').read_text())
+    assert len(started) == len(report['start']) == 1
+    assert [part['batch'] for part in report['decoding']] == [1, 2]
+    for rows in [report['training'], *(part[kind] for part in report['decoding'] for kind in ('prefill', 'decoding'))]:
+        assert list(rows) == toggles and all(row['median_s'] > 0 for row in rows.values())
+        assert rows['plain']['speed_vs_plain'] == 1
+        for row in rows.values(): assert row['speed_vs_plain'] == pytest.approx(rows['plain']['median_s'] / row['median_s'])
+    assert list(report['cache']) == ['31', '63'] and all(len(times) == 2 for times in report['cache'].values())
+
+
+def test_first_step_is_one_training_step(monkeypatch):
+    steps, make = [], bench.training_step
+    monkeypatch.setattr(bench, 'training_step', lambda *args: lambda: (steps.append(args), make(*args)()))
+    bench.first_step()
+    (model, _, idx, _), = steps
+    assert model.num_params() > 2e6 and idx.shape == (4, 256) and all(p.grad is None for p in model.parameters())
+
+
+def test_drawn_decisions_take_the_wished_depth():
+    for depth in (1.0, 1.5, 3.0, 4.0):
+        p = bench_halting.probability(depth)
+        assert sum(p ** k for k in range(4)) == pytest.approx(depth)
+    torch.manual_seed(0)
+    for halting, ponder in bench_halting.MODES.items():
+        config = bench.build(bench.GPTConfig, dict(n_layer=1, n_head=2, n_embd=16, mlp_hidden=16, block_size=512, vocab_size=64,
+                                                   ponder=ponder, halting=halting))
+        model = bench_halting.drawn(config, 2.0, torch.device('cpu')).eval()
+        with torch.no_grad(): model(torch.randint(64, (8, 512)))
+        assert model.steps.double().mean().item() == pytest.approx(2, abs=0.1)
+
+
+def test_halting_lines(capsys):
+    bench_halting.main([*SMALL, '--depths=2', '--batches=1', '--new_tokens=3'])
+    lines = [line for line in capsys.readouterr().out.splitlines() if 'mean depth' in line]
+    assert len(lines) == 4 and all('x faster, ideal' in line for line in lines)  # decoding of three modes, router's training
+
+
+@pytest.mark.parametrize('main', [bench.main, bench_halting.main])
+def test_refusals(main):
+    for args in (['--repeats=0'], ['config/none.py'], ['--toggles=plane'] if main is bench.main else ['--depths=5']):
+        with pytest.raises(UserError): main(args)
