@@ -2,9 +2,9 @@
 What attention may read. Attention asks one object:
 
     k, v = memory.update(layer, k, v)    this pass's keys and values (B, nkv, S, hd) in, all that the pass may read out
-    memory.mask(S, device)               which of those each of the S queries reads: bool (B or 1, 1, S, readable), or None
-                                         for "itself and all before it", or [(n, bool (s, n)), ...]: for the first s
-                                         queries, the next, .., what they read of the first n
+    memory.mask(S, device)               which of those each of the S queries reads: bool (B or 1, 1, S, readable), or what
+                                         is added to the scores; or None for "itself and all before it"; or
+                                         [(n, bool (s, n)), ...]: for the first s queries, the next, .., which of the first n
 
     KVCache         generation where every token takes the same slots      plain, embedding, loop, pause, latent
     RaggedCache     generation where it does not                           chain, and everything that halts
@@ -12,7 +12,7 @@ What attention may read. Attention asks one object:
     StepMemory      the same where tokens take different numbers of them   router
     FrozenMemory    training, tokens that stopped and are still read       gate
 
-`Active` is the other half of halting: it picks the slots that still think out of a batch, and puts them back.
+The other half of halting is thinking.py: which slots still think.
 """
 
 import math
