@@ -190,7 +190,7 @@ class ChainMemory(PassMemory):
 class FrozenMemory(PassMemory):
     """Tokens that are not `active` keep the keys and values of the pass before."""
 
-    def __init__(self, n_layer, active, pos, before=None):
+    def __init__(self, n_layer, active, pos, before=None):  # pos as for StepMemory, since Thinking makes either
         super().__init__(n_layer, before)
         self.active = active.valid                                                      # (B,S)
 

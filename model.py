@@ -408,7 +408,7 @@ def gate(gpt, x, pos, memory, jacobi):
         return (x, s, h), on
 
     s = x.new_zeros(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
-    return Thinking(gpt, think, pos, cache, (x, s, torch.zeros_like(x)), FrozenMemory, gather=cache is not None)
+    return Thinking(gpt, think, pos, cache, (x, s, torch.zeros_like(x)), FrozenMemory, gather=False)
 
 
 # PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023), on ponder='latent'
@@ -492,7 +492,7 @@ def router(gpt, x, pos, memory, jacobi):
 
     reach = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
     state = x, reach, torch.zeros_like(x, dtype=reach.dtype)
-    return Thinking(gpt, think, pos, cache, state, StepMemory, gather=cache is not None or not gpt.dense)
+    return Thinking(gpt, think, pos, cache, state, StepMemory, gather=not gpt.dense)
 
 
 def penalty(gpt, targets):

@@ -62,12 +62,13 @@ class Thinking:
     k: the passes they had before, one number for all, or with a cache (r,n). state: what slots carry from pass to pass, each
     (r,n,..): first the input of the next one, last the hidden state that predicts. on (r,n): who goes on.
 
-    kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped, instead of
-    computing them too. flat: a token's passes are slots of one causal sequence, not steps that read up to themselves.
+    kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped, as is
+    always done with one, instead of computing them too. flat: a token's passes are slots of one causal sequence, not steps that read up to themselves.
     """
 
     def __init__(self, gpt, think, pos, cache, state, kind=None, gather=True, flat=False):
-        self.gpt, self.think, self.pos, self.cache, self.kind, self.gather, self.flat = gpt, think, pos, cache, kind, gather, flat
+        self.gpt, self.think, self.pos, self.cache, self.kind, self.flat = gpt, think, pos, cache, kind, flat
+        self.gather = gather or cache is not None
         self.state = self.fresh = state
         self.active, self.read = awake(state[0], pos, cache), None
         self.steps = torch.zeros_like(self.active, dtype=torch.long)        # passes of each slot so far

@@ -128,6 +128,17 @@ def test_saturated_decisions_keep_gradients_finite(mode, dtype, size, idx):
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('autocast', [False, True])
+def test_bf16_decodes(mode, autocast, idx):
+    model = make(**MODES[mode])
+    model, memory = model.float() if autocast else model.bfloat16(), model.new_memory(13)
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        parts = [model.head(model.hidden(part, memory)) for part in idx.split([5, 1, 1, 6], 1)]
+    logits = torch.cat(parts, 1)[..., :model.config.n_tokens]
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all() and memory[0].k[0].dtype == torch.bfloat16
+
+
 # AdaPonderLM
 
 def test_gates_let_nobody_halt_before_halt_start(idx):

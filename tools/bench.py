@@ -149,7 +149,8 @@ def main(argv):
         models = {name: GPT(c).to(device) for name, c in configs.items()}
         if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
-        report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in map(int, b.decode_batches.split(','))]
+        batches = map(int, b.decode_batches.split(','))
+        report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in batches]
         report['cache'] = bench_cache(b, models, config, device)
     if b.json:
         with open(b.json, 'w') as f: json.dump(report, f, indent=1)
@@ -167,7 +168,8 @@ def bench_start(b):
     """From the start of Python to the end of the first training step of the tiny model."""
     command = [sys.executable, '-c', f"import sys; sys.path.insert(0, {ROOT!r}); from tools.bench import first_step; first_step()"]
     times = sorted(seconds(lambda: subprocess.run(command, check=True), torch.device('cpu')) for _ in range(min(b.repeats, 5)))
-    print(f"\na new process until its first training step is done, tiny: {statistics.median(times):.1f} s ({times[0]:.1f} to {times[-1]:.1f})")
+    print(f"\na new process until its first training step is done, tiny: {statistics.median(times):.1f} s "
+          f"({times[0]:.1f} to {times[-1]:.1f})")
     return times
 
 
@@ -183,7 +185,8 @@ def bench_training(b, s, models, config, device, dtype, flops):
     for name, step in steps.items() if device.type == 'cuda' else ():
         first = seconds(step, device)
         torch.cuda.reset_peak_memory_stats()
-        before, _ = torch.cuda.memory_allocated(), step()
+        before = torch.cuda.memory_allocated()
+        step()
         print(f"{name}: first step {first:.1f} s, compilation included; a step needs "
               f"{(torch.cuda.max_memory_allocated() - before) / 2 ** 20:,.0f} MiB beside weights and moments")
     work = {name: m.flops_per_token(T) * batch * T for name, m in models.items()}
@@ -195,7 +198,7 @@ def bench_training(b, s, models, config, device, dtype, flops):
 
 @torch.inference_mode()
 def bench_decoding(b, models, config, device, batch, bandwidth):
-    """Reading a prompt of half the context, and tokens after it, with the cache; one pass per token."""
+    """Reading a prompt of half the context, and decoding tokens after it, with the cache."""
     half = config.block_size // 2
     new = min(b.new_tokens, config.block_size - half)
     prompt = torch.randint(0, config.n_tokens, (batch, half), device=device)
@@ -211,7 +214,7 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
     times = take_turns({name: lambda model=model: prefill(model) for name, model in models.items()}, b.repeats, device)
     results = {'prefill': table(f"prefill, batch {batch}, {half} tokens, float32", times, batch * half, 'tokens/s', share)}
 
-    times, calls = {name: [] for name in models}, []
+    times = {name: [] for name in models}
     for i in range(b.repeats + 2):
         for name, model in models.items():
             stream = model.stream(prompt, new, temperature=0)
