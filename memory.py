@@ -112,12 +112,12 @@ class RaggedCache:
         """Store k, v (r, nkv, n, hd) of one layer; returns all it holds of these rows, (r, nkv, end, hd)."""
         rows = slice(None) if len(self.rows) == len(self.used) else self.rows  # all of them: a view, not a copy
         readable = []
-        for held, new in ((self.k, k), (self.v, v)):                           # held: (B, slots, nkv, hd) for each layer
-            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), 0, new.size(1), new.size(3))
-            more = self.time.size(1) - held[layer].size(1)
-            if more > 0: held[layer] = F.pad(held[layer], (0, 0, 0, 0, 0, more))
-            held[layer][self.rows[:, None], self.place] = new.detach().transpose(1, 2)
-            readable.append(held[layer][rows, :self.end].transpose(1, 2))
+        for held, new in ((self.k, k), (self.v, v)):                           # held: (B, nkv, slots, hd) for each layer
+            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), new.size(1), 0, new.size(3))
+            more = self.time.size(1) - held[layer].size(2)
+            if more > 0: held[layer] = F.pad(held[layer], (0, 0, 0, more))
+            held[layer][self.rows[:, None], :, self.place] = new.detach().transpose(1, 2)
+            readable.append(held[layer][rows, :, :self.end])
         return readable
 
     def replace(self, which):
@@ -129,6 +129,12 @@ class RaggedCache:
         if self.time is None: return
         self.time[self.time >= since] = NEVER
         self.used = (self.time < NEVER).sum(1)
+
+    def keep(self, rows):
+        """Go on with these rows of the batch, bool (B,). Otherwise each pass over some rows copies what it reads of them."""
+        self.k, self.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
+        self.used, self.time, self.step, self.until = (t[rows] for t in (self.used, self.time, self.step, self.until))
+        self.bias = self.bias[rows] if self.bias is not None else None
 
     bytes = KVCache.bytes
 

@@ -62,8 +62,9 @@ class Thinking:
     k: the passes they had before, one number for all, or with a cache (r,n). state: what slots carry from pass to pass, each
     (r,n,..): first the input of the next one, last the hidden state that predicts. on (r,n): who goes on.
 
-    kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped, as is
-    always done with one, instead of computing them too. flat: a token's passes are slots of one causal sequence, not steps that read up to themselves.
+    kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped, as is always done
+    with one, instead of computing them too. flat: a token's passes are slots of one causal sequence, not steps that read
+    up to themselves.
     """
 
     def __init__(self, gpt, think, pos, cache, state, kind=None, gather=True, flat=False):
@@ -106,6 +107,12 @@ class Thinking:
         self.pos, self.k, self.steps = self.pos + which, self.k * ~which, self.steps * ~which
         self.active = self.active | which
 
+    def keep(self, rows):
+        """Go on with these rows of the batch, bool (B,)."""
+        self.state, self.fresh = [t[rows] for t in self.state], [t[rows] for t in self.fresh]
+        self.active, self.pos, self.k, self.steps = (t[rows] for t in (self.active, self.pos, self.k, self.steps))
+        self.cache.keep(rows)
+
     @property
     def out(self):
         return self.state[-1].to(self.state[0].dtype)
@@ -134,21 +141,26 @@ def run_ahead(gpt, tokens, n, h, memory, draw, stop_token):
     """
     B, end = tokens.shape
     passes, at = torch.zeros_like(tokens), tokens.new_full((B,), n)          # at: the place each row has come to
-    ready, h, steps = at > 0, h[:, -1], gpt.steps[:, -1]                     # ready: rows whose next token can be drawn
-    last = torch.full((1,), memory[0].tokens - 1, device=tokens.device)      # the position that was read last
+    left = torch.arange(B, device=tokens.device)                             # rows that have places to fill
+    ready, h, steps = left >= 0, h[:, -1], gpt.steps[:, -1]                  # of these: those whose next token can be drawn
+    last = tokens.new_full((B, 1), memory[0].tokens - 1)                     # the position that was read last
     thinking = gpt.mechanism(gpt, gpt.embed(tokens[:, n - 1:n]), last, memory, 0)
     thinking.active = torch.zeros_like(thinking.active)                      # all have had enough about that one
     while True:
-        rows = ready.nonzero()[:, 0]
-        token = draw(h[rows], rows)
-        tokens[rows, at[rows]], passes[rows, at[rows]] = token, steps[rows]
-        at += ready
+        rows = left[ready]
+        token = draw(h[ready], rows)
+        tokens[rows, at[rows]], passes[rows, at[rows]] = token, steps[ready]
+        at[rows] += 1
         for row in rows[token == stop_token] if stop_token is not None else ():
             tokens[row, at[row]:], at[row] = stop_token, end                 # it says no more
         while n < at.min():
             yield tokens[:, n], passes[:, n]
             n += 1
         if n == end: return
-        thinking.next((ready & (at < end))[:, None], gpt.embed(tokens.gather(1, at[:, None] - 1)))
+        more = at[left] < end
+        if not more.all():
+            left, ready = left[more], ready[more]
+            thinking.keep(more)
+        thinking.next(ready[:, None], gpt.embed(tokens[left, at[left] - 1, None]))
         while not (ready := thinking.advance()[:, 0]).any(): pass
         h, steps = thinking.out[:, 0], thinking.steps[:, 0]

@@ -30,7 +30,7 @@ class HaltingSettings:
     """what to measure"""
     depths: str = '1.5,2,3'             # mean passes per token, of 4
     batches: str = '1,8'                # batch sizes for decoding
-    new_tokens: int = 48                # tokens decoded per turn
+    new_tokens: int = 128               # tokens decoded per turn; with few, the row that is done last counts for much
     repeats: int = 5                    # timed turns of each candidate, after one that is not counted
 
     def __post_init__(self):
