@@ -46,6 +46,13 @@ def tune_cpu(block_size, dtype):
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
 
 
+def compile_blocks(model):
+    """torch.compile each block: one block's code serves all, so compile time does not grow with depth."""
+    torch._dynamo.config.recompile_limit = 128  # the variants are those of shapes, and of sources for Depth-Attention
+    dynamic = None if model.config.halting == 'router' else False  # its rectangles of active slots change from step to step
+    for block in model.h: block.compile(dynamic=dynamic)
+
+
 @contextlib.contextmanager
 def process_group(device):
     """(rank, world) of this process, with a process group around them when torchrun started it."""
@@ -68,6 +75,8 @@ def explain(error):
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or 'not enough memory' in text:
         return ("out of memory: lower micro_batch (the result stays the same), set checkpoint_activations=True, with several "
                 "GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates what that gives")
+    if 'No working C++ compiler' in text or 'Failed to find C compiler' in text:
+        return "compile=True needs a C++ compiler, and none was found: install one (such as g++), or set --compile=False"
     if isinstance(error, dist.DistError) or 'gloo' in text:
         return (f"lost contact with another rank ({text[:120]}): the first failure in torchrun's summary says which one died, and of "
                 "what; go on with the same command and --init_from=resume")

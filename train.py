@@ -33,7 +33,7 @@ import prepare_data
 from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, load_checkpoint, load_weights, save_checkpoint
 from configurator import UserError, build, read, run
 from data import Windows, get_tokenizer, read_meta
-from hardware import PEAK_FLOPS, pick_device, pick_dtype, process_group, tune_cpu
+from hardware import PEAK_FLOPS, compile_blocks, pick_device, pick_dtype, process_group, tune_cpu
 from model import GPT, GPTConfig
 
 
@@ -115,11 +115,7 @@ class Trainer:
         if device.type == 'cpu': tune_cpu(T, self.dtype)
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations
-        if settings.compile or settings.compile is None and device.type == 'cuda':
-            # one block's code serves all, so compile time does not grow with depth; the variants are those of shapes and sources
-            torch._dynamo.config.recompile_limit = 128
-            dynamic = None if self.config.halting == 'router' else False  # its rectangles of active slots change from step to step
-            for block in self.model.h: block.compile(dynamic=dynamic)
+        if settings.compile or settings.compile is None and device.type == 'cuda': compile_blocks(self.model)
         self.optimizer = self._optimizer()
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         if state: self._restore(state)
@@ -402,7 +398,9 @@ class Trainer:
         tokenizer = get_tokenizer(self.meta['tokenizer'])
         window = self.val_data.get([self.val_data.n // 2], self.device)[0]
         prompt = window[:, :self.config.block_size // 4]
-        with self.autocast(): tokens = self.model.generate(prompt, self.s.sample_tokens, temperature=0.7, seed=self.s.seed)[0].tolist()
+        # each token has one key more to read than the one before: compiled blocks would be compiled again, for each
+        with torch.compiler.set_stance('force_eager'), self.autocast():
+            tokens = self.model.generate(prompt, self.s.sample_tokens, temperature=0.7, seed=self.s.seed)[0].tolist()
         given, new = tokenizer.decode(tokens[:prompt.size(1)]), tokenizer.decode(tokens[prompt.size(1):])
         if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
         print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40, f'\n{given}<|model|>{new}\n' + '-' * 133)

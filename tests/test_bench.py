@@ -26,6 +26,17 @@ def test_report(tmp_path, monkeypatch):
     assert list(report['cache']) == ['31', '63'] and all(len(times) == 2 for times in report['cache'].values())
 
 
+def test_compiled_models_stand_beside_one_that_is_not(tmp_path, monkeypatch):
+    compiled, stances = [], []
+    monkeypatch.setattr(bench, 'bench_start', lambda b: [])
+    monkeypatch.setattr(bench, 'compile_blocks', compiled.append)
+    monkeypatch.setattr(bench, 'bench_cache', lambda *args: stances.append(torch._dynamo.eval_frame._stance.stance))
+    bench.main([*SMALL, '--toggles=depth_attn,loop', '--compile=True', '--decode_batches=1', '--new_tokens=2', f"--json={tmp_path / 'b.json'}"])
+    rows = json.loads((tmp_path / 'b.json').read_text())['training']
+    assert list(rows) == ['depth_attn', 'loop', 'depth_attn, not compiled'] and len(compiled) == 2
+    assert stances == ['force_eager'], "each length of the cache would be compiled"
+
+
 def test_first_step_is_one_training_step(monkeypatch):
     steps, make = [], bench.training_step
     monkeypatch.setattr(bench, 'training_step', lambda *args: lambda: (steps.append(args), make(*args)()))

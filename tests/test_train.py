@@ -116,6 +116,27 @@ def test_passes_are_logged_and_tau_can_change_at_evaluation(run_train, small_dat
         assert passes in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('toggle', ('depth', 'gate'))
+def test_a_sample_compiles_nothing(run_train, monkeypatch, toggle, capsys):
+    """Each token reads one key more than the one before: compiled code would be made for each of them, in each layer."""
+    graphs, compile = [], torch.nn.Module.compile
+    count = lambda graph, inputs: graphs.append(graph) or graph.forward
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic: compile(module, backend=count, dynamic=dynamic))
+    torch._dynamo.reset()  # forget what other tests compiled
+    run_train('without', *options(toggle), '--compile=True', '--max_steps=2')
+    before, told = len(graphs), len(capsys.readouterr().out)
+    assert before
+    torch._dynamo.reset()
+    run_train('with', *options(toggle), '--compile=True', '--max_steps=2', '--sample_tokens=12')
+    assert len(graphs) == 2 * before and len(capsys.readouterr().out) > told
+
+
+def test_compiling_without_a_compiler_is_refused(small_data, tmp_path):
+    done = program('train.py', *SHAPE, *QUICK, f'--data_dir={small_data}', f"--out_dir={tmp_path / 'out'}", '--compile=True',
+                   ok=False, CXX='missing', PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / 'cache'))
+    refused(done, 'compile=True', 'C++ compiler', '--compile=False')
+
+
 @pytest.mark.parametrize('passes, progress, words', [([1, 1, 1], 0.5, 'nobody halts!'), ([1, 1, 1], 0.3, ''), ([1, 0, 0], 0.3, 'everybody halts!'), ([1, 0.9, 0.1], 0.9, '')])
 def test_collapse_is_named_in_the_log(passes, progress, words):
     trainer = object.__new__(Trainer)

@@ -25,7 +25,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
-from hardware import pick_device, pick_dtype, tune_cpu
+from hardware import compile_blocks, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from train import Settings
 
@@ -150,8 +150,9 @@ def main(argv):
         if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
         batches = map(int, b.decode_batches.split(','))
-        report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in batches]
-        report['cache'] = bench_cache(b, models, config, device)
+        with torch.compiler.set_stance('force_eager'):  # as train.py and sample.py generate
+            report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in batches]
+            report['cache'] = bench_cache(b, models, config, device)
     if b.json:
         with open(b.json, 'w') as f: json.dump(report, f, indent=1)
 
@@ -177,18 +178,19 @@ def bench_training(b, s, models, config, device, dtype, flops):
     """Whole optimizer steps on random tokens."""
     T, batch = config.block_size, s.micro_batch
     idx = torch.randint(0, config.n_tokens, (batch, T), device=device)
+    ours, eager = lambda model, idx: model(idx, idx)[1], {}
     if s.compile or s.compile is None and device.type == 'cuda':
-        for block in (block for model in models.values() for block in model.h): block.compile(dynamic=False)
-    ours = lambda model, idx: model(idx, idx)[1]
-    steps = {name: training_step(model, ours, idx, dtype) for name, model in models.items()}
+        for model in models.values(): compile_blocks(model)
+        eager[f'{next(iter(models))}, not compiled'] = GPT(config).to(device)
+    steps = {name: training_step(model, ours, idx, dtype) for name, model in {**models, **eager}.items()}
     if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), hf_loss, idx, dtype)
-    for name, step in steps.items() if device.type == 'cuda' else ():
-        first = seconds(step, device)
+    for name, step in steps.items():
+        print(f"{name}: first step {seconds(step, device):.1f} s")
+        if device.type != 'cuda': continue
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
-        print(f"{name}: first step {first:.1f} s, compilation included; a step needs "
-              f"{(torch.cuda.max_memory_allocated() - before) / 2 ** 20:,.0f} MiB beside weights and moments")
+        print(f"{name}: a step needs {(torch.cuda.max_memory_allocated() - before) / 2 ** 20:,.0f} MiB beside weights and moments")
     work = {name: m.flops_per_token(T) * batch * T for name, m in models.items()}
     first = next(iter(work.values()))
     share = lambda name, t: f"{work.get(name, first) / t / flops:5.0%} of the matmul rate, {work.get(name, first) / first:.3f}x the FLOPs"
