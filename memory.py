@@ -103,6 +103,8 @@ class RaggedCache:
             self.bias = F.pad(self.bias, (0, self.time.size(1) - self.bias.size(1)))
             self.bias[here] = bias
             self.seen = torch.where(self.seen, self.bias[self.rows, None, None, :self.end], -math.inf)
+        elif self.k[0] is not None:  # numbers, or attention would make them of the mask in every layer again
+            self.seen = torch.where(self.seen, self.k[0].new_zeros(()), -math.inf)
         return self
 
     def mask(self, S, device):
