@@ -1,5 +1,5 @@
 """
-The machine: which device and precision to compute in, the processes of one run, and what their failures mean.
+The machine: which device and precision to compute in, what is compiled for it, the processes of one run, and what their failures mean.
 """
 
 import contextlib

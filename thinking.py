@@ -62,9 +62,9 @@ class Thinking:
     k: the passes they had before, one number for all, or with a cache (r,n). state: what slots carry from pass to pass, each
     (r,n,..): first the input of the next one, last the hidden state that predicts. on (r,n): who goes on.
 
-    kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped, as is always done
-    with one, instead of computing them too. flat: a token's passes are slots of one causal sequence, not steps that read
-    up to themselves.
+    kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped instead of
+    computing them too; with a cache that is always so. flat: a token's passes are slots of one causal sequence, not steps
+    that read up to themselves.
     """
 
     def __init__(self, gpt, think, pos, cache, state, kind=None, gather=True, flat=False):
