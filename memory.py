@@ -88,21 +88,22 @@ class RaggedCache:
         self.rows, time = active.rows, active.time(time)                                      # (r,), (r,n)
         step = torch.as_tensor(step, device=time.device).expand_as(time)
         self.place = self.used[self.rows, None] + torch.arange(time.size(1), device=time.device)  # (r,n)
-        self.now, self.end = step, int(self.place.max()) + 1
+        self.now, self.end, self.index = step, int(self.place.max()) + 1, None
         if self.end > self.time.size(1):                                                      # grow by doubling
             more = max(self.end, 2 * self.time.size(1)) - self.time.size(1)
             self.time, self.step, self.until = (F.pad(t, (0, more), value=NEVER) for t in (self.time, self.step, self.until))
+        self.some = slice(None) if len(self.rows) == len(self.used) else self.rows            # all rows: a view, not a copy
         here = self.rows[:, None], self.place
         self.time[here], self.step[here], self.until[here] = time, step, NEVER
         self.used[self.rows] += active.valid.sum(1)  # padding stands last and is written over
-        key_time, key_step, key_until = (t[self.rows, None, :self.end] for t in (self.time, self.step, self.until))
+        key_time, key_step, key_until = (t[self.some, None, :self.end] for t in (self.time, self.step, self.until))
         time, step = time[..., None], step[..., None]                                         # (r,n,1)
         self.seen = ((key_time <= time) & (key_step <= step) & (key_until > step))[:, None]   # (r,1,n,end)
         if bias is not None:
             if self.bias is None: self.bias = bias.new_zeros(len(self.used), 0)
             self.bias = F.pad(self.bias, (0, self.time.size(1) - self.bias.size(1)))
             self.bias[here] = bias
-            self.seen = torch.where(self.seen, self.bias[self.rows, None, None, :self.end], -math.inf)
+            self.seen = torch.where(self.seen, self.bias[self.some, None, None, :self.end], -math.inf)
         elif self.k[0] is not None:  # numbers, or attention would make them of the mask in every layer again
             self.seen = torch.where(self.seen, self.k[0].new_zeros(()), -math.inf)
         return self
@@ -112,14 +113,17 @@ class RaggedCache:
 
     def update(self, layer, k, v):
         """Store k, v (r, nkv, n, hd) of one layer; returns all it holds of these rows, (r, nkv, end, hd)."""
-        rows = slice(None) if len(self.rows) == len(self.used) else self.rows  # all of them: a view, not a copy
+        (_, nkv, _, hd), slots = k.shape, self.time.size(1)
+        if self.index is None:  # once per pass, for all layers: where these slots stand among all (B nkv slots)
+            heads = self.rows[:, None] * nkv + torch.arange(nkv, device=k.device)             # (r,nkv)
+            self.index = (heads[..., None] * slots + self.place[:, None]).flatten()           # (r nkv n)
         readable = []
-        for held, new in ((self.k, k), (self.v, v)):                           # held: (B, nkv, slots, hd) for each layer
-            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), new.size(1), 0, new.size(3))
-            more = self.time.size(1) - held[layer].size(2)
+        for held, new in ((self.k, k), (self.v, v)):                                          # held: (B,nkv,slots,hd) per layer
+            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), nkv, 0, hd)
+            more = slots - held[layer].size(2)
             if more > 0: held[layer] = F.pad(held[layer], (0, 0, 0, more))
-            held[layer][self.rows[:, None], :, self.place] = new.detach().transpose(1, 2)
-            readable.append(held[layer][rows, :, :self.end])
+            held[layer].view(-1, hd).index_copy_(0, self.index, new.detach().reshape(-1, hd))
+            readable.append(held[layer][self.some, :, :self.end])
         return readable
 
     def replace(self, which):

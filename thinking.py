@@ -28,7 +28,8 @@ class Active:
     def __init__(self, active, gather=True, drop_rows=False):
         (B, S), self.shape, self.valid = active.shape, active.shape, active
         self.rows = torch.arange(B, device=active.device)                                                  # (r,)
-        self.gather = gather and not active.all()  # nothing to gather: nothing to copy
+        self.all = gather and bool(active.all())  # nothing to gather: nothing to copy
+        self.gather = gather and not self.all
         if not self.gather: return
         if drop_rows: self.rows = active.any(1).nonzero()[:, 0]
         n = int(active.sum(1).max())
@@ -44,6 +45,7 @@ class Active:
 
     def put(self, x, new):
         """x (B,S,...) with new (r,n,...) in these slots."""
+        if self.all: return new.to(x.dtype)
         if not self.gather: return torch.where(self.valid.view(*self.shape, *[1] * (x.dim() - 2)), new.to(x.dtype), x)
         return x.flatten(0, 1).index_copy(0, self.index[self.valid], new[self.valid].to(x.dtype)).view_as(x)
 
