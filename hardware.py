@@ -33,6 +33,11 @@ def pick_dtype(name, device):
     return torch.bfloat16 if cpu.get('avx512_bf16') or cpu.get('amx_bf16') else torch.float32
 
 
+def pick_compile(choice, device):
+    """Whether to compile: as asked for, else on CUDA devices alone."""
+    return device.type == 'cuda' if choice is None else choice
+
+
 def tune_cpu(block_size, dtype):
     """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
     # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
@@ -51,6 +56,23 @@ def compile_blocks(model):
     torch._dynamo.config.recompile_limit = 128  # the variants are those of shapes, and of sources for Depth-Attention
     dynamic = None if model.config.halting == 'router' else False  # its rectangles of active slots change from step to step
     for block in model.h: block.compile(dynamic=dynamic)
+
+
+def compile_decoding(model):
+    """Compile the pass that reads one new token, all layers in one piece; on a GPU replay it as a CUDA graph."""
+    cuda = model.wte.weight.is_cuda
+    compiled = torch.compile(model.layers, mode='reduce-overhead' if cuda else None)
+
+    def decode_layers(x, rope, memory, mask, bias, earlier):
+        if cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+            for held in memory.k + memory.v: torch._dynamo.mark_static_address(held, guard=False)  # written in place, not copied in
+        try: return compiled(x, rope, memory, mask, bias, earlier).clone()  # a graph's next replay writes where this one did
+        except RuntimeError as error:
+            message = explain(error)
+            if message is None: raise
+            raise UserError(message) from None
+    model.decode_layers = decode_layers
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ What attention may read. Attention asks one object:
                                          [(n, bool (s, n)), ...]: for the first s queries, the next, .., which of the first n
 
     KVCache         generation where every token takes the same slots      plain, embedding, loop, pause, latent
+    StaticCache     the same for compiled code
     RaggedCache     generation where it does not                           chain, and everything that halts
     ChainMemory     training, steps that read the steps before             chain
     StepMemory      the same where tokens take different numbers of them   router
@@ -46,11 +47,16 @@ class KVCache:
         if self.k[layer] is None:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
             self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
-        end = self.length + k.size(2)
-        if end > self.capacity: raise ValueError(f"the cache holds {self.capacity} slots, but {end} are needed: make it larger, or slide")
+        end = self.after(k.size(2))
         self.k[layer][:, :, self.length:end], self.v[layer][:, :, self.length:end] = k.detach(), v.detach()
         if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def after(self, S):
+        """The slots in use after S more; ValueError if there is no room for them."""
+        end = self.length + S
+        if end > self.capacity: raise ValueError(f"the cache holds {self.capacity} slots, but {end} are needed: make it larger, or slide")
+        return end
 
     def mask(self, S, device):
         """Which slots the next S queries may read: bool (B or 1, 1, S, length + S), or None for "all up to oneself"."""
@@ -67,14 +73,37 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in self.k + self.v if t is not None)
 
 
+class StaticCache(KVCache):
+    """
+    A KVCache whose shapes and addresses do not change from token to token: one compiled function, or one CUDA graph, then serves
+    all of them. It costs reading all `capacity` slots for each token. Prompts are read as from a KVCache. `whole` says which
+    kind of pass is under way, and so whether it is for GPT.decode_layers.
+    """
+
+    def mask(self, S, device):
+        self.whole = self.length > 0 and S <= self.slots
+        if not self.whole: return super().mask(S, device)
+        self.place = torch.arange(self.length, self.after(S), device=device)
+        self.length += S
+        key, query = torch.arange(self.capacity, device=device), self.place[:, None]
+        seen = (key <= query)[None, None]                                   # (1, 1, S, capacity)
+        if self.start is not None: seen = seen & (key >= self.start[:, None, None, None] * self.slots) | (key == query)
+        return torch.where(seen, self.k[0].new_zeros(()), -math.inf)
+
+    def update(self, layer, k, v):
+        if not self.whole: return super().update(layer, k, v)
+        return self.k[layer].index_copy_(2, self.place, k), self.v[layer].index_copy_(2, self.place, v)
+
+
 class RaggedCache:
     """
     The cache where tokens have different numbers of slots: it holds what was computed, row by row, and no more. A query of
     time t in step k reads the slots of times up to t that were made in steps up to k and not replaced by then.
+    places: for compiled code, as in StaticCache: allocate so many slots per row at once.
     """
 
-    def __init__(self, n_layer, start=None):
-        self.k, self.v, self.start = [None] * n_layer, [None] * n_layer, start
+    def __init__(self, n_layer, start=None, places=0):
+        self.k, self.v, self.start, self.places = [None] * n_layer, [None] * n_layer, start, places
         self.tokens, self.time, self.bias = 0, None, None
 
     def open(self, active, time, step=0, bias=None):
@@ -90,8 +119,10 @@ class RaggedCache:
         self.place = self.used[self.rows, None] + torch.arange(time.size(1), device=time.device)  # (r,n)
         self.now, self.end, self.index = step, int(self.place.max()) + 1, None
         if self.end > self.time.size(1):                                                      # grow by doubling
-            more = max(self.end, 2 * self.time.size(1)) - self.time.size(1)
+            more = max(self.end, 2 * self.time.size(1), self.places) - self.time.size(1)
             self.time, self.step, self.until = (F.pad(t, (0, more), value=NEVER) for t in (self.time, self.step, self.until))
+        self.whole = self.places > 0 and self.k[0] is not None and time.size(1) == 1
+        if self.whole: self.end = self.time.size(1)
         self.some = slice(None) if len(self.rows) == len(self.used) else self.rows            # all rows: a view, not a copy
         here = self.rows[:, None], self.place
         self.time[here], self.step[here], self.until[here] = time, step, NEVER
@@ -143,6 +174,19 @@ class RaggedCache:
         self.bias = self.bias[rows] if self.bias is not None else None
 
     bytes = KVCache.bytes
+
+
+def new_caches(config, capacity, start=None, static=False):
+    """
+    What generation with a model of this config remembers: empty caches for `capacity` tokens, one for each pass where passes do
+    not read each other's keys, else one. start (B,): tokens of padding on the left of each row. static: for compiled code.
+    """
+    passes = config.ponder_steps + 1
+    if config.ponder == 'chain' or config.halting != 'none':
+        return [RaggedCache(config.n_layer, start, capacity * passes if static else 0)]
+    kind = StaticCache if static else KVCache
+    caches = passes if config.ponder in ('embedding', 'loop') else 1
+    return [kind(config.n_layer, capacity * config.slots, start, config.slots) for _ in range(caches)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

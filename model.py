@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memory import ChainMemory, FrozenMemory, KVCache, RaggedCache, StepMemory, with_key_bias
+from memory import ChainMemory, FrozenMemory, StepMemory, new_caches, with_key_bias
 from thinking import Active, Thinking, awake, run_ahead, run_in_step
 
 
@@ -142,8 +142,7 @@ def rope_table(pos, head_dim, theta, dtype):
     wide = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=wide) / head_dim)
     angle = pos.to(wide)[..., None, None] * freq      # (S, 1, hd/2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+    return torch.cat((angle, angle), -1).cos().to(dtype), torch.cat((-angle, angle), -1).sin().to(dtype)
 
 
 def apply_rope(x, cos, sin):
@@ -570,6 +569,7 @@ class GPT(nn.Module):
         self.trace = []                      # with halting: what `penalty` needs to know of that call
         self.progress = 1.0                  # with halting: share of the training run that is done; train.py sets it
         self.dense = False                   # 'router': compute halted tokens too, so that all shapes stay the same
+        self.decode_layers = None            # hardware.py: `layers`, compiled for one new token
         self.checkpoint_activations = False  # train.py: recompute each block in backward instead of keeping its insides
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -605,6 +605,11 @@ class GPT(nn.Module):
         """`trunk` without the final norm. earlier: for each layer the (k, v) of earlier loops; this one's are appended."""
         mask = memory.mask(x.size(1), x.device) if memory is not None else None  # see memory.py
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
+        compiled = getattr(memory, 'whole', False) and not earlier  # earlier loops' results would not outlast a CUDA graph's replay
+        return (self.decode_layers if compiled else self.layers)(x, rope, memory, mask, bias, earlier)
+
+    def layers(self, x, rope, memory, mask, bias, earlier):
+        """All blocks, one after the other; arguments as `blocks` makes them."""
         anchors = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
         for layer, block in enumerate(self.h):
             sources = (*earlier[layer], *anchors) if earlier else tuple(anchors)
@@ -647,10 +652,7 @@ class GPT(nn.Module):
 
     def new_memory(self, capacity, start=None):
         """Empty caches for `hidden`, for `capacity` tokens; start (B,): tokens of padding on the left of each row."""
-        c = self.config
-        if c.ponder == 'chain' or c.halting != 'none': return [RaggedCache(c.n_layer, start)]
-        passes = c.ponder_steps + 1 if c.ponder in ('embedding', 'loop') else 1  # these do not read each other's keys
-        return [KVCache(c.n_layer, capacity * c.slots, start, c.slots) for _ in range(passes)]
+        return new_caches(self.config, capacity, start, static=self.decode_layers is not None)
 
     def wide(self, module, h):
         """module(h) in fp32 (or float64), whatever autocast says: halting compares numbers as small as 1e-4."""
@@ -758,8 +760,7 @@ class GPT(nn.Module):
         if temperature == 0: return logits.argmax(-1)
         logits = logits.float() / temperature
         if top_k is not None:
-            kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-            logits = logits.masked_fill(logits < kth, -math.inf)
+            logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:], -math.inf)
         if top_p is not None:
             ordered, order = logits.softmax(-1).sort(descending=True)
             likelier = ordered.cumsum(-1) - ordered  # a token stays if the likelier ones do not reach p without it
@@ -771,8 +772,7 @@ class GPT(nn.Module):
 
     def num_params(self, embeddings=True):
         """Parameters, each counted once; embeddings=False leaves out the token table where it is not also the head."""
-        left_out = 0 if embeddings or self.config.tie_embeddings else self.wte.weight.numel()
-        return sum(p.numel() for p in self.parameters()) - left_out
+        return sum(p.numel() for p in self.parameters() if embeddings or self.config.tie_embeddings or p is not self.wte.weight)
 
     def flops_per_token(self, T=None, training=True):
         """

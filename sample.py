@@ -20,7 +20,7 @@ from checkpoint import load_checkpoint, load_weights
 from configurator import UserError, build, read, run
 from model import GPT, GPTConfig
 from data import get_tokenizer
-from hardware import pick_device
+from hardware import compile_decoding, pick_device
 
 
 @dataclass
@@ -37,6 +37,7 @@ class SampleSettings:
     halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
     show_steps: bool = False            # colour each token by the passes it took; numbers where there is no colour
     exact: bool = False                 # ponder='latent': read the prompt token by token instead of by Jacobi iterations
+    compile: bool = False               # compile the pass of one new token: pays when it is used for thousands of tokens
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves the memory traffic on hardware that has it
 
@@ -122,6 +123,7 @@ def main(argv):
     s, model, tokenizer, _ = open_one(argv, __doc__.strip(), SampleSettings, "python sample.py out/depth_attn")
     model.to(getattr(torch, s.dtype))
     override(model.config, s)
+    if s.compile: compile_decoding(model)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
     shade, count, total, started = Shade(s.show_steps), 0, 0, time.perf_counter()

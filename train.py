@@ -33,7 +33,7 @@ import prepare_data
 from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, load_checkpoint, load_weights, save_checkpoint
 from configurator import UserError, build, read, run
 from data import Windows, get_tokenizer, read_meta
-from hardware import PEAK_FLOPS, compile_blocks, pick_device, pick_dtype, process_group, tune_cpu
+from hardware import PEAK_FLOPS, compile_blocks, pick_compile, pick_device, pick_dtype, process_group, tune_cpu
 from model import GPT, GPTConfig
 
 
@@ -115,7 +115,7 @@ class Trainer:
         if device.type == 'cpu': tune_cpu(T, self.dtype)
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations
-        if settings.compile or settings.compile is None and device.type == 'cuda': compile_blocks(self.model)
+        if pick_compile(settings.compile, device): compile_blocks(self.model)
         self.optimizer = self._optimizer()
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         if state: self._restore(state)

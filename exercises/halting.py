@@ -29,7 +29,7 @@ three frozen, would it matter if a halted token's E moved on?
 import torch
 from check import NotYet, call, compare, expect, run, same, shaped, tensors, tiny
 
-from model import KVCache
+from memory import KVCache
 
 
 class Frozen:

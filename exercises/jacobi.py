@@ -32,7 +32,8 @@ from unittest.mock import patch
 import torch
 from check import call, causal, compare, expect, run, tiny
 
-from model import KVCache, latent
+from memory import KVCache
+from model import latent
 
 
 def sequential(gpt, x):

@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 from check import NotYet, call, compare, expect, run, shaped, tensors, tiny
 
-from model import KVCache
+from memory import KVCache
 
 
 class Cache:
@@ -149,7 +149,7 @@ def check():
     check_reading(gpt, idx)
     read = check_generate(gpt, idx[:, :T], n)
     return (f"Your loop read {read} positions for {n} tokens; without a cache it would be {sum(range(T, T + n))}. Now read class "
-            "KVCache in model.py: it allocates its memory once, where torch.cat copies everything at every token.")
+            "KVCache in memory.py: it allocates its memory once, where torch.cat copies everything at every token.")
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

@@ -14,7 +14,8 @@ from conftest import ROOT, program
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises'))
 import check
-from model import GPT, GPTConfig, KVCache, apply_rope, depth_attention, latent, rope_table
+from memory import KVCache
+from model import GPT, GPTConfig, apply_rope, depth_attention, latent, rope_table
 
 sdpa = F.scaled_dot_product_attention
 

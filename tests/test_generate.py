@@ -1,9 +1,10 @@
 """Generation: what is drawn, when it stops, what it costs, and what happens past the context length."""
 import pytest
 import torch
-from conftest import close, make
+from conftest import TOGGLES, close, make
 
-from memory import KVCache
+from hardware import compile_decoding
+from memory import KVCache, StaticCache
 
 
 def draw(model, prompts, n):
@@ -26,6 +27,27 @@ def test_decoding_equals_recomputing(toggle):
     model = make(**toggle)
     [tokens], logits = draw(model, [[3, 1, 4]], 20)
     close(logits, model(torch.tensor([tokens]))[0][:, 2:-1])  # no position sees what follows it: one pass for all tokens
+
+
+@pytest.mark.parametrize('name', ['depth', 'loop_depth', 'latent2_depth', 'chain', 'pause', 'gate', 'mask'])
+def test_compiled_decoding_changes_nothing(name, monkeypatch):
+    """Prompts of two lengths, past the context: the same tokens and logits, from a few graphs of a few shapes that serve all tokens."""
+    model, prompts, graphs, shapes = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': 3}), [[3, 1, 4], [1, 5, 9, 2, 6]], [], set()
+    want, logits = draw(model, prompts, 20)
+    compile, count = torch.compile, lambda graph, inputs: (graphs.append(graph), graph.forward)[1]
+    monkeypatch.setattr(torch, 'compile', lambda f, mode: compile(f, backend=count))
+    torch._dynamo.reset()  # forget what other tests compiled
+    compile_decoding(model)
+    decode = model.decode_layers
+    model.decode_layers = lambda *args: (shapes.add(tuple(args[3].shape[1:])), decode(*args))[1]  # of the mask
+    tokens, compiled = draw(model, prompts, 20)
+    assert tokens == want
+    close(compiled, logits)
+    first = len(graphs)
+    if name == 'loop_depth': return  # left as it is: what its loops keep would not outlast a CUDA graph
+    assert 0 < first <= 6 and len(shapes) <= 2, "one shape for each window of the context"
+    draw(model, prompts, 20)
+    assert len(graphs) == first
 
 
 def test_a_token_costs_its_own_slots_whatever_the_context(toggle):
@@ -123,8 +145,11 @@ def test_refusals():
     with pytest.raises(ValueError, match='empty prompt'): model.generate([], 3)
     with pytest.raises(ValueError, match='25 tokens.*block_size=24'): model.generate([[1] * 25], 3)
     with pytest.raises(ValueError, match='block_size=24'): model(torch.ones(1, 25, dtype=torch.long))
-    cache = KVCache(5, 4)
-    with pytest.raises(ValueError, match='cache holds 4'): model.trunk(model.embed(torch.ones(1, 5, dtype=torch.long)), torch.arange(5), cache)
+    for kind, read in (KVCache, 0), (StaticCache, 4):
+        cache, model.decode_layers = kind(5, 4), model.layers
+        run = lambda n: model.trunk(model.embed(torch.ones(1, n, dtype=torch.long)), torch.arange(n), cache)
+        if read: run(read)
+        with pytest.raises(ValueError, match='cache holds 4'): run(1 if read else 5)
 
 
 def test_a_full_prompt_and_no_new_tokens():

@@ -70,6 +70,12 @@ def test_exit_status_and_one_line():
     refused(program(os.path.join(ROOT, 'sample.py'), 'nowhere', ok=False), 'nowhere', 'train.py')
 
 
+def test_compiling_without_a_compiler_is_refused(folder, tmp_path):
+    done = program('sample.py', folder, '--compile=True', '--max_new_tokens=5', ok=False, CXX='missing', PATH=str(tmp_path),
+                   TORCHINDUCTOR_CACHE_DIR=str(tmp_path / 'cache'))
+    refused(done, 'compile=True', 'C++ compiler', '--compile=False')
+
+
 def test_weights_that_do_not_fit_their_settings(folder):
     state = load_checkpoint(folder)
     state['config']['n_layer'] = 4

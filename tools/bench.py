@@ -25,7 +25,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
-from hardware import compile_blocks, pick_device, pick_dtype, tune_cpu
+from hardware import compile_blocks, compile_decoding, pick_compile, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from train import Settings
 
@@ -149,10 +149,12 @@ def main(argv):
         models = {name: GPT(c).to(device) for name, c in configs.items()}
         if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
-        batches = map(int, b.decode_batches.split(','))
-        with torch.compiler.set_stance('force_eager'):  # as train.py and sample.py generate
-            report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in batches]
-            report['cache'] = bench_cache(b, models, config, device)
+        models = {name: GPT(c).to(device).eval() for name, c in configs.items()}  # others: their blocks are not compiled
+        report['cache'] = bench_cache(b, models, config, device)
+        if pick_compile(s.compile, device):
+            for model in models.values(): compile_decoding(model)
+            models[f'{next(iter(models))}, not compiled'] = GPT(config).to(device).eval()
+        report['decoding'] = [bench_decoding(b, models, config, device, int(batch), bandwidth) for batch in b.decode_batches.split(',')]
     if b.json:
         with open(b.json, 'w') as f: json.dump(report, f, indent=1)
 
@@ -179,7 +181,7 @@ def bench_training(b, s, models, config, device, dtype, flops):
     T, batch = config.block_size, s.micro_batch
     idx = torch.randint(0, config.n_tokens, (batch, T), device=device)
     ours, eager = lambda model, idx: model(idx, idx)[1], {}
-    if s.compile or s.compile is None and device.type == 'cuda':
+    if pick_compile(s.compile, device):
         for model in models.values(): compile_blocks(model)
         eager[f'{next(iter(models))}, not compiled'] = GPT(config).to(device)
     steps = {name: training_step(model, ours, idx, dtype) for name, model in {**models, **eager}.items()}
@@ -204,7 +206,6 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
     half = config.block_size // 2
     new = min(b.new_tokens, config.block_size - half)
     prompt = torch.randint(0, config.n_tokens, (batch, half), device=device)
-    for model in models.values(): model.eval()
 
     def prefill(model):
         memory = model.new_memory(config.block_size)
@@ -238,7 +239,7 @@ def bench_cache(b, models, config, device):
     print(f"\none more token of {name}, batch 1, medians")
     for n in (2 ** i - 1 for i in range(5, 20)):
         if n >= config.block_size: break
-        text, memory = torch.randint(0, config.n_tokens, (1, n + 1), device=device), model.eval().new_memory(n + b.repeats + 3)
+        text, memory = torch.randint(0, config.n_tokens, (1, n + 1), device=device), model.new_memory(n + b.repeats + 3)
         model.hidden(text[:, :n], memory)
         results[n] = take_turns({'cached': lambda: model.head(model.hidden(text[:, n:], memory)[:, -1]),
                                  'recomputed': lambda: model.head(model.hidden(text)[:, -1])}, b.repeats, device)
