@@ -59,7 +59,10 @@ def compile_blocks(model):
 
 
 def compile_decoding(model):
-    """Compile the pass that reads one new token, all layers in one piece; on a GPU replay it as a CUDA graph."""
+    """
+    Compile the pass that reads one new token, all layers in one piece; on a GPU replay it as a CUDA graph. For a model on its
+    device, whose blocks are not compiled; `GPT.stream` then takes static caches. The first tokens wait for the compiler.
+    """
     cuda = model.wte.weight.is_cuda
     compiled = torch.compile(model.layers, mode='reduce-overhead' if cuda else None)
 

@@ -99,7 +99,7 @@ class RaggedCache:
     """
     The cache where tokens have different numbers of slots: it holds what was computed, row by row, and no more. A query of
     time t in step k reads the slots of times up to t that were made in steps up to k and not replaced by then.
-    places: for compiled code, as in StaticCache: allocate so many slots per row at once.
+    places: for compiled code, as in StaticCache: allocate so many slots per row at once, and let a token's pass read them all.
     """
 
     def __init__(self, n_layer, start=None, places=0):
