@@ -29,7 +29,7 @@ def test_decoding_equals_recomputing(toggle):
     close(logits, model(torch.tensor([tokens]))[0][:, 2:-1])  # no position sees what follows it: one pass for all tokens
 
 
-@pytest.mark.parametrize('name', ['depth', 'loop_depth', 'latent2_depth', 'chain', 'pause', 'gate', 'mask'])
+@pytest.mark.parametrize('name', ['depth', 'loop_depth', 'latent2_depth', 'chain', 'pause', 'gate'])
 def test_compiled_decoding_changes_nothing(name, monkeypatch):
     """Prompts of two lengths, past the context: the same tokens and logits, from a few graphs of a few shapes that serve all tokens."""
     model, prompts, graphs, shapes = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': 3}), [[3, 1, 4], [1, 5, 9, 2, 6]], [], set()
