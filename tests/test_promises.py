@@ -121,7 +121,8 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
 @pytest.mark.parametrize('name', ['depth', 'embedding', 'latent', 'chain', 'loop_depth', 'pause', 'gate', 'mask', 'router'])
 def test_compiled_blocks_change_nothing(name, idx):
     toggle = TOGGLES[name]
-    model = make(**{**toggle, 'n_layer': 3, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {})})
+    layers = 3 if 'depth_attn' in toggle else 2
+    model = make(**{**toggle, 'n_layer': layers, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {})})
     want = gradients(model, idx)
     torch._dynamo.reset()  # forget what other tests compiled
     # this backend traces and differentiates as on a GPU, but needs no compiler

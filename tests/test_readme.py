@@ -69,8 +69,8 @@ ELSEWHERE = {'fineweb': 'test_download', 'shakespeare': 'test_download', '--toke
              '--tasks': 'test_evaluate', 'exercises/': 'test_exercises'}  # what needs a network or lm_eval, or has its own tests
 TINY = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32', '--block_size=32', '--batch_tokens=64',
         '--micro_batch=2', '--max_steps=2', '--save_interval=2', '--eval_tokens=64', '--sample_tokens=2', '--compile=False']
-LESS = {'sample.py': ['--max_new_tokens=3', '--compile=False'], 'tools/evaluate.py': ['--max_new_tokens=3', '--tokens=99'], 'tools/plot.py': ['--tokens=99'],
-        'tools/compare.py': TINY, 'tools/choices.py': ['--tokens=99', '--lots=1']}
+LESS = {'sample.py': ['--max_new_tokens=3', '--num_samples=2', '--compile=False'], 'tools/evaluate.py': ['--max_new_tokens=3', '--tokens=99'],
+        'tools/plot.py': ['--tokens=99'], 'tools/compare.py': TINY, 'tools/choices.py': ['--tokens=99', '--lots=1']}
 
 
 @pytest.mark.parametrize('page', list(filter(read_commands, PAGES)))
