@@ -61,20 +61,17 @@ def compile_blocks(model):
 def compile_decoding(model):
     """
     Compile the pass that reads one new token, all layers in one piece; on a GPU replay it as a CUDA graph. For a model on its
-    device, whose blocks are not compiled; `GPT.stream` then takes static caches. The first tokens wait for the compiler.
+    device, whose blocks are not compiled; `GPT.stream` then takes static caches. The first tokens wait for the compiler. `loop` with
+    depth_attn stays as it is: what earlier loops made is read again, but would not outlast the graph's next replay.
     """
     cuda = model.wte.weight.is_cuda
     compiled = torch.compile(model.layers, mode='reduce-overhead' if cuda else None)
 
-    def decode_layers(x, rope, memory, mask, bias, earlier):
+    def decode_layers(x, rope, memory, *others):
         if cuda:
             torch.compiler.cudagraph_mark_step_begin()
             for held in memory.k + memory.v: torch._dynamo.mark_static_address(held, guard=False)  # written in place, not copied in
-        try: return compiled(x, rope, memory, mask, bias, earlier).clone()  # a graph's next replay writes where this one did
-        except RuntimeError as error:
-            message = explain(error)
-            if message is None: raise
-            raise UserError(message) from None
+        with explained(): return compiled(x, rope, memory, *others).clone()  # a graph's next replay writes where this one did
     model.decode_layers = decode_layers
 
 
@@ -84,14 +81,20 @@ def process_group(device):
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if device.type == 'cuda': torch.cuda.set_device(device)
     if 'RANK' in os.environ: dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    try:
+    with explained():  # after a failure the group is left as it is: taking it down would wait for the others
         yield rank, world
         if 'RANK' in os.environ: dist.barrier()  # nobody leaves while another still talks
-    except RuntimeError as error:  # the group is left as it is: taking it down would wait for the others
+    if 'RANK' in os.environ: dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def explained():
+    """Around what may fail by the machine's fault: the failures that `explain` knows become UserErrors."""
+    try: yield
+    except RuntimeError as error:
         message = explain(error)
         if message is None: raise
         raise UserError(message) from None
-    if 'RANK' in os.environ: dist.destroy_process_group()
 
 
 def explain(error):

@@ -61,9 +61,13 @@ class KVCache:
     def mask(self, S, device):
         """Which slots the next S queries may read: bool (B or 1, 1, S, length + S), or None for "all up to oneself"."""
         if self.start is None and (S == 1 or self.length == 0): return None
-        key = torch.arange(self.length + S, device=device)
-        query = key[self.length:, None]
-        seen = (key <= query)[None, None]                                   # (1, 1, S, length + S)
+        return self.seen(S, self.length + S, device)
+
+    def seen(self, S, slots, device):
+        """Which of the first `slots` slots the next S queries may read: bool (B or 1, 1, S, slots)."""
+        key = torch.arange(slots, device=device)
+        query = key[self.length:self.length + S, None]
+        seen = (key <= query)[None, None]
         if self.start is None: return seen
         # padding reads itself: a softmax over nothing would be NaN
         return seen & (key >= self.start[:, None, None, None] * self.slots) | (key == query)
@@ -83,11 +87,9 @@ class StaticCache(KVCache):
     def mask(self, S, device):
         self.whole = self.length > 0 and S <= self.slots
         if not self.whole: return super().mask(S, device)
-        self.place = torch.arange(self.length, self.after(S), device=device)
-        self.length += S
-        key, query = torch.arange(self.capacity, device=device), self.place[:, None]
-        seen = (key <= query)[None, None]                                   # (1, 1, S, capacity)
-        if self.start is not None: seen = seen & (key >= self.start[:, None, None, None] * self.slots) | (key == query)
+        end = self.after(S)
+        self.place, seen = torch.arange(self.length, end, device=device), self.seen(S, self.capacity, device)
+        self.length = end  # here and not in update, which would be compiled again for each length
         return torch.where(seen, self.k[0].new_zeros(()), -math.inf)
 
     def update(self, layer, k, v):
@@ -117,12 +119,13 @@ class RaggedCache:
         self.rows, time = active.rows, active.time(time)                                      # (r,), (r,n)
         step = torch.as_tensor(step, device=time.device).expand_as(time)
         self.place = self.used[self.rows, None] + torch.arange(time.size(1), device=time.device)  # (r,n)
-        self.now, self.end, self.index = step, int(self.place.max()) + 1, None
+        self.now, self.index = step, None
+        self.whole = self.places > 0 and self.k[0] is not None and time.size(1) == 1
+        self.end = self.time.size(1) if self.whole else int(self.place.max()) + 1
         if self.end > self.time.size(1):                                                      # grow by doubling
             more = max(self.end, 2 * self.time.size(1), self.places) - self.time.size(1)
             self.time, self.step, self.until = (F.pad(t, (0, more), value=NEVER) for t in (self.time, self.step, self.until))
-        self.whole = self.places > 0 and self.k[0] is not None and time.size(1) == 1
-        if self.whole: self.end = self.time.size(1)
+            if self.bias is not None: self.bias = F.pad(self.bias, (0, more))
         self.some = slice(None) if len(self.rows) == len(self.used) else self.rows            # all rows: a view, not a copy
         here = self.rows[:, None], self.place
         self.time[here], self.step[here], self.until[here] = time, step, NEVER
@@ -131,8 +134,7 @@ class RaggedCache:
         time, step = time[..., None], step[..., None]                                         # (r,n,1)
         self.seen = ((key_time <= time) & (key_step <= step) & (key_until > step))[:, None]   # (r,1,n,end)
         if bias is not None:
-            if self.bias is None: self.bias = bias.new_zeros(len(self.used), 0)
-            self.bias = F.pad(self.bias, (0, self.time.size(1) - self.bias.size(1)))
+            if self.bias is None: self.bias = bias.new_zeros(self.time.shape)
             self.bias[here] = bias
             self.seen = torch.where(self.seen, self.bias[self.some, None, None, :self.end], -math.inf)
         elif self.k[0] is not None:  # numbers, or attention would make them of the mask in every layer again

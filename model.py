@@ -11,7 +11,7 @@ exception: it lives inside the trunk. What attention may read, such as a cache, 
 still think is kept by thinking.py.
 
 Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention, the functions under "pondering" and "halting"
-(the mechanisms), GPT.blocks, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss.
+(the mechanisms), GPT.blocks and GPT.layers, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss.
 
     shape letters   B batch   T tokens   S slots (tokens, or tokens and their latent thoughts)   C n_embd   V vocab_size
                     nh query heads   nkv key/value heads   g = nh / nkv   hd head dimension   L n_layer
@@ -142,7 +142,8 @@ def rope_table(pos, head_dim, theta, dtype):
     wide = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=wide) / head_dim)
     angle = pos.to(wide)[..., None, None] * freq      # (S, 1, hd/2)
-    return torch.cat((angle, angle), -1).cos().to(dtype), torch.cat((-angle, angle), -1).sin().to(dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def apply_rope(x, cos, sin):
@@ -226,7 +227,7 @@ class Block(nn.Module):
 #     o_l     = causal attention of (q_l, k_l, v~_l)               keys stay as they are                        (Eq. 4)
 #
 # S(l) is every layer below l that is a multiple of the stride s = n_layer / 2: the anchors 0, s, 2s, ... whose keys and
-# values GPT.blocks keeps for the length of one pass. Layer 0 has no source and is an ordinary layer.
+# values GPT.layers keeps for the length of one pass. Layer 0 has no source and is an ordinary layer.
 # q and k are those of sequence attention, after norm and rotation; at one position both sides are turned alike, so the
 # rotation cancels. With grouped queries the g queries of a key/value head are averaged first (section 3.3).
 #
@@ -604,9 +605,8 @@ class GPT(nn.Module):
     def blocks(self, x, pos, memory=None, bias=None, earlier=None):
         """`trunk` without the final norm. earlier: for each layer the (k, v) of earlier loops; this one's are appended."""
         mask = memory.mask(x.size(1), x.device) if memory is not None else None  # see memory.py
-        rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        compiled = getattr(memory, 'whole', False) and not earlier  # earlier loops' results would not outlast a CUDA graph's replay
-        return (self.decode_layers if compiled else self.layers)(x, rope, memory, mask, bias, earlier)
+        layers = self.decode_layers if getattr(memory, 'whole', False) and not earlier else self.layers  # see compile_decoding
+        return layers(x, rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype), memory, mask, bias, earlier)
 
     def layers(self, x, rope, memory, mask, bias, earlier):
         """All blocks, one after the other; arguments as `blocks` makes them."""

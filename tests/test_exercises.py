@@ -81,7 +81,7 @@ def generate(gpt, prompt, n, restart=False, again=False, last=-1):
 
 
 def mix_all(layers, stride, source=lambda l, j, s: j % s == 0, raw=False):
-    """GPT.blocks' use of depth_attention, with switches for what goes wrong."""
+    """GPT.layers' use of depth_attention, with switches for what goes wrong."""
     out = []
     for l, (q, k, v) in enumerate(layers):
         out.append(depth_attention(q, k, v, [(layers[j][1], layers[j][2] if raw else out[j]) for j in range(l) if source(l, j, stride)]))

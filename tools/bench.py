@@ -215,7 +215,7 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
     held = {name: prefill(model) for name, model in models.items()}
     share = lambda name, t: f"{held[name] / 2 ** 20:,.1f} MiB of cache"
     times = take_turns({name: lambda model=model: prefill(model) for name, model in models.items()}, b.repeats, device)
-    results = {'prefill': table(f"prefill, batch {batch}, {half} tokens, float32", times, batch * half, 'tokens/s', share)}
+    results = {'prefill': table(f"prefill (never compiled), batch {batch}, {half} tokens, float32", times, batch * half, 'tokens/s', share)}
 
     times = {name: [] for name in models}
     for i in range(b.repeats + 2):
