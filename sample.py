@@ -37,7 +37,7 @@ class SampleSettings:
     halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
     show_steps: bool = False            # colour each token by the passes it took; numbers where there is no colour
     exact: bool = False                 # ponder='latent': read the prompt token by token instead of by Jacobi iterations
-    compile: bool = False               # compile the pass of one new token: pays when it is used for thousands of tokens
+    compile: bool = False               # compile the pass of one new token: pays after some ten thousand tokens
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves the memory traffic on hardware that has it
 
