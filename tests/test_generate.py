@@ -1,7 +1,7 @@
 """Generation: what is drawn, when it stops, what it costs, and what happens past the context length."""
 import pytest
 import torch
-from conftest import TOGGLES, close, make
+from conftest import ONE_EACH, TOGGLES, close, make
 
 from hardware import compile_decoding
 from memory import KVCache, StaticCache
@@ -87,8 +87,9 @@ def test_sliding_past_block_size(toggle):
     close(logits, recompute_in_windows(model, tokens, 3))
 
 
+@pytest.mark.parametrize('toggle', ONE_EACH)
 def test_sliding_with_unequal_prompts(toggle):
-    model = make(**{**toggle, 'block_size': 8})
+    model = make(**{**TOGGLES[toggle], 'block_size': 8})
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
     rows, logits = draw(model, prompts, 20)
     # a short row slides together with the longest: its own first tokens go first only when it has that many
@@ -97,8 +98,9 @@ def test_sliding_with_unequal_prompts(toggle):
     close_in_any_order(logits.flatten(0, -2), torch.cat(want))
 
 
+@pytest.mark.parametrize('toggle', ONE_EACH)
 def test_stop_token_cuts_each_row(toggle):
-    model, prompts = make(**{**toggle, 'block_size': 12}), [[3, 1], [7], [4, 4, 2]]
+    model, prompts = make(**{**TOGGLES[toggle], 'block_size': 12}), [[3, 1], [7], [4, 4, 2]]
     greedy = [row[len(prompt):].tolist() for row, prompt in zip(model.generate(prompts, 20, temperature=0), prompts)]
     for stop in {row[4] for row in greedy}:
         rows = model.generate(prompts, 20, temperature=0, stop_token=stop)

@@ -308,10 +308,12 @@ def test_loss_spikes_are_said(capsys):
     assert 'step 7: loss spike, 3.5000 after 2.1' in text and record['spike'] == 3.5 and record['mean_before'] == pytest.approx(2.1, abs=0.01)
 
 
-def test_the_builtin_corpus_is_prepared_when_missing(tmp_path):
-    done = program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, '--max_steps=1', '--sample_tokens=5', cwd=tmp_path)
-    assert 'preparing the built-in corpus' in done.stdout and read_meta(str(tmp_path / 'data' / 'python'))['n_tokens'] == 257
-    assert 'preparing' not in program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, '--max_steps=1', '--out_dir=b', cwd=tmp_path).stdout
+def test_the_builtin_corpus_is_prepared_when_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train.main([*SHAPE, *QUICK, '--max_steps=1', '--sample_tokens=5'])
+    assert 'preparing the built-in corpus' in capsys.readouterr().out and read_meta(str(tmp_path / 'data' / 'python'))['n_tokens'] == 257
+    train.main([*SHAPE, *QUICK, '--max_steps=1', '--out_dir=b'])
+    assert 'preparing' not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('args, words', [
@@ -354,9 +356,9 @@ def test_data_of_another_vocabulary(run_train, small_data, tmp_path):
     with pytest.raises(UserError, match='50257 tokens.*n_tokens=257'): run_train('out', f'--data_dir={other}', '--init_from=resume', '--max_steps=12')
 
 
-def test_an_output_folder_that_cannot_be_made(small_data, tmp_path):
+def test_an_output_folder_that_cannot_be_made(run_train, tmp_path):
     (tmp_path / 'file').write_text('in the way')
-    refused(program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "file" / "out"}', ok=False), 'cannot be written')
+    with pytest.raises(UserError, match='cannot be written'): run_train(os.path.join('file', 'out'))
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs a device that is always full')
