@@ -161,7 +161,7 @@ class RaggedCache:
 
     def replace(self, which):
         """Those of the last pass's slots (r,n) will have a successor in the next step, which is then read in their place."""
-        self.until[self.rows[:, None].expand_as(self.place)[which], self.place[which]] = self.now[which] + 1
+        self.until[self.rows[:, None], self.place] = torch.where(which, self.now + 1, NEVER)
 
     def forget(self, since):
         """Drop all slots of times from `since` on."""

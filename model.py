@@ -395,9 +395,9 @@ def gate(gpt, x, pos, memory, jacobi):
     c, cache = gpt.config, memory[0]
 
     def think(trunk, a, k, x, s, h):                                        # (r,n,C), (r,n), (r,n,C)
-        if torch.as_tensor(k).any(): x = x + (s[..., None] * gpt.mixture(h)).to(x.dtype)  # nothing to mix before a first pass
-        h = trunk(x)
         steps = k.unique().tolist() if cache is not None else [k]           # slots at different steps: each asks its own gate
+        if any(steps): x = x + (s[..., None] * gpt.mixture(h)).to(x.dtype)  # nothing to mix before a first pass
+        h = trunk(x)
         gates = ((k == i) * gpt.wide(gpt.gates[i], h).squeeze(-1).sigmoid() for i in steps if i < c.ponder_steps)
         s = sum(gates, torch.zeros_like(s))
         on = (s >= c.halt_tau) & (k < c.ponder_steps)

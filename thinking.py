@@ -149,9 +149,10 @@ def run_ahead(gpt, tokens, n, h, memory, draw, stop_token):
     thinking = gpt.mechanism(gpt, gpt.embed(tokens[:, n - 1:n]), last, memory, 0)
     thinking.active = torch.zeros_like(thinking.active)                      # all have had enough about that one
     while True:
-        rows = left[ready]
-        token = draw(h[ready], rows)
-        tokens[rows, at[rows]], passes[rows, at[rows]] = token, steps[ready]
+        which = ready.nonzero()[:, 0]                                        # numbers, or a GPU would be waited for three times
+        rows = left[which]
+        token = draw(h[which], rows)
+        tokens[rows, at[rows]], passes[rows, at[rows]] = token, steps[which]
         at[rows] += 1
         for row in rows[token == stop_token] if stop_token is not None else ():
             tokens[row, at[row]:], at[row] = stop_token, end                 # it says no more

@@ -149,11 +149,13 @@ def main(argv):
         models = {name: GPT(c).to(device) for name, c in configs.items()}
         if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
-        models = {name: GPT(c).to(device).eval() for name, c in configs.items()}  # others: their blocks are not compiled
+        decoding = dtype if s.dtype or device.type == 'cuda' else torch.float32  # without autocast: the type of the weights
+        fresh = lambda config: GPT(config).to(device, decoding).eval()           # for decoding: its blocks are not compiled
+        models = {name: fresh(c) for name, c in configs.items()}
         report['cache'] = bench_cache(b, models, config, device)
         if pick_compile(s.compile, device):
             for model in models.values(): compile_decoding(model)
-            models[f'{next(iter(models))}, not compiled'] = GPT(config).to(device).eval()
+            models[f'{next(iter(models))}, not compiled'] = fresh(config)
         report['decoding'] = [bench_decoding(b, models, config, device, int(batch), bandwidth) for batch in b.decode_batches.split(',')]
     if b.json:
         with open(b.json, 'w') as f: json.dump(report, f, indent=1)
@@ -212,10 +214,10 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
         model.head(model.hidden(prompt, memory)[:, -1])
         return sum(cache.bytes() for cache in memory if cache)
 
-    held = {name: prefill(model) for name, model in models.items()}
+    held, dtype = {name: prefill(model) for name, model in models.items()}, next(iter(models.values())).wte.weight.dtype
     share = lambda name, t: f"{held[name] / 2 ** 20:,.1f} MiB of cache"
     times = take_turns({name: lambda model=model: prefill(model) for name, model in models.items()}, b.repeats, device)
-    results = {'prefill': table(f"prefill (never compiled), batch {batch}, {half} tokens, float32", times, batch * half, 'tokens/s', share)}
+    results = {'prefill': table(f"prefill (never compiled), batch {batch}, {half} tokens, {dtype}", times, batch * half, 'tokens/s', share)}
 
     times = {name: [] for name in models}
     for i in range(b.repeats + 2):
@@ -228,7 +230,7 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
     passes = {name: 1 if m.config.ponder in ('none', 'pause') else m.config.ponder_steps + 1 for name, m in models.items()}
     read = lambda name, t: f"{passes[name] * weights[name] * (new - 1) / t / bandwidth:5.0%} of the copy's rate, reading blocks' weights"
     times = {name: sorted(ts) for name, ts in times.items()}
-    title = f"decoding, batch {batch}, {new - 1} tokens after {half}, float32"
+    title = f"decoding, batch {batch}, {new - 1} tokens after {half}, {dtype}"
     return {'batch': batch, **results, 'decoding': table(title, times, batch * (new - 1), 'tokens/s', read)}
 
 

@@ -111,10 +111,10 @@ def bench_decoding(s, settings, device):
 
 def bench_training(s, run_settings, settings, device, dtype):
     """Whole optimizer steps of 'router', which skips rows in training too."""
-    T, batch = settings['block_size'], run_settings.micro_batch
-    idx = torch.randint(0, settings['vocab_size'], (batch, T), device=device)
     fixed = GPT(build(GPTConfig, {**settings, 'ponder': 'chain', 'ponder_steps': 3})).to(device).train()
     config = build(GPTConfig, {**settings, 'ponder': 'chain', 'ponder_steps': 3, 'halting': 'router', 'halt_lambda': 0.0})
+    T, batch = config.block_size, run_settings.micro_batch
+    idx = torch.randint(0, config.n_tokens, (batch, T), device=device)
     models = {d: drawn(config, float(d), device).train() for d in s.depths.split(',')}
     passes = {d: [] for d in models}
 
@@ -143,7 +143,7 @@ def main(argv):
     dtype = pick_dtype(run_settings.dtype, device)
     if device.type == 'cpu': given = {'vocab_size': 320, **given}
     settings = {k: v for k, v in given.items() if k in GPTConfig.__dataclass_fields__}
-    if device.type == 'cpu': tune_cpu(settings['block_size'], dtype)
+    if device.type == 'cpu': tune_cpu(build(GPTConfig, settings).block_size, dtype)
     torch.manual_seed(0)
     bench_decoding(s, settings, device)
     bench_training(s, run_settings, settings, device, dtype)
