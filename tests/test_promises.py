@@ -4,7 +4,7 @@ import math
 import naive
 import pytest
 import torch
-from conftest import TOGGLES, close, make
+from conftest import ONE_EACH, TOGGLES, close, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,6 +104,15 @@ def gradients(model, idx, autocast=None):
         loss = model(idx, targets(idx))[1]
     loss.backward()
     return [loss.detach()] + [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize('toggle', [name for name in ONE_EACH if 'halting' not in TOGGLES[name]])
+def test_a_device_is_not_waited_for(toggle):
+    """On the meta device, which has no numbers: to read one is an error there, and so is to mix devices."""
+    model, idx = make(**TOGGLES[toggle]).to('meta'), torch.zeros(3, 7, dtype=torch.long, device='meta')
+    assert model.hidden(idx, jacobi=1).shape == (3, 7, 32)
+    if model.config.ponder in ('none', 'embedding', 'loop', 'pause'):  # chain's cache counts slots, latent's prompt takes seconds here
+        assert model.generate(idx, 3, temperature=0).shape == (3, 10)
 
 
 def test_activation_checkpointing_changes_nothing(toggle, idx):
