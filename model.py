@@ -172,8 +172,7 @@ class Attention(nn.Module):
         q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q = apply_rope(self.q_norm(q), *rope).transpose(1, 2)  # (B, nh, S, hd)
         k = apply_rope(self.k_norm(k), *rope).transpose(1, 2)  # (B, nkv, S, hd)
-        v = v.transpose(1, 2)                                  # (B, nkv, S, hd)
-        v = depth_attention(q, k, v, sources, self.depth_mode)  # without sources: v itself
+        v = depth_attention(q, k, v.transpose(1, 2), sources, self.depth_mode)  # (B, nkv, S, hd); without sources v itself
         new = (k, v)
         if bias is not None: q, k, v = with_key_bias(q, k, v, bias)
         if memory is not None: k, v = memory.update(self.layer, k, v)  # (B, nkv, everything readable, hd)
@@ -182,7 +181,9 @@ class Attention(nn.Module):
         if isinstance(mask, list):  # a group of queries after the other, each with as many keys as it can need (ChainMemory)
             groups = zip(q.split([seen.size(0) for _, seen in mask], 2), mask)
             y = torch.cat([attend(some, k[:, :, :n], v[:, :, :n], attn_mask=seen) for some, (n, seen) in groups], 2)
-        else: y = attend(q, k, v, attn_mask=mask, is_causal=mask is None and S > 1)  # one new slot reads all there is
+        elif S == 1:  # one slot: the queries that share a key head stand in S's place, or kernels would copy keys for each of them
+            y = attend(q.reshape(B, self.n_kv_head, -1, q.size(-1)), k, v, attn_mask=mask, enable_gqa=False).reshape(q.shape)
+        else: y = attend(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y[..., :self.head_dim].transpose(1, 2).reshape(B, S, -1)), new
 
 
@@ -689,8 +690,7 @@ class GPT(nn.Module):
     # ---- generation --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_token=None,
-               exact=False):
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_token=None, exact=False):
         """
         Generate step by step; yields (token (B,), passes (B,)): the new token of each row and the trunk passes it took.
 
