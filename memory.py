@@ -236,7 +236,7 @@ class ChainMemory(PassMemory):
     def __init__(self, n_layer, time, before=None):
         super().__init__(n_layer, before)
         self.steps = n = before.steps + 1 if before else 1
-        if not before: return
+        if not before or len(time) == 1: return  # one token reads all there is
         last = time.repeat_interleave(n) <= time[-self.QUERIES:, None]  # what the last group reads; the others see the same, shifted
         groups = zip(range(0, len(time), self.QUERIES), [*range(self.QUERIES, len(time), self.QUERIES), len(time)])
         self.seen = [(end * n, last[begin - end:, (len(time) - end) * n:]) for begin, end in groups]

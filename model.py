@@ -173,18 +173,18 @@ class Attention(nn.Module):
         q = apply_rope(self.q_norm(q), *rope).transpose(1, 2)  # (B, nh, S, hd)
         k = apply_rope(self.k_norm(k), *rope).transpose(1, 2)  # (B, nkv, S, hd)
         v = depth_attention(q, k, v.transpose(1, 2), sources, self.depth_mode)  # (B, nkv, S, hd); without sources v itself
-        new = (k, v)
-        if bias is not None: q, k, v = with_key_bias(q, k, v, bias)
-        if memory is not None: k, v = memory.update(self.layer, k, v)  # (B, nkv, everything readable, hd)
-        attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0,
-                         scale=self.head_dim ** -0.5, enable_gqa=self.n_head != self.n_kv_head)
-        if isinstance(mask, list):  # a group of queries after the other, each with as many keys as it can need (ChainMemory)
+        q, keys, values = with_key_bias(q, k, v, bias) if bias is not None else (q, k, v)
+        if memory is not None: keys, values = memory.update(self.layer, keys, values)  # (B, nkv, everything readable, hd)
+        attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5)
+        if self.n_head > self.n_kv_head and mask is not None and S > 1:  # with both, CUDA's kernels would hold all scores
+            keys, values = (t.repeat_interleave(self.n_head // self.n_kv_head, 1) for t in (keys, values))
+        if S == 1:  # the queries that share a key head stand in the place of the sequence: nothing is repeated for them
+            y = attend(q.reshape(B, self.n_kv_head, -1, q.size(-1)), keys, values, attn_mask=mask).reshape(q.shape)
+        elif isinstance(mask, list):  # a group of queries after the other, each with as many keys as it can need (ChainMemory)
             groups = zip(q.split([seen.size(0) for _, seen in mask], 2), mask)
-            y = torch.cat([attend(some, k[:, :, :n], v[:, :, :n], attn_mask=seen) for some, (n, seen) in groups], 2)
-        elif S == 1:  # one slot: the queries that share a key head stand in S's place, or kernels would copy keys for each of them
-            y = attend(q.reshape(B, self.n_kv_head, -1, q.size(-1)), k, v, attn_mask=mask, enable_gqa=False).reshape(q.shape)
-        else: y = attend(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.c_proj(y[..., :self.head_dim].transpose(1, 2).reshape(B, S, -1)), new
+            y = torch.cat([attend(some, keys[:, :, :n], values[:, :, :n], attn_mask=seen) for some, (n, seen) in groups], 2)
+        else: y = attend(q, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) > keys.size(1))
+        return self.c_proj(y[..., :self.head_dim].transpose(1, 2).reshape(B, S, -1)), (k, v)
 
 
 class MLP(nn.Module):
