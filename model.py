@@ -501,9 +501,9 @@ def penalty(gpt, targets):
     c, trace, counts = gpt.config, gpt.trace, targets >= 0
     ramp = min(max((gpt.progress - c.halt_start) / (c.halt_full - c.halt_start), 0.0), 1.0)
     if c.halting == 'gate':
-        lowest = torch.cat([s[counts] for s in trace])
-        n = int(ramp * c.halt_share * lowest.numel())
-        return c.halt_lambda * lowest.topk(n, largest=False).values.mean() if n else 0.0
+        gates = torch.cat([s.masked_fill(~counts, math.inf) for s in trace]).flatten().sort().values  # what counts for nothing last
+        n = (ramp * c.halt_share * len(trace) * counts.sum()).floor()  # a tensor, so that no GPU is waited for
+        return c.halt_lambda * gates.where(torch.arange(len(gates), device=gates.device) < n, 0.0).sum() / n.clamp(min=1)
     if c.halting == 'mask':
         expected = (trace[0] * torch.arange(c.ponder_steps + 1, device=targets.device)).sum(-1)  # (B,T)
         return c.halt_lambda * ramp * (expected * counts).sum() / counts.sum().clamp(min=1)

@@ -215,8 +215,8 @@ class Trainer:
             total += loss.detach()
             self.passes.append(self.shares())
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
-        total = self.mean(total)
+        # the one wait for a GPU in a step: it is updating the weights while the next step's work is sent
+        norm, total = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)), self.mean(total)
         finite = math.isfinite(norm) and math.isfinite(total)  # the same on all ranks
         if finite or self.scaler.is_enabled(): self.scaler.step(self.optimizer)  # the scaler skips by itself
         self.scaler.update()
@@ -227,7 +227,7 @@ class Trainer:
         if self.bad_steps >= s.max_bad_steps:
             raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate, and resume from {s.out_dir}")
         self.step += 1
-        return total, float(norm)
+        return total, norm
 
     def mean(self, value):
         """A one-element tensor averaged over ranks, as a float."""
