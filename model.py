@@ -501,7 +501,7 @@ def penalty(gpt, targets):
     c, trace, counts = gpt.config, gpt.trace, targets >= 0
     ramp = min(max((gpt.progress - c.halt_start) / (c.halt_full - c.halt_start), 0.0), 1.0)
     if c.halting == 'gate':
-        gates = torch.cat([s.masked_fill(~counts, math.inf) for s in trace]).flatten().sort().values  # what counts for nothing last
+        gates = torch.cat([s.masked_fill(~counts, math.inf) for s in trace]).flatten().sort().values  # ignored tokens last
         n = (ramp * c.halt_share * len(trace) * counts.sum()).floor()  # a tensor, so that no GPU is waited for
         return c.halt_lambda * gates.where(torch.arange(len(gates), device=gates.device) < n, 0.0).sum() / n.clamp(min=1)
     if c.halting == 'mask':

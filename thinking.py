@@ -149,7 +149,7 @@ def run_ahead(gpt, tokens, n, h, memory, draw, stop_token):
     thinking = gpt.mechanism(gpt, gpt.embed(tokens[:, n - 1:n]), last, memory, 0)
     thinking.active = torch.zeros_like(thinking.active)                      # all have had enough about that one
     while True:
-        which = ready.nonzero()[:, 0]                                        # numbers, or a GPU would be waited for three times
+        which = ready.nonzero()[:, 0]                                        # once: each index by a mask waits for a GPU
         rows = left[which]
         token = draw(h[which], rows)
         tokens[rows, at[rows]], passes[rows, at[rows]] = token, steps[which]

@@ -215,7 +215,7 @@ class Trainer:
             total += loss.detach()
             self.passes.append(self.shares())
         self.scaler.unscale_(self.optimizer)
-        # the one wait for a GPU in a step: it is updating the weights while the next step's work is sent
+        # a GPU is waited for here, before the update: while it does that, the next step's work is already sent
         norm, total = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)), self.mean(total)
         finite = math.isfinite(norm) and math.isfinite(total)  # the same on all ranks
         if finite or self.scaler.is_enabled(): self.scaler.step(self.optimizer)  # the scaler skips by itself

@@ -208,6 +208,11 @@ def test_command_line_refusals(tmp_path, argv, words):
     refused(done, *words)
 
 
+def test_preparing_does_not_load_torch(tmp_path):
+    for i in range(20): (tmp_path / f'{i}.txt').write_text(f'text {i} ' * 50)
+    program('-c', "import sys, prepare_data; prepare_data.main(sys.argv[1:]); assert 'torch' not in sys.modules", '.', '--val_fraction=0.3', cwd=tmp_path)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / 'data').write_text('a file is in the way')
     refused(program(PROGRAM, cwd=tmp_path, ok=False), 'data', 'cannot be written')

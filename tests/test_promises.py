@@ -98,14 +98,6 @@ def test_flops_agree_with_torch(toggle):
         assert counter.get_total_flops() / idx.numel() == pytest.approx(model.flops_per_token(training=training), rel=0.03)
 
 
-def gradients(model, idx, autocast=None):
-    model.zero_grad()
-    with torch.autocast('cpu', autocast or torch.bfloat16, enabled=autocast is not None):
-        loss = model(idx, targets(idx))[1]
-    loss.backward()
-    return [loss.detach()] + [p.grad.clone() for p in model.parameters()]
-
-
 @pytest.mark.parametrize('toggle', [name for name in ONE_EACH if 'halting' not in TOGGLES[name]])
 def test_a_device_is_not_waited_for(toggle):
     """On the meta device, which has no numbers: to read one is an error there, and so is to mix devices."""
@@ -113,6 +105,14 @@ def test_a_device_is_not_waited_for(toggle):
     assert model.hidden(idx, jacobi=1).shape == (3, 7, 32)
     if model.config.ponder in ('none', 'embedding', 'loop', 'pause'):  # chain's cache counts slots, latent's prompt takes seconds here
         assert model.generate(idx, 3, temperature=0).shape == (3, 10)
+
+
+def gradients(model, idx, autocast=None):
+    model.zero_grad()
+    with torch.autocast('cpu', autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = model(idx, targets(idx))[1]
+    loss.backward()
+    return [loss.detach()] + [p.grad.clone() for p in model.parameters()]
 
 
 def test_activation_checkpointing_changes_nothing(toggle, idx):

@@ -150,7 +150,7 @@ def main(argv):
         if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
         decoding = dtype if s.dtype or device.type == 'cuda' else torch.float32  # without autocast: the type of the weights
-        fresh = lambda config: GPT(config).to(device, decoding).eval()           # for decoding: its blocks are not compiled
+        fresh = lambda c: GPT(c).to(device, decoding).eval()                     # for decoding: its blocks are not compiled
         models = {name: fresh(c) for name, c in configs.items()}
         report['cache'] = bench_cache(b, models, config, device)
         if pick_compile(s.compile, device):
@@ -214,7 +214,8 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
         model.head(model.hidden(prompt, memory)[:, -1])
         return sum(cache.bytes() for cache in memory if cache)
 
-    held, dtype = {name: prefill(model) for name, model in models.items()}, next(iter(models.values())).wte.weight.dtype
+    held = {name: prefill(model) for name, model in models.items()}
+    dtype = next(iter(models.values())).wte.weight.dtype
     share = lambda name, t: f"{held[name] / 2 ** 20:,.1f} MiB of cache"
     times = take_turns({name: lambda model=model: prefill(model) for name, model in models.items()}, b.repeats, device)
     results = {'prefill': table(f"prefill (never compiled), batch {batch}, {half} tokens, {dtype}", times, batch * half, 'tokens/s', share)}
