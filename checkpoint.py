@@ -4,6 +4,7 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
     save_checkpoint(folder, state)      folder/ckpt.pt; what was there before is ckpt_prev.pt
     state = load_checkpoint(folder)     the newest readable one
     load_weights(model, state)          its weights, into a model of the same shape
+    change_steps(config, n)             the model of this config is to take n pondering steps
 """
 
 import os
@@ -56,4 +57,16 @@ def load_weights(model, state):
     try:
         model.load_state_dict(state['model'])
     except RuntimeError as error:
-        raise UserError(f"the checkpoint's weights do not fit its settings ({' '.join(str(error).split())[:120]})") from None
+        raise UserError(f"the checkpoint's weights do not fit the model's settings ({' '.join(str(error).split())[:120]}); "
+                        f"leave out what differs from the checkpoint's") from None
+
+
+def change_steps(config, n):
+    """Let a trained model take n pondering steps. UserError if it does not ponder, or has no weights for so many."""
+    trained, own = config.ponder_steps, config.halting != 'none' or config.ponder == 'pause'  # own: weights for its steps
+    if n < 0: raise UserError(f"ponder_steps={n} must not be negative")
+    if config.ponder == 'none': raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
+    if config.halting == 'mask' and n != trained or n > trained and (config.halting == 'gate' or own and not trained):
+        raise UserError(f"ponder_steps={n}: this model has weights for {trained} steps; leave the setting out"
+                        + (", and use --halt_tau" if config.halting != 'none' else ''))
+    config.ponder_steps = n

@@ -39,6 +39,7 @@ class KVCache:
 
     def __init__(self, n_layer, capacity, start=None, slots=1):
         self.capacity, self.start, self.slots = capacity, start, slots
+        self.now = slots  # of each token in the pass under way: `latent` begins with fewer
         self.k, self.v = [None] * n_layer, [None] * n_layer
         self.length = self.tokens = 0  # slots and tokens in use
 
@@ -69,8 +70,9 @@ class KVCache:
         query = key[self.length:self.length + S, None]
         seen = (key <= query)[None, None]
         if self.start is None: return seen
-        # padding reads itself: a softmax over nothing would be NaN
-        return seen & (key >= self.start[:, None, None, None] * self.slots) | (key == query)
+        padding = self.start[:, None, None, None] * self.slots
+        padding = padding.clamp(max=self.length) + (padding - self.length).clamp(min=0) // self.slots * self.now
+        return seen & (key >= padding) | (key == query)  # padding reads itself: a softmax over nothing would be NaN
 
     def bytes(self):
         """Bytes allocated so far."""
@@ -85,7 +87,7 @@ class StaticCache(KVCache):
     """
 
     def mask(self, S, device):
-        self.whole = self.length > 0 and S <= self.slots
+        self.whole = self.length > 0 and S <= self.now
         if not self.whole: return super().mask(S, device)
         end = self.after(S)
         self.place, seen = torch.arange(self.length, end, device=device), self.seen(S, self.capacity, device)
@@ -178,13 +180,14 @@ class RaggedCache:
     bytes = KVCache.bytes
 
 
-def new_caches(config, capacity, start=None, static=False):
+def new_caches(config, capacity, start=None, ragged=False, static=False):
     """
     What generation with a model of this config remembers: empty caches for `capacity` tokens, one for each pass where passes do
-    not read each other's keys, else one. start (B,): tokens of padding on the left of each row. static: for compiled code.
+    not read each other's keys, else one. start (B,): tokens of padding on the left of each row. ragged: tokens may take different
+    numbers of slots. static: for compiled code.
     """
     passes = config.ponder_steps + 1
-    if config.ponder == 'chain' or config.halting != 'none':
+    if ragged:
         return [RaggedCache(config.n_layer, start, capacity * passes if static else 0)]
     kind = StaticCache if static else KVCache
     caches = passes if config.ponder in ('embedding', 'loop') else 1

@@ -316,7 +316,7 @@ def latent(gpt, x, pos, memory, jacobi):
 
     def run(slots):                                         # [(B,T,C)] * n -> the hidden state of each
         n = len(slots)
-        if cache is not None: cache.length, cache.slots = begin, n  # what the last pass wrote was a guess
+        if cache is not None: cache.length, cache.now = begin, n  # what the last pass wrote was a guess
         h = gpt.trunk(interleave(slots), pos.repeat_interleave(n), cache)
         return h.unflatten(1, (T, n)).unbind(2)
 
@@ -364,8 +364,8 @@ def pause(gpt, x, pos, memory, jacobi):
     last of them predicts the next token. One pass of s + 1 slots per token.
     """
     n = gpt.config.slots
-    thought = (gpt.pause * gpt.config.embed_scale).expand_as(x)
-    h = gpt.trunk(interleave([x] + [thought] * (n - 1)), pos.repeat_interleave(n), memory[0])
+    slots = [x] + [(gpt.pause * gpt.config.embed_scale).expand_as(x) for _ in range(n - 1)]
+    h = gpt.trunk(interleave(slots), pos.repeat_interleave(n), memory[0])
     return h[:, n - 1::n]
 
 
@@ -375,7 +375,7 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 # ----------------------------------------------------------------------------------------------------------------------
 # halting: three of the modes above with a number of steps for each token. The functions have the same arguments, but return a
 # Thinking (thinking.py): it calls their `think`, one pass over the slots that go on, until none does. That leaves gpt.steps
-# (B,T), the passes each token took; in training gpt.trace is for `penalty`. With a cache, no token computes more than that
+# (B,T), the passes each token took, and without a cache gpt.trace, for `penalty`. With one, no token computes more than that
 # (a prompt read by the iterations of `mask` apart).
 
 # AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
@@ -402,9 +402,8 @@ def gate(gpt, x, pos, memory, jacobi):
         gates = ((k == i) * gpt.wide(gpt.gates[i], h).squeeze(-1).sigmoid() for i in steps if i < c.ponder_steps)
         s = sum(gates, torch.zeros_like(s))
         on = (s >= c.halt_tau) & (k < c.ponder_steps)
-        if gpt.training:
-            if k < c.ponder_steps: gpt.trace.append(s)
-            if gpt.progress < c.halt_start: on = a.valid & (k < c.ponder_steps)
+        if gpt.training and gpt.progress < c.halt_start: on = a.valid & (k < c.ponder_steps)
+        if cache is None and k < c.ponder_steps: gpt.trace.append(s)
         if cache is not None: cache.replace(on & a.valid)
         return (x, s, h), on
 
@@ -462,8 +461,8 @@ def mask(gpt, x, pos, memory, jacobi):
     s, log_w = route(h[0])
     kept = real[..., None] & (log_w >= log_tau)
     gpt.steps = kept.sum(-1)
-    if gpt.training: gpt.trace.append(s)
-    else: s = s * kept
+    if cache is None: gpt.trace.append(s)
+    if not gpt.training: s = s * kept
     return sum(s[..., k, None] * h_k for k, h_k in enumerate(h)).to(x.dtype)
 
 
@@ -488,7 +487,7 @@ def router(gpt, x, pos, memory, jacobi):
         g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid() * (k < c.ponder_steps)
         on = (reach * g >= c.halt_tau) & (k < c.ponder_steps)
         weight = torch.where(on, reach * (1 - g), reach)
-        if gpt.training and k < c.ponder_steps: gpt.trace.append((a, z.detach(), g))
+        if cache is None and k < c.ponder_steps: gpt.trace.append((a, z.detach(), g))
         return (z, reach * g, out + weight[..., None] * z), on
 
     reach = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -581,7 +580,7 @@ class GPT(nn.Module):
         if config.tie_embeddings: self.lm_head.weight = self.wte.weight
         C, s = config.n_embd, config.ponder_steps
         self.mechanism = HALTING[config.halting] if config.halting != 'none' and s else PONDER[config.ponder]  # see `hidden`
-        if config.ponder == 'pause': self.pause = nn.Parameter(torch.randn(C) * config.init_std)
+        if config.ponder == 'pause' and s: self.pause = nn.Parameter(torch.randn(C) * config.init_std)
         mlp = lambda: nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1))
         if config.halting == 'gate': self.gates = nn.ModuleList(mlp() for _ in range(s))
         if config.halting in ('mask', 'router') and s: self.router = nn.Linear(C, s + 1 if config.halting == 'mask' else 1)
@@ -653,10 +652,10 @@ class GPT(nn.Module):
 
     def new_memory(self, capacity, start=None):
         """Empty caches for `hidden`, for `capacity` tokens; start (B,): tokens of padding on the left of each row."""
-        return new_caches(self.config, capacity, start, static=self.decode_layers is not None)
+        return new_caches(self.config, capacity, start, self.mechanism in (chain, *HALTING.values()), self.decode_layers is not None)
 
     def wide(self, module, h):
-        """module(h) in fp32 (or float64), whatever autocast says: halting compares numbers as small as 1e-4."""
+        """module(h) in the type of its weights, whatever autocast says, as fp32 (or float64): halting compares with 1e-4."""
         with torch.autocast(h.device.type, enabled=False): out = module(h.to(next(module.parameters()).dtype))
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
@@ -684,8 +683,9 @@ class GPT(nn.Module):
             raise ValueError(f"{idx.size(1)} tokens do not fit into block_size={self.config.block_size}")
         h = self.hidden(idx, jacobi=jacobi)
         if targets is None: return self.head(h), None
-        loss = self.loss(h, targets)
-        return None, loss + penalty(self, targets) if self.trace and self.training else loss
+        loss = self.loss(h, targets) + (penalty(self, targets) if self.trace and self.training else 0)
+        self.trace = []  # or the graph it is part of would outlive the step
+        return None, loss
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
@@ -701,7 +701,7 @@ class GPT(nn.Module):
         halting, rows of a batch do not wait for each other; a place is yielded when all are there.
 
         Past block_size: when the window is full, its newer half is read again as if it were the whole text. So a token is
-        predicted from block_size / 2 to block_size tokens, exactly as `forward` would, for one slot more per token on average.
+        predicted from block_size / 2 to block_size tokens, as by `forward` on that window, for one slot more per token on average.
         """
         device, capacity = self.wte.weight.device, self.config.block_size
         tokens, start = self._left_pad(prompts, device)                     # (B,T), (B,) or None

@@ -16,7 +16,7 @@ from typing import Optional
 
 import torch
 
-from checkpoint import load_checkpoint, load_weights
+from checkpoint import change_steps, load_checkpoint, load_weights
 from configurator import UserError, build, read, run
 from model import GPT, GPTConfig
 from data import get_tokenizer
@@ -43,7 +43,6 @@ class SampleSettings:
 
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
-        if (self.ponder_steps or 0) < 0: raise ValueError(f"ponder_steps={self.ponder_steps} must not be negative")
         if (self.halt_tau or 0) < 0: raise ValueError(f"halt_tau={self.halt_tau} must not be negative")
         if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must not be negative")
         if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
@@ -108,12 +107,7 @@ class Shade:
 
 def override(config, s):
     """Settings that may differ from those of training; UserError where they mean nothing to this model."""
-    if s.ponder_steps is not None:
-        if config.ponder == 'none': raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
-        if config.halting == 'mask' or config.halting == 'gate' and s.ponder_steps > config.ponder_steps:
-            raise UserError(f"ponder_steps={s.ponder_steps}: halting={config.halting!r} learned decisions for {config.ponder_steps} steps; "
-                            f"leave the setting out, and use --halt_tau")
-        config.ponder_steps = s.ponder_steps
+    if s.ponder_steps is not None: change_steps(config, s.ponder_steps)
     if s.halt_tau is not None:
         if config.halting == 'none': raise UserError("halt_tau: this model has halting='none'; leave the setting out")
         config.halt_tau = s.halt_tau

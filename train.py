@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
-from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, load_checkpoint, load_weights, save_checkpoint
+from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint
 from configurator import UserError, build, read, run
 from data import Windows, get_tokenizer, read_meta
 from hardware import PEAK_FLOPS, compile_blocks, pick_compile, pick_device, pick_dtype, process_group, tune_cpu
@@ -155,8 +155,10 @@ class Trainer:
         else:
             state = state or load_checkpoint(s.init_from)
             free = {name: asked.pop(name) for name in FREE if asked.get(name) is not None}
+            steps = free.pop('ponder_steps', None) if s.eval_only else None
             model = GPT(build(GPTConfig, {**state['config'], **free}))
             load_weights(model, state)
+            if steps not in (None, model.config.ponder_steps): change_steps(model.config, steps)
         for name, value in asked.items():
             if value is not None and getattr(model.config, name) != value:
                 raise UserError(f"{name}={value}, but the model loaded has {getattr(model.config, name)}: leave the setting out")

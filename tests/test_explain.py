@@ -20,6 +20,11 @@ def test_steps_end_in_the_models_output(toggle):
         torch.testing.assert_close(last, want, rtol=0, atol=1e-9)
     if getattr(c, 'halting', 'none') == 'none':
         assert seen['steps'].tolist() == [1 if c.ponder == 'none' else c.ponder_steps + 1] * 7 and not seen['halting']
+    else:  # what decided agrees with what was done
+        said = torch.stack(seen['halting'], -1)  # (7,n)
+        after = {'gate': said, 'mask': said.flip(-1).cumsum(-1).flip(-1)[:, 1:], 'router': said.cumprod(-1)}[c.halting]
+        went = (after >= c.halt_tau).long().cumprod(-1).sum(-1)
+        assert said.shape == (7, c.ponder_steps + (c.halting == 'mask')) and torch.equal(went + 1, seen['steps'])
     if c.depth_attn:  # shares of all layers' values
         assert seen['values'].shape == (7, 5 if c.ponder != 'latent' else 3, c.n_layer + 1)
         torch.testing.assert_close(seen['values'].sum(-1), torch.ones(7, c.n_layer).double())

@@ -1,4 +1,5 @@
 """Halting: the limits where it must equal a model without it, wrong variants, what it computes and what it adds to the loss."""
+import copy
 import math
 
 import naive
@@ -139,6 +140,21 @@ def test_bf16_decodes(mode, autocast, idx):
     assert logits.dtype == torch.bfloat16 and logits.isfinite().all() and memory[0].k[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize('mode', MODES)
+def test_decisions_are_made_in_fp32_under_autocast(mode, idx):
+    model = make(**MODES[mode]).float()
+    module, h = model.gates[0] if mode == 'gate' else model.router, model.embed(idx)
+    with torch.autocast('cpu', torch.bfloat16): got = model.wide(module, h)
+    assert got.dtype == torch.float32 and torch.equal(got, module(h))
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_model_can_be_copied_after_a_step(mode, idx):
+    model = make(**MODES[mode]).train()
+    model(idx, targets(idx))[1].backward()
+    close(copy.deepcopy(model).eval()(idx)[0], model.eval()(idx)[0], 1e-15)
+
+
 # AdaPonderLM
 
 def test_gates_let_nobody_halt_before_halt_start(idx):
@@ -204,13 +220,15 @@ def test_mask_training_fades_where_evaluation_cuts(idx):
 
 def test_mask_penalty_is_the_expected_number_of_thoughts(idx):
     model = make(**MODES['mask'], halt_lambda=0.5).train()
+    y = targets(idx)
+    y[0, :5] = -1
     for progress, ramp in ((0.4, 0), (0.44, 0.5), (0.48, 1), (1, 1)):
         model.progress = progress
-        loss, h = model(idx, targets(idx))[1], model.hidden(idx)
+        loss, h = model(idx, y)[1], model.hidden(idx)
         need = model.trace[0]
         assert need.sum(-1).allclose(torch.ones(3, 13).double())
-        expected = sum(k * need[..., k] for k in range(3)).mean()
-        assert loss.item() == pytest.approx(model.loss(h, targets(idx)).item() + 0.5 * ramp * expected.item(), abs=1e-12)
+        expected = sum(k * need[..., k] for k in range(3))[y >= 0].mean()
+        assert loss.item() == pytest.approx(model.loss(h, y).item() + 0.5 * ramp * expected.item(), abs=1e-12)
 
 
 # Adaptive Latent CoT

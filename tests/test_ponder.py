@@ -111,6 +111,19 @@ def test_jacobi_is_exact_after_as_many_passes_as_latents(K):
     close(model(torch.tensor([TOKENS]), jacobi=K * 4 + 3)[0][0], exact)
 
 
+@pytest.mark.parametrize('K, R', [(2, 1), (3, 3)])
+def test_padding_is_not_read_by_guesses_either(K, R):
+    """Short prompts in a batch, read at once and in two pieces, with too few iterations: as each alone, with its own guesses."""
+    model, prompts = make(ponder='latent', ponder_steps=K, jacobi_iters=R), [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
+    tokens, start = model._left_pad(prompts, 'cpu')
+    together, more = model.new_memory(8, start), torch.tensor([[11, 12]] * 3)
+    got = torch.cat([model.hidden(part, together) for part in (tokens, more)], 1)
+    for i, prompt in enumerate(prompts):
+        alone = model.new_memory(8)
+        want = torch.cat([model.hidden(part, alone) for part in (torch.tensor([prompt]), more[:1])], 1)
+        close(got[i, -len(prompt) - 2:], want[0])
+
+
 def test_causal_with_too_few_iterations_too(idx):
     model = make(ponder='latent', ponder_steps=2, jacobi_iters=1)
     before = model(idx)[0]

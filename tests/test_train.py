@@ -116,6 +116,20 @@ def test_passes_are_logged_and_tau_can_change_at_evaluation(run_train, small_dat
         assert passes in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('name, steps, words', [('gate', 0, None), ('gate', 1, None), ('gate', 3, 'weights for 2'), ('mask', 0, 'weights for 1'),
+                                                ('router', 0, None), ('router', 3, None), ('pause', 0, None), ('pause', 3, None), ('plain', 1, "ponder='none'")])
+def test_steps_can_change_at_evaluation(run_train, small_data, tmp_path, capsys, name, steps, words):
+    run_train('out', *options(name), '--max_steps=1')
+    again = lambda n: train.main([f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', '--init_from=resume', '--eval_only=True',
+                                  f'--ponder_steps={n}', '--dtype=float32', '--device=cpu', '--eval_tokens=512'])
+    if words:
+        with pytest.raises(UserError, match=words): again(steps)
+    else:
+        again(steps)
+        assert 'validation loss' in capsys.readouterr().out
+    with pytest.raises(UserError, match='must not be negative'): again(-1)
+
+
 def test_a_sample_compiles_nothing(run_train, monkeypatch, capsys):
     """Each token reads one key more than the one before: compiled code would be made for each of them, in each layer."""
     graphs, compile = [], torch.nn.Module.compile
