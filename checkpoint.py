@@ -7,6 +7,7 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
     change_steps(config, n)             the model of this config is to take n pondering steps
 """
 
+import contextlib
 import os
 import sys
 
@@ -20,14 +21,30 @@ CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
 
 
 def save_checkpoint(folder, state):
-    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt."""
+    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt, if it is whole."""
     path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
-    with open(path + '.tmp', 'wb') as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    if os.path.exists(path): os.replace(path, previous)
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+    except BaseException:  # on a full disk, half of one would be in the way
+        with contextlib.suppress(OSError): os.remove(path + '.tmp')
+        raise
+    if os.path.exists(path):
+        try: read_checkpoint(path)
+        except Exception: pass  # what is damaged must not take the place of the one before it
+        else: os.replace(path, previous)
     os.replace(path + '.tmp', path)
+
+
+def read_checkpoint(path):
+    """The dict in one file; on a damaged or foreign one, nearly any error. Nothing in the file is executed."""
+    # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
+    state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')
+    if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}")
+    GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['settings'], state['tokenizer']
+    return state
 
 
 def load_checkpoint(folder):
@@ -40,13 +57,10 @@ def load_checkpoint(folder):
         path = os.path.join(folder, name)
         if not os.path.exists(path): continue
         try:
-            # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
-            state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')
-            if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}")
-            GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['settings'], state['tokenizer']
+            state = read_checkpoint(path)
             for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
             return state
-        except Exception as error:  # torch.load can raise nearly anything on a damaged or foreign file
+        except Exception as error:
             reason = ' '.join(str(error).split())[:80] or type(error).__name__
             problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
     raise UserError('; '.join(problems) or f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}")

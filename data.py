@@ -29,6 +29,27 @@ def on_disk(path, action):
     except OSError as error: raise UserError(f"{path}: cannot be {action} ({error.strerror}); see to it, then try again") from None
 
 
+@contextlib.contextmanager
+def alone(folder, wait=False):
+    """
+    Makes `folder` if it is missing, and keeps others who ask for it out: UserError if another process has it, with `wait` it is
+    waited for. The lock goes with the process, however that ends. Windows and some network disks have none.
+    """
+    os.makedirs(folder, exist_ok=True)
+    try: import fcntl
+    except ImportError: return (yield)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait: raise UserError(f"{folder}: another process writes here; let it finish, or choose another folder") from None
+        print(f"{folder}: another process writes here; waiting for it", flush=True)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    except OSError: pass
+    try: yield
+    finally: os.close(held)
+
+
 def get_tokenizer(name):
     """
     A tiktoken Encoding by name. 'byte' is built here: token i is byte i, token 256 is end-of-text. Others are fetched

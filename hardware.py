@@ -20,7 +20,8 @@ def pick_device(name, local_rank=0):
     if name == 'cuda': name = f'cuda:{local_rank}'
     try:
         torch.empty(1, device=name)
-        return torch.device(name)
+        if torch.device(name).type in ('cpu', 'cuda', 'mps'): return torch.device(name)
+        raise RuntimeError("choose cpu, cuda or mps")
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]})") from None
 

@@ -32,7 +32,7 @@ from typing import Optional
 import numpy as np
 
 from configurator import UserError, build, read, run
-from data import HEADER_BYTES, MAGIC, VERSION, checksum, count_tokens, encode, get_tokenizer, on_disk, read_meta
+from data import HEADER_BYTES, MAGIC, VERSION, alone, checksum, count_tokens, encode, get_tokenizer, on_disk, read_meta
 from download import FINEWEB, Progress, fineweb, shakespeare
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
@@ -163,9 +163,9 @@ class ShardWriter:
 def workshop(folder):
     """An empty folder inside `folder`, which is made if missing; it disappears in the end."""
     work = os.path.join(folder, '.unfinished')
-    with on_disk(folder, 'written'):
+    with on_disk(folder, 'written'), alone(folder, wait=True):
         shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
-        os.makedirs(work)
+        os.mkdir(work)
         try: yield work
         finally: shutil.rmtree(work, ignore_errors=True)
 
@@ -216,7 +216,7 @@ def prepare(settings, paths=()):
     """Do what the command line asked for; see the top of this file."""
     start, what = time.time(), paths[0] if len(paths) == 1 else None
     first = paths[0] if paths else 'python-packages' if settings.packages else 'python'
-    folder = os.path.join('data', settings.name or os.path.basename(os.path.abspath(first)).split('.')[0])
+    folder = os.path.join('data', settings.name or os.path.basename(os.path.abspath(first)).lstrip('.').split('.')[0])
     if what in FINEWEB:
         with workshop(folder) as work: publish(work, folder, meta := fineweb(what, settings.shards, settings.tokenizer, folder))
     else:

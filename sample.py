@@ -43,6 +43,7 @@ class SampleSettings:
 
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
+        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
         if (self.halt_tau or 0) < 0: raise ValueError(f"halt_tau={self.halt_tau} must not be negative")
         if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must not be negative")
         if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")

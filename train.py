@@ -9,7 +9,7 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
 Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM or
 max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it is
-ckpt_prev.pt), settings.json (all settings, usable as a config file) and log.jsonl (one JSON object per log line).
+ckpt_prev.pt), settings.json (all settings but a `resume`, usable as a config file) and log.jsonl (one JSON object per log line).
 """
 
 import collections
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare_data
 from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint
 from configurator import UserError, build, read, run
-from data import Windows, get_tokenizer, read_meta
+from data import Windows, alone, get_tokenizer, read_meta
 from hardware import PEAK_FLOPS, compile_blocks, pick_compile, pick_device, pick_dtype, process_group, tune_cpu
 from model import GPT, GPTConfig
 
@@ -77,6 +77,9 @@ class Settings:
             if value is not None and value <= 0: raise ValueError(f"{name}={value} must be positive")
         for name in ('min_lr', 'warmup', 'beta1', 'beta2', 'mfu'):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
+        if max(self.beta1, self.beta2) == 1: raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
+        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
+        if self.sample_tokens < 0: raise ValueError(f"sample_tokens={self.sample_tokens} must not be negative")
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
@@ -121,7 +124,7 @@ class Trainer:
         if state: self._restore(state)
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if world > 1 else None
         self.stop, self.bad_steps, self.recent, self.passes = 0.0, 0, collections.deque(maxlen=50), []
-        self.log_file = None
+        self.log_file, self.broken, self.closing = None, None, contextlib.ExitStack()
 
     @property
     def config(self):
@@ -141,10 +144,10 @@ class Trainer:
         """A model, according to init_from."""
         s, own = self.s, {f.name for f in fields(GPTConfig)}
         asked = {name: value for name, value in given.items() if name in own}
+        if s.init_from != 'resume' and not s.eval_only and self.has_saved():
+            raise UserError(f"{s.out_dir} holds a checkpoint: go on by --init_from=resume, or choose another --out_dir")
         if s.init_from == 'scratch':
             if s.eval_only: raise UserError("eval_only needs a trained model: add --init_from=resume or --init_from=FOLDER")
-            if any(os.path.exists(os.path.join(s.out_dir, name)) for name in CHECKPOINTS):
-                raise UserError(f"{s.out_dir} holds a checkpoint: go on by --init_from=resume, or choose another --out_dir")
             asked.setdefault('vocab_size', math.ceil(self.meta['n_tokens'] / 64) * 64)
             asked.setdefault('n_tokens', self.meta['n_tokens'])
             torch.manual_seed(s.seed)
@@ -179,11 +182,14 @@ class Trainer:
 
     def _restore(self, state):
         """What is not in the model: the optimizer's state, under the settings of now, and the scaler's."""
-        if self.mean(torch.tensor([float(self.step)], dtype=torch.float64, device=self.device)) != self.step:
+        if self.world > 1 and self.mean(torch.tensor([float(self.step)], dtype=torch.float64, device=self.device)) != self.step:
             raise UserError(f"this rank found step {self.step} in {self.s.out_dir}, others another one: give all the same folder")
         saved = state['optimizer']
         groups = [{**now, 'params': then['params']} for now, then in zip(self.optimizer.param_groups, saved['param_groups'])]
         self.optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
+        if hasattr(self.optimizer, 'optim'):  # ZeroRedundancyOptimizer: its part is in there
+            for p, held in self.optimizer.optim.state.items(): held['step'] = held['step'].to(p.device)  # fused AdamW wants it there
+            self.optimizer.state.clear()  # a second copy of that part, which nothing reads
         if state.get('scaler'): self.scaler.load_state_dict(state['scaler'])
 
     def learning_rate(self, step):
@@ -227,7 +233,8 @@ class Trainer:
         if not finite:
             self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}; step skipped ({self.bad_steps} in a row)")
         if self.bad_steps >= s.max_bad_steps:
-            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate, and resume from {s.out_dir}")
+            again = f"resume from {s.out_dir}" if self.has_saved() else "start again"
+            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate, and {again}")
         self.step += 1
         return total, norm
 
@@ -263,6 +270,10 @@ class Trainer:
         self.model.train(was_training)
         return None if stop else (self.mean(total) * self.world / n, self.mean(passes) * self.world / n or None)
 
+    def has_saved(self):
+        """Whether out_dir holds a checkpoint."""
+        return any(os.path.exists(os.path.join(self.s.out_dir, name)) for name in CHECKPOINTS)
+
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
         if hasattr(self.optimizer, 'consolidate_state_dict'): self.optimizer.consolidate_state_dict()  # all parts to rank 0
@@ -277,10 +288,14 @@ class Trainer:
             raise UserError(f"{self.s.out_dir}: cannot write the checkpoint ({reason}); the one before is kept") from None
 
     def say(self, text, **record):
-        """Print on rank 0 only; `record` becomes a line of log.jsonl."""
+        """Print on rank 0 only; `record` becomes a line of log.jsonl. If that cannot be written, the run saves and stops."""
         if self.rank: return
         if text: print(text, flush=True)
-        if record: self.log_file.write(json.dumps(record) + '\n')
+        try:
+            if record: print(json.dumps(record), file=self.log_file, flush=True)
+        except OSError as error:
+            self.stop = self.stop or time.monotonic()
+            self.broken = f"{self.log_file.name}: cannot be written ({error.strerror}); see to it, and go on with --init_from=resume"
 
     def should_stop(self):
         """Whether any rank was asked to stop, or is out of time; all ranks get the same answer."""
@@ -295,13 +310,14 @@ class Trainer:
         self.stop = self.stop or time.monotonic()
 
     def open_output(self):
-        """Make out_dir; write settings.json and open log.jsonl."""
+        """Make out_dir, for no other run to write to; write settings.json and open log.jsonl."""
         if self.rank: return
+        settings = {**asdict(self.s), **asdict(self.config)}
+        if self.s.init_from == 'resume': del settings['init_from']  # or a run from this file would look for a checkpoint
         try:
-            os.makedirs(self.s.out_dir, exist_ok=True)
-            with open(os.path.join(self.s.out_dir, 'settings.json'), 'w') as f:
-                json.dump({**asdict(self.s), **asdict(self.config)}, f, indent=1)
-            self.log_file = open(os.path.join(self.s.out_dir, 'log.jsonl'), 'a', buffering=1)
+            self.closing.enter_context(alone(self.s.out_dir))
+            with open(os.path.join(self.s.out_dir, 'settings.json'), 'w') as f: json.dump(settings, f, indent=1)
+            self.log_file = self.closing.enter_context(open(os.path.join(self.s.out_dir, 'log.jsonl'), 'a'))
         except OSError as error:
             raise UserError(f"out_dir={self.s.out_dir}: cannot be written ({error.strerror}); choose another --out_dir") from None
 
@@ -333,7 +349,8 @@ class Trainer:
             self.loop()
         finally:
             for number, handler in handlers.items(): signal.signal(number, handler)
-            if self.log_file: self.log_file.close()
+            with contextlib.suppress(OSError): self.closing.close()
+        if self.broken: raise UserError(self.broken)
         if self.step == s.max_steps and not self.stop: self.print_sample()
 
     def loop(self):
@@ -399,7 +416,7 @@ class Trainer:
         if self.rank or not self.s.sample_tokens: return
         tokenizer = get_tokenizer(self.meta['tokenizer'])
         window = self.val_data.get([self.val_data.n // 2], self.device)[0]
-        prompt = window[:, :self.config.block_size // 4]
+        prompt = window[:, :max(1, self.config.block_size // 4)]
         # each token has one key more to read than the one before: compiled blocks would be compiled again, for each
         with torch.compiler.set_stance('force_eager'), self.autocast():
             tokens = self.model.generate(prompt, self.s.sample_tokens, temperature=0.7, seed=self.s.seed)[0].tolist()
@@ -412,12 +429,12 @@ def main(argv):
     given, rest = read(argv, __doc__.strip(), Settings, GPTConfig)
     if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
     settings, state = build(Settings, given), None
-    if settings.dry_run:
-        from tools.plan import plan
-        return plan(settings, given)
     if settings.init_from == 'resume':  # the settings too, where the user says nothing else
         state = load_checkpoint(settings.out_dir)
         settings = build(Settings, {**state['settings'], **given})
+    if settings.dry_run:
+        from tools.plan import plan
+        return plan(settings, {**state['config'], **given} if state else given)
     device = pick_device(settings.device, int(os.environ.get('LOCAL_RANK', 0)))
     with process_group(device) as (rank, world):
         trainer = Trainer(settings, given, state, rank, world, device)

@@ -78,6 +78,14 @@ def close(a, b, tol=1e-10):
     assert (a - b)[a.isfinite()].abs().max() < tol
 
 
+@pytest.fixture(autouse=True)
+def restore_attention():
+    """tune_cpu chooses attention kernels for the whole process."""
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+
 @pytest.fixture(params=TOGGLES)
 def toggle(request):
     """Settings of one toggle; a test that takes this runs once per toggle."""

@@ -66,5 +66,6 @@ def test_halting_lines(capsys):
 
 @pytest.mark.parametrize('main', [bench.main, bench_halting.main])
 def test_refusals(main):
-    for args in (['--repeats=0'], ['config/none.py'], ['--toggles=plane'] if main is bench.main else ['--depths=5']):
+    own = (['--toggles=plane'], ['--decode_batches=1,x']) if main is bench.main else (['--depths=5'], ['--batches=0'])
+    for args in (['--repeats=0'], ['config/none.py'], *own):
         with pytest.raises(UserError): main(args)

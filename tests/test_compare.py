@@ -97,11 +97,12 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     assert r['seconds'] == pytest.approx((ms[0] + ms[1] + 2 * ms[2]) / 1e3) and r['torch'] and r['hardware'] and r['date']
 
 
-def test_a_signal_saves_and_stops(common, tmp_path, capsys):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_stops(common, tmp_path, capsys, number):
     log = tmp_path / 'plain-s1' / 'log.jsonl'
     def signal_when_it_runs():
         while not (log.exists() and log.stat().st_size): time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
     threading.Thread(target=signal_when_it_runs, daemon=True).start()
     args = [*common, f'--out={tmp_path}', '--names=plain', '--seeds=1', '--max_steps=1000000', '--save_interval=1000000']
     with pytest.raises(SystemExit) as leaves: compare.main(args)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -256,6 +257,14 @@ def test_a_folder_vanishes(tmp_path, monkeypatch, what):
     with pytest.raises(UserError, match='data/mine: cannot be written .No such file' if what == 'data' else 'txt: cannot be read .No such file'):
         prepare_data.main(['mine'])
     assert what == 'data' or os.listdir(tmp_path / 'data' / 'mine') == []
+
+
+def test_two_at_once_take_turns(tmp_path):
+    programs = [subprocess.Popen([sys.executable, PROGRAM], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in programs:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and not err and 'data/python: 9,' in out
+    prepare_data.check(str(tmp_path / 'data' / 'python'))
 
 
 def test_what_a_killed_run_left_is_cleared(tmp_path):

@@ -6,11 +6,12 @@ import re
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from conftest import make, save
 
 from configurator import UserError
-from data import get_tokenizer, open_shard, read_meta
+from data import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
 from tools import evaluate
 
 BYTE = get_tokenizer('byte')
@@ -71,6 +72,15 @@ def test_a_text_a_shard_and_a_folder(model, folder, small_data, tmp_path, capsys
     both = run(capsys, folder, small_data, shard, '--tokens=1000')
     assert both[0] == both[1] == run(capsys, folder, '--tokens=1000')[0]
     assert both[0][0] == 999 and both[0][1] == pytest.approx(want / 999, abs=6e-5) and both[0][3] == pytest.approx(want / size / math.log(2), abs=6e-5)
+
+
+def test_end_of_text_counts_no_bytes_wherever_it_stands(model, tmp_path):
+    tokenizer = tiktoken.Encoding('small', pat_str=r'(?s:.)', mergeable_ranks={**{bytes([i]): i for i in range(200)}, b'xy': 201},
+                                  special_tokens={'<|endoftext|>': 200})  # as p50k_base has tokens behind it
+    tokens = np.array([200, 65, 201, 200, 66], np.uint16)
+    (tmp_path / 'a.bin').write_bytes(np.array([MAGIC, VERSION, len(tokens)] + [0] * 253, np.int32).tobytes() + tokens.tobytes())
+    n, per_token, per_byte = evaluate.evaluate_text(model, tokenizer, str(tmp_path / 'a.bin'), evaluate.EvaluateSettings())
+    assert n == 4 and per_byte == pytest.approx(per_token)  # A, xy, nothing, B: 4 tokens of 1 + 2 + 0 + 1 = 4 bytes
 
 
 @pytest.mark.parametrize('text, good', [
@@ -135,8 +145,10 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 def test_refusals(folder, tmp_path, monkeypatch):
     (tmp_path / 'empty.txt').write_text('')
+    tokens = np.arange(1000, 1300, dtype=np.uint16)
+    (tmp_path / 'other.bin').write_bytes(np.array([MAGIC, VERSION, len(tokens)] + [0] * 253, np.int32).tobytes() + tokens.tobytes())
     for args, words in [([], 'checkpoint folder'), ([folder, 'no.txt'], 'no.txt'), ([folder, tmp_path / 'empty.txt'], 'no text'),
-                        ([folder, '--tokens=1'], 'tokens=1'), ([folder, '--dtype=int8'], 'dtype'), (['nowhere'], 'no checkpoint')]:
+                        ([folder, '--tokens=1'], 'tokens=1'), ([folder, tmp_path / 'other.bin'], 'token 1299 of a vocabulary of 257'), ([folder, '--dtype=int8'], 'dtype'), (['nowhere'], 'no checkpoint')]:
         with pytest.raises(UserError, match=words) as error: evaluate.main([*map(str, args)])
         assert '\n' not in str(error.value)
     monkeypatch.setitem(__import__('sys').modules, 'lm_eval.api.model', None)

@@ -46,13 +46,13 @@ def test_equals_transformers(settings, tmp_path, idx):
 
 
 def test_mechanisms_are_not_exported(tmp_path):
-    for settings in (dict(depth_attn=True), dict(embed_scale=2.0)):
+    for settings in (dict(depth_attn=True), dict(embed_scale=2.0), dict(ponder='loop', embed_scale=1.0)):
         with pytest.raises(UserError, match=next(iter(settings))): save_hf(make(**settings), str(tmp_path / 'x'))
     assert not (tmp_path / 'x').exists()
 
 
 @pytest.mark.parametrize('change, words', [
-    (dict(model_type='gpt2'), ["'gpt2'"]), (dict(attention_bias=True), ['biases']), (dict(hidden_act='gelu'), ['gelu']), (dict(rope_scaling=dict(rope_type='yarn')), ['yarn']),
+    (dict(model_type='gpt2'), ["'gpt2'"]), (dict(attention_bias=True), ['biases']), (dict(hidden_act='gelu'), ['gelu']), (dict(rope_scaling=dict(rope_type='yarn')), ['yarn']), (dict(rope_scaling=dict(type='linear', factor=4.0)), ['linear']),
     (dict(rope_parameters=dict(rope_type='llama3', rope_theta=5e5)), ['llama3']), (dict(use_sliding_window=True), ['sliding']), (dict(hidden_size=None), ['not a usable'])])
 def test_foreign_configurations(change, words):
     with pytest.raises(UserError) as error: config_from_hf({**QWEN, **change}, 'config.json')

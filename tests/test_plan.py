@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, save
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
@@ -75,3 +75,6 @@ def test_numbers_of_a_plan(tmp_path, monkeypatch, capsys):
     weights = 4 * model.num_params() / 1e9
     assert f'weights {weights:.2f} + optimizer {2 * weights:.2f} + gradients {weights:.2f} + activations' in out
     with pytest.raises(UserError, match='batch_tokens=1000'): train.main([*shape, '--dry_run=True', '--batch_tokens=1000'])
+    save(tmp_path / 'out', model)
+    train.main(['--init_from=resume', '--dry_run=True'])  # of the run that is there
+    assert f'parameters  {model.num_params() / 1e6:.2f}M' in capsys.readouterr().out

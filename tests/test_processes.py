@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ONE_EACH, ROOT
 from test_train import QUICK, SHAPE, options, run_train, same_weights  # noqa: F401, run_train is a fixture
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from checkpoint import load_checkpoint
 from train import Trainer
@@ -76,6 +80,22 @@ def test_sharded_resume_is_exact(start, tmp_path):
     straight, resumed = (load_checkpoint(str(tmp_path / name)) for name in ('straight', 'resumed'))
     same_weights(straight, resumed)
     same_optimizer(straight, resumed, 0.0)
+
+
+def test_sharded_state_is_restored_to_the_device():
+    """On a pretended GPU: ZeroRedundancyOptimizer puts the step counts on the CPU, where fused AdamW does not take them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            w = torch.nn.Parameter(torch.ones(4, 4, device='cuda'))
+            optimizer = ZeroRedundancyOptimizer([dict(params=[w])], torch.optim.AdamW, lr=1e-3)
+            held = dict(step=torch.tensor(1.0), exp_avg=torch.ones(4, 4), exp_avg_sq=torch.ones(4, 4))
+            state = dict(optimizer=dict(state={0: held}, param_groups=[{**optimizer.param_groups[0], 'params': [0]}]))
+            Trainer._restore(SimpleNamespace(world=1, optimizer=optimizer), state)
+            assert [t.device.type for t in optimizer.optim.state[w].values()] == ['cuda'] * 3 and not optimizer.state
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_message_for_all_ranks(start, tmp_path):

@@ -107,5 +107,5 @@ def test_show_steps(tmp_path, capsys, monkeypatch, toggle):
 
 
 def test_settings_that_mean_nothing_to_the_model_are_refused(folder):
-    for setting, reason in (('halt_tau=0.5', "halting='none'"), ('ponder_steps=2', "ponder='none'")):
+    for setting, reason in (('halt_tau=0.5', "halting='none'"), ('ponder_steps=2', "ponder='none'"), ('seed=-1', 'must be')):
         with pytest.raises(UserError, match=f"{setting.split('=')[0]}.*{reason}"): sample.main([folder, f'--{setting}'])

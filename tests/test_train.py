@@ -15,20 +15,12 @@ from conftest import ONE_EACH, ROOT, TOGGLES, make, program, refused
 import train
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError
-from data import Windows, read_meta
+from data import Windows, alone, read_meta
 from model import GPT, GPTConfig
 from train import Settings, Trainer
 
 SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
 QUICK = ['--batch_tokens=256', '--micro_batch=4', '--max_steps=10', '--eval_tokens=512', '--sample_tokens=0', '--learning_rate=1e-2', '--dtype=float32', '--device=cpu']
-
-
-@pytest.fixture(autouse=True)
-def restore_attention():
-    """train.py chooses attention kernels for the whole process."""
-    yield
-    torch.backends.cuda.enable_flash_sdp(True)
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
 
 
 @pytest.fixture
@@ -85,8 +77,10 @@ def test_learns_and_logs(run_train, tmp_path, capsys):
 
 
 def test_settings_file_is_a_config_file(run_train, tmp_path):
-    first = run_train('a', '--seed=5')
+    first = run_train('a', '--seed=5', '--save_interval=5')
     again = tmp_path / 'again'
+    os.remove(tmp_path / 'a' / 'ckpt.pt')  # back to step 5: the file of the resumed run serves as well
+    run_train('a', '--init_from=resume', '--seed=5')
     train.main([str(tmp_path / 'a' / 'settings.json'), f'--out_dir={again}'])
     same_weights(first, load_checkpoint(str(again)))
 
@@ -180,6 +174,8 @@ def test_previous_checkpoint_is_kept_and_used(run_train, tmp_path, capsys):
     with open(tmp_path / 'out' / 'ckpt.pt', 'r+b') as f: f.truncate(1000)
     state = load_checkpoint(str(tmp_path / 'out'))
     assert state['step'] == 5 and 'ckpt.pt: damaged' in capsys.readouterr().err
+    run_train('out', '--save_interval=5', '--init_from=resume')
+    assert [torch.load(tmp_path / 'out' / name, weights_only=True)['step'] for name in ('ckpt.pt', 'ckpt_prev.pt')] == [10, 5]
     os.remove(tmp_path / 'out' / 'ckpt.pt')  # as after a crash between the two renames
     assert load_checkpoint(str(tmp_path / 'out'))['step'] == 5
     assert not [n for n in os.listdir(tmp_path / 'out') if n.endswith('.tmp')]
@@ -190,7 +186,7 @@ def test_a_failing_save_keeps_the_old_checkpoint(tmp_path):
     class Unpicklable:
         def __reduce__(self): raise OSError(28, 'No space left on device')
     with pytest.raises(OSError): save_checkpoint(str(tmp_path), {'step': Unpicklable()})
-    assert torch.load(tmp_path / 'ckpt.pt', weights_only=True) == {'step': 1}
+    assert torch.load(tmp_path / 'ckpt.pt', weights_only=True) == {'step': 1} and os.listdir(tmp_path) == ['ckpt.pt']
 
 
 def test_checkpoints_cannot_run_code(tmp_path):
@@ -215,6 +211,7 @@ def test_bad_numbers_stop_the_run_and_keep_the_checkpoint(run_train, monkeypatch
     with pytest.raises(UserError, match='3 steps in a row.*learning_rate'): run_train('out', '--init_from=resume', '--max_bad_steps=3')
     assert capsys.readouterr().out.count('step skipped') == 3
     same_weights(good, load_checkpoint(str(tmp_path / 'out')))
+    with pytest.raises(UserError, match='5 steps in a row.*start again'): run_train('new')  # nothing to resume from
 
 
 def test_one_bad_step_is_skipped(run_train, monkeypatch):
@@ -334,7 +331,7 @@ def test_the_builtin_corpus_is_prepared_when_missing(tmp_path, monkeypatch, caps
     (['--n_hed=4'], ["'n_hed'", "'n_head'"]), (['--n_head=5'], ['n_embd=32', 'n_head=5']), (['--n_head=32'], ['head_dim=1', 'odd']), (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
     (['--init_from=resume'], ['no checkpoint']), (['--init_from=nowhere'], ['nowhere', 'no checkpoint']), (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']), (['--vocab_size=100'], ['n_tokens=257', 'vocab_size=100']), (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
-    (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['--max_seconds=0'], ['max_seconds=0']), (['stray'], ['stray']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
+    (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['--max_seconds=0'], ['max_seconds=0']), (['stray'], ['stray']), (['--seed=-1'], ['seed=-1']), (['--beta2=1.0'], ['beta2=1.0']), (['--sample_tokens=-5'], ['sample_tokens']), (['--device=meta'], ['device=meta']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
 def test_refusals(run_train, args, words):
     with pytest.raises(UserError) as error: run_train('out', *args)
     assert '\n' not in str(error.value)
@@ -344,12 +341,25 @@ def test_refusals(run_train, args, words):
 def test_existing_checkpoints_are_not_overwritten(run_train, tmp_path):
     run_train('out')
     with pytest.raises(UserError, match='--init_from=resume'): run_train('out')
+    with pytest.raises(UserError, match='--init_from=resume'): run_train('out', f'--init_from={tmp_path / "out"}', '--max_steps=3')
     os.rename(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'out' / 'ckpt_prev.pt')  # as after a crash between two renames
     with pytest.raises(UserError, match='--init_from=resume'): run_train('out')
     with pytest.raises(UserError, match='max_steps=10'): run_train('out', '--init_from=resume')
     with pytest.raises(UserError, match='n_layer=4.*has 3'): run_train('out', '--init_from=resume', '--max_steps=12', '--n_layer=4')
     with pytest.raises(UserError, match="ponder=latent, but the model loaded has none"): run_train('out', '--init_from=resume', '--max_steps=12', '--ponder=latent')
     with pytest.raises(UserError, match='depth_attn=True'): run_train('out', '--init_from=resume', '--max_steps=12', '--depth_attn=True')
+
+
+def test_two_runs_do_not_share_a_folder(run_train, tmp_path):
+    with alone(str(tmp_path / 'out')):
+        with pytest.raises(UserError, match='out: another process writes here'): run_train('out')
+        assert os.listdir(tmp_path / 'out') == []
+    assert run_train('out')['step'] == 10
+
+
+def test_the_shortest_context_ends_with_a_sample(run_train, capsys):
+    run_train('out', '--block_size=2', '--max_steps=1', '--sample_tokens=3')
+    assert '<|model|>' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('content', [b'', b'garbage', {'some': 'dict'}, {'version': 99, 'model': {}}, [1, 2]])
@@ -379,7 +389,8 @@ def test_an_output_folder_that_cannot_be_made(run_train, tmp_path):
 def test_a_full_disk_while_logging_is_one_line(small_data, tmp_path):
     os.makedirs(tmp_path / 'out')
     os.symlink('/dev/full', tmp_path / 'out' / 'log.jsonl')
-    refused(program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', ok=False), 'No space left')
+    refused(program(os.path.join(ROOT, 'train.py'), *SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', ok=False), 'log.jsonl', 'No space left')
+    assert load_checkpoint(str(tmp_path / 'out'))['step'] == 1  # the log's first line; what was learned is kept
 
 
 @pytest.mark.parametrize('name', sorted(n for n in os.listdir(os.path.join(ROOT, 'config', 'size')) if n.endswith('.py')))

@@ -45,6 +45,8 @@ class BenchSettings:
             if name not in (*TOGGLES, 'none'): raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
         if self.against not in (None, 'hf'): raise ValueError(f"against={self.against!r} must be 'hf' or None")
         if self.repeats < 1 or self.new_tokens < 2: raise ValueError("repeats must be at least 1 and new_tokens at least 2")
+        if not all(n.isdecimal() and int(n) for n in self.decode_batches.split(',')):
+            raise ValueError(f"decode_batches={self.decode_batches}: give whole numbers, such as 1,8")
 
 
 TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': dict(depth_attn=True, depth_mode='uniform'),
@@ -56,7 +58,7 @@ TINY = os.path.join(ROOT, 'config', 'size', 'tiny.py')
 
 def seconds(f, device):
     """Wall-clock seconds of one call, device work included."""
-    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+    synchronize = torch.accelerator.synchronize if device.type != 'cpu' else lambda: None
     synchronize()
     start = time.perf_counter()
     f()

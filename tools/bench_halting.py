@@ -35,6 +35,8 @@ class HaltingSettings:
 
     def __post_init__(self):
         if self.repeats < 1 or self.new_tokens < 2: raise ValueError("repeats must be at least 1 and new_tokens at least 2")
+        if not all(n.isdecimal() and int(n) for n in self.batches.split(',')):
+            raise ValueError(f"batches={self.batches}: give whole numbers, such as 1,8")
         if not all(1 <= float(d) <= 4 for d in self.depths.split(',')): raise ValueError(f"depths={self.depths}: between 1 and 4")
 
 
@@ -80,7 +82,7 @@ def decode(model, batch, s, device):
     next(stream)
     passes = []
     t = seconds(lambda: passes.extend(p for _, p in stream), device)
-    return t, torch.stack(passes).double().mean().item()
+    return t, torch.stack(passes).float().mean().item()
 
 
 def report(name, fixed, times, passes, most):
@@ -121,7 +123,7 @@ def bench_training(s, run_settings, settings, device, dtype):
     def loss(d):
         def of(model, idx):
             out = model(idx, idx)[1]
-            passes[d].append(model.steps.double().mean().item())
+            passes[d].append(model.steps.float().mean().item())
             return out
         return of
     steps = {d: training_step(m, loss(d), idx, dtype) for d, m in models.items()}

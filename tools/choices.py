@@ -100,7 +100,7 @@ def main(argv):
         orders = [torch.randperm(passes.numel(), generator=draw).to(device) for _ in range(s.lots)]
         lots = [nats(other, rows, deal, passes.flatten()[order].view_as(passes))[0] for order in orders]
         spread = f"{statistics.mean(lots):7.4f} ({min(lots):.4f} to {max(lots):.4f})"
-        print(f"{c.halt_tau:8g} {passes.double().mean():7.2f} {loss:7.4f} {spread}")
+        print(f"{c.halt_tau:8g} {passes.float().mean():7.2f} {loss:7.4f} {spread}")
     for n in range(1, c.ponder_steps + 2):
         print(f"everyone {n:7d} {nats(other, rows, deal, torch.full_like(rows[:, 1:], n))[0]:7.4f}")
 

@@ -91,7 +91,7 @@ def final_loss(folder, given):
     path = os.path.join(folder, 'settings.json')
     before = read([path], '', Settings, GPTConfig)[0] if os.path.exists(path) else given
     for name, value in given.items():
-        if value is not None and name not in OURS and before[name] != value:  # None: what train.py finds out
+        if value is not None and name not in OURS and before.get(name, value) != value:  # None: what train.py finds out
             raise UserError(f"{folder} was run with {name}={before[name]}, now it is {value}: choose another --out")
     log = read_lines(os.path.join(folder, 'log.jsonl'))
     return next((r[LOSS] for r in log if r['step'] == given['max_steps'] and LOSS in r), None)
@@ -105,10 +105,11 @@ def train(args, folder, given):
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, 'output.txt'), 'a+', encoding='utf-8') as output:
         command = [sys.executable, os.path.join(ROOT, 'train.py'), *args, *(['--init_from=resume'] if checkpoints else [])]
-        # in a session of its own, so that Ctrl-C reaches it once, through here: it then saves and stops
+        # in a session of its own, so that Ctrl-C, or the end of the terminal, reaches it once, through here: it then saves and stops
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        forward = lambda number, frame: child.send_signal(signal.SIGTERM)
-        handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        stops = {signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', signal.SIGTERM)}
+        stops = {number for number in stops if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
+        handlers = {number: signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM)) for number in stops}
         status = child.wait()
         for number, handler in handlers.items(): signal.signal(number, handler)
         output.seek(0)

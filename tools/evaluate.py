@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import UserError, build, read, run
-from data import encode, open_shard, read_meta
+from data import count_tokens, encode, open_shard, read_meta
 from hardware import pick_device, tune_cpu
 from sample import load_model
 
@@ -73,7 +73,9 @@ def token_arrays(path, tokenizer):
         meta = read_meta(path)
         if meta['tokenizer'] != tokenizer.name: raise UserError(f"{path} has {meta['tokenizer']} tokens, not {tokenizer.name}")
         return [open_shard(os.path.join(path, shard['name'])) for shard in meta['val']['shards']]
-    if path.endswith('.bin'): return [open_shard(path)]
+    if path.endswith('.bin'):
+        count_tokens(path, tokenizer.n_vocab)  # UserError for a token that the model has not
+        return [open_shard(path)]
     try:
         with open(path, 'rb') as f: text = f.read()
     except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None
@@ -82,7 +84,7 @@ def token_arrays(path, tokenizer):
 
 def evaluate_text(model, tokenizer, path, s):
     """(tokens predicted, nats per token, nats per byte) of a text. End-of-text tokens count as tokens of no bytes."""
-    length = np.array([len(tokenizer.decode_single_token_bytes(t)) for t in range(tokenizer.n_vocab - 1)] + [0])
+    length = np.array([len(tokenizer.decode_single_token_bytes(t)) * (t != tokenizer.eot_token) for t in range(tokenizer.n_vocab)])
     total = count = size = 0
     for tokens in token_arrays(path, tokenizer):
         if s.tokens is not None: tokens = tokens[:s.tokens - count]
@@ -127,9 +129,10 @@ def log_likelihoods(model, pairs, batch_size):
         for i, row, h_i in zip(chosen, rows, h):
             n, end = len(pairs[i][1]), len(row) - 1
             if n > T: raise UserError(f"an answer of {n} tokens does not fit into the model's context, block_size={T}")
-            logp = model.head(h_i[end - n:end]).double().log_softmax(-1)
+            logits = model.head(h_i[end - n:end])
+            logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             right = logp.gather(-1, row[-n:, None])
-            yield i, right.sum().item(), bool((right[:, 0] >= logp.max(-1).values).all())
+            yield i, right.cpu().double().sum().item(), bool((right[:, 0] >= logp.max(-1).values).all())
 
 
 def harness(model, tokenizer, batch_size):

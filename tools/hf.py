@@ -65,7 +65,8 @@ def rename_to_hf(state_dict, config):
 def config_from_hf(c, where):
     """GPTConfig of a config.json dictionary; UserError for anything our GPT has not."""
     rope = c.get('rope_parameters') or {}
-    scaling = (c.get('rope_scaling') or rope).get('rope_type', 'default')
+    scaling = c.get('rope_scaling') or rope
+    scaling = scaling.get('rope_type') or scaling.get('type', 'default')  # its older name
     refuse = {f"model_type {c.get('model_type')!r}": c.get('model_type') not in ('llama', 'qwen3'),
               "biases": c.get('attention_bias') or c.get('mlp_bias'),
               f"activation {c.get('hidden_act')!r}": c.get('hidden_act', 'silu') != 'silu',
@@ -115,8 +116,9 @@ def save_hf(model, folder):
     except ImportError:
         raise UserError(INSTALL) from None
     c = model.config
-    for name, off in (('depth_attn', False), ('embed_scale', 1.0)):
-        if getattr(c, name) != off:
+    on = {'depth_attn': c.depth_attn, 'ponder': c.ponder != 'none' and c.ponder_steps, 'embed_scale': c.embed_scale != 1}
+    for name in on:
+        if on[name]:
             raise UserError(f"{name}={getattr(c, name)}: only plain models are exported; Hugging Face's Llama and Qwen3 would "
                             "load these weights and compute something else")
     weights = {name: t[:c.n_tokens] if name in ('wte.weight', 'lm_head.weight') else t for name, t in model.state_dict().items()}
