@@ -692,7 +692,7 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_token=None, exact=False):
         """
-        Generate step by step; yields (token (B,), passes (B,)): the new token of each row and the trunk passes it took.
+        Generate step by step; yields (token (B,), passes (B,)): the new token of each row and the passes (of `pause`, slots) it took.
 
         prompts: (B,T) tensor, or a list of B sequences of any lengths, none empty or longer than block_size.
         temperature 0 takes the likeliest token; top_k keeps the k likeliest, top_p the fewest that together have

@@ -127,7 +127,7 @@ def check():
     torch.manual_seed(0)
     for settings in (dict(), dict(n_kv_head=2)): check_mix(*record(**settings)[-1])  # the top layer has the most sources
     for stride in (3, 2): check_mix_all(stride)
-    student = lambda q, k, v, sources, mode: mix(q, k, v, sources) if sources else v
+    student = lambda q, k, v, sources, mode: mix(q, k, v, list(sources)) if sources else v
     inside("your mix()", tiny(depth_attn=True), patch.object(model, 'depth_attention', student))
     return ("A GPT of model.py gives the same logits with your mix() inside. Now read depth_attention there: it never stacks its "
             "sources, and says why.")

@@ -97,7 +97,7 @@ def check_frozen():
     for i in range(3):
         memory = Frozen(1, active[i] if i else None, before)
         got = call(memory.update, 0, k[i], v[i], name='Frozen.update')
-        expect(isinstance(got, tuple) and len(got) == 2, "Frozen.update() should return two tensors, keys and values")
+        expect(isinstance(got, (tuple, list)) and len(got) == 2, "Frozen.update() should return two tensors, keys and values")
         keep, old = active[i][:, None, :, None], right
         right = torch.where(keep, k[i], old[0]), torch.where(keep, v[i], old[1])
         for n, what, new in ((0, 'keys', k), (1, 'values', v)):
@@ -118,7 +118,7 @@ def check_think(what, gpt, x, gates, about_passes, mistakes=None):
     """Compare think() with one_by_one() in one situation."""
     pos, tau = torch.arange(x.size(1)), 0.5
     got = call(think, gpt, gates, x, pos, tau)
-    expect(isinstance(got, tuple) and len(got) == 2, "think() should return two tensors: the readout and the number of passes")
+    expect(isinstance(got, (tuple, list)) and len(got) == 2, "think() should return two tensors: the readout and the number of passes")
     readout, passes = got
     shaped("the first result of think(), the readout,", readout, x.shape, AXES)
     shaped("the second result of think(), the number of passes,", passes, x.shape[:2], AXES[:2])

@@ -76,7 +76,7 @@ def check_update():
     for begin, end, layer in ((0, 4, 0), (0, 4, 1), (4, 5, 0), (4, 5, 1), (5, 6, 0), (5, 6, 1)):
         sign = 1 - 2 * layer           # layer 1 gets other numbers than layer 0
         got = call(cache.update, layer, sign * k[:, :, begin:end], sign * v[:, :, begin:end], name='Cache.update')
-        expect(isinstance(got, tuple) and len(got) == 2, "Cache.update() should return two tensors: all keys, all values")
+        expect(isinstance(got, (tuple, list)) and len(got) == 2, "Cache.update() should return two tensors: all keys, all values")
         for what, mine, right, other in zip(('keys', 'values'), got, (k, v), (v, k)):
             expect(not begin or tensors(mine) and mine.shape[2:3] != (end - begin,), f"Cache.update() returns only the new {what}; "
                    "it should remember those of before, and return them too")

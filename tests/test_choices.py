@@ -58,7 +58,8 @@ def test_prints_and_refuses(tmp_path, small_data, capsys):
     assert out[0] == out[1] and lines[0] == 'nats per token of 112 validation tokens' and len(lines) == 8
     assert [line.split()[0] for line in lines[3:]] == ['0.2', '0.3', 'everyone', 'everyone', 'everyone']
     plain = save(tmp_path / 'plain', make(**size), data_dir=small_data)
-    for args, words in [([], 'one checkpoint'), ([plain, plain], 'one checkpoint'), ([plain], "halting='none'"), (['gone'], 'no checkpoint'),
+    still = save(tmp_path / 'still', make(**{**TOGGLES['gate'], **size, 'ponder_steps': 0}), data_dir=small_data)
+    for args, words in [([still], 'ponder_steps=0'), ([], 'one checkpoint'), ([plain, plain], 'one checkpoint'), ([plain], "halting='none'"), (['gone'], 'no checkpoint'),
                         ([path, '--taus=a'], 'taus=a'), ([path, '--taus=0'], 'taus=0'), ([path, '--lots=0'], 'lots')]:
         with pytest.raises(UserError, match=words) as error: choices.main(args)
         assert '\n' not in str(error.value)

@@ -92,7 +92,7 @@ def mix_over(dim):
     """mix() with the softmax over one axis of (layers, B, nkv, T)."""
     def mix(q, k, v, sources):
         q = q.reshape(k.size(0), k.size(1), -1, *k.shape[2:]).mean(2)
-        pairs = [*sources, (k, v)]
+        pairs = sources + [(k, v)]
         weights = (torch.stack([(q * k_j).sum(-1) for k_j, _ in pairs]) / k.size(-1) ** 0.5).softmax(dim)
         return sum(w[..., None] * v_j for w, (_, v_j) in zip(weights, pairs))
     return mix

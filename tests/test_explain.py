@@ -68,5 +68,7 @@ def test_prints_every_position(tmp_path, capsys):
     numbers = [float(word) for word in lines[10].split() if word.startswith('0.') and len(word) == 5]
     assert lines[10].startswith('       after pass 2') and numbers == pytest.approx(p.values.tolist(), abs=6e-4)
     assert 'layer 0' in lines[11] and 'earlier loops' in lines[11] and 'output' not in lines[10]
+    explain.main([folder, '--start=a', '--top=300', '--device=cpu'])  # no more than there are tokens; the table has 320 rows
+    assert len(capsys.readouterr().out.splitlines()[1].split('   ')[3:]) >= 257
     for args, words in ([], 'checkpoint folder'), (['nowhere'], 'no checkpoint'), ([folder, '--top=0'], 'top'), ([folder, '--start='], 'empty'):
         with pytest.raises(UserError, match=words): explain.main(args)

@@ -55,6 +55,14 @@ def test_curves(tmp_path):
         assert flops[i][0] == pytest.approx([n * GPT(GPTConfig(**SIZE, **settings)).flops_per_token() for n in (128, 256, 384)])
     ax = figure.axes[0]
     assert ax.get_xlabel() == 'training tokens' and ax.get_ylabel() == 'loss (nats per token)' and figure.get_facecolor() == (1, 1, 1, 1)
+    # two seeds share the steps that both logged, and two folders of one name are two runs
+    write_run(tmp_path / 'more' / 'loop-s1', 5, 4, 3, 1, ponder='loop')
+    write_run(tmp_path / 'more' / 'loop-s2', 5, 3, ponder='loop')
+    more = [*paths[:2], str(tmp_path / 'more' / 'loop-s1'), str(tmp_path / 'more' / 'loop-s2')]
+    assert drawn(plot.curves(more, plot.PlotSettings()))[2:] == [([128, 256], [5, 3.5])]
+    with pytest.raises(UserError, match='more/loop: its seeds ended after 4 to 8 steps'): plot.final(more, plot.PlotSettings())
+    (tmp_path / 'odd').write_bytes(b'\xff\n5\n')
+    with pytest.raises(UserError, match='no log'): plot.curves([str(tmp_path / 'odd')], plot.PlotSettings())
     plot.main(['curves', *paths, f'--out={tmp_path}/c.png'])
     assert (tmp_path / 'c.png').read_bytes().startswith(b'\x89PNG')
 
@@ -163,5 +171,10 @@ def test_refusals(folder, tmp_path, monkeypatch):
                         (['curves', path, '--out=a.gif'], 'png'), (['curves', path, '--x=flips'], 'flips')]:
         with pytest.raises(UserError, match=words) as error: plot.main(args)
         assert '\n' not in str(error.value)
+    for settings, args, words in [(dict(ponder='embedding', halting='gate', ponder_steps=0), ['steps'], 'ponder_steps=0: name one that halts'),
+                                  (dict(ponder='pause', ponder_steps=0), ['ponder', '--max_steps=2'], 'weights for 0 steps'),
+                                  (dict(ponder='loop'), ['ponder', '--start=a'], 'at least two tokens')]:
+        path = folder(make(**SIZE, **settings).float())
+        with pytest.raises(UserError, match=words): plot.main([args[0], path, *args[1:], '--device=cpu'])
     monkeypatch.setitem(__import__('sys').modules, 'matplotlib.figure', None)
     with pytest.raises(UserError, match='pip install matplotlib'): plot.new_figure()

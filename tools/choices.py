@@ -88,7 +88,8 @@ def nats(model, rows, deal=None, passes=None):
 def main(argv):
     s, model, _, settings = open_one(argv, __doc__.strip(), ChoiceSettings, "python tools/choices.py out/halting_router")
     c, device, data_dir = model.config, model.wte.weight.device, settings['data_dir']
-    if c.halting == 'none': raise UserError("this model has halting='none': name one with 'gate', 'router' or 'mask'")
+    if c.halting == 'none' or not c.ponder_steps:
+        raise UserError(f"this model has halting={c.halting!r} and ponder_steps={c.ponder_steps}: name one that halts")
     val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir), c.block_size), obedient(model)
     rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)
     draw = torch.Generator().manual_seed(s.seed)

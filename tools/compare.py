@@ -80,10 +80,10 @@ def plan(name, common, asked):
 def read_lines(path):
     """The objects of a .jsonl file, none if it is missing; what a killed process left of a line is skipped."""
     records = []
-    with contextlib.suppress(FileNotFoundError), open(path, encoding='utf-8') as f:
+    with contextlib.suppress(FileNotFoundError), open(path, encoding='utf-8', errors='replace') as f:
         for line in f:
             with contextlib.suppress(ValueError): records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 def final_loss(folder, given):

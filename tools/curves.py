@@ -22,7 +22,7 @@ def new_figure(panels=1, size=(7, 4.2)):
 
 
 def read_run(path, x):
-    """[training loss, validation loss] of a run, each {x: nats per token}. Of steps taken twice the later hold."""
+    """[training loss, validation loss] of a run, each {step: (x, nats per token)}. Of steps taken twice the later hold."""
     log = path if os.path.isfile(path) else os.path.join(path, 'log.jsonl')
     records = {(r['step'], 'ms' in r): r for r in read_lines(log) if 'step' in r}
     steps = sorted(step for step, trained in records if trained)
@@ -33,30 +33,35 @@ def read_run(path, x):
     seconds = np.cumsum([records[step, True]['ms'] / 1e3 * n for step, n in zip(steps, np.diff(steps, prepend=0))])
     place = {'tokens': lambda r: r['tokens'], 'flops': lambda r: r['tokens'] * per_token,
              'seconds': lambda r: float(np.interp(r['step'], steps, seconds))}[x]
-    return [{place(r): r[key] for _, r in sorted(records.items()) if key in r} for key in ('loss', 'val_loss')]
+    return [{r['step']: (place(r), r[key]) for _, r in sorted(records.items()) if key in r} for key in ('loss', 'val_loss')]
 
 
 def by_name(paths, x):
-    """{name: [what read_run reads, for each of its seeds]}"""
+    """{name: [what read_run reads, for each of its seeds]}; the name is the folder's, or its path if others have that name too."""
     runs = {}
-    for path in paths:
-        runs.setdefault(os.path.basename(re.sub(r'(-s\d+)?(/log\.jsonl|/+)?$', '', path)), []).append(read_run(path, x))
-    return runs
+    for path in paths: runs.setdefault(re.sub(r'(-s\d+)?(/log\.jsonl|/+)?$', '', path), []).append(read_run(path, x))
+    names = [os.path.basename(path) for path in runs]
+    return {name if names.count(name) == 1 else path: seeds for name, (path, seeds) in zip(names, runs.items())}
+
+
+def shared(seeds, part):
+    """Places (seeds, n) and losses (seeds, n) of the steps that all seeds of a run have, in training (part 0) or validation (1)."""
+    steps = [step for step in seeds[0][part] if all(step in seed[part] for seed in seeds)]
+    return np.array([[seed[part][step] for step in steps] for seed in seeds]).reshape(len(seeds), -1, 2).transpose(2, 0, 1)
 
 
 def curves(paths, s):
     """Loss against tokens, FLOPs or seconds. The legend has the last validation loss, the mean of the seeds, best first."""
     runs, (figure, (ax,)) = by_name(paths, s.x), new_figure()
-    last = {name: np.mean([list(val.values())[-1] if val else np.inf for _, val in seeds]) for name, seeds in runs.items()}
+    last = {name: losses[:, -1].mean() if losses.size else np.inf for name in runs for _, losses in [shared(runs[name], 1)]}
     from matplotlib import colormaps
     for i, name in enumerate(sorted(last, key=last.get)):
         colour = colormaps['viridis'](0.8 * i / max(1, len(runs) - 1))  # from dark to light, so they stay apart in grey
         line = dict(linestyle=('-', '--', '-.', ':')[i % 4], linewidth=1.2)
         mark = dict(marker='osD^vPX<>*'[i % 10], markersize=6, markeredgecolor='black')
         for part, style in enumerate((line, dict(mark, linestyle='none'))):
-            n = min(len(seed[part]) for seed in runs[name])
-            if not n: continue
-            at, losses = (np.array([[*f(seed[part])][:n] for seed in runs[name]]) for f in (dict.keys, dict.values))
+            at, losses = shared(runs[name], part)
+            if not losses.size: continue
             late = at.mean(0) >= at.mean(0)[-1] / 20        # the fall from ln V at the start says little
             at, losses = at.mean(0)[late], losses[:, late]
             ax.plot(at, losses.mean(0), color=colour, **style)
@@ -73,9 +78,11 @@ def final(paths, s):
     figure, (ax,) = new_figure(size=(9.5, 4.2))
     points = {}
     for name, seeds in by_name(paths, s.x).items():
-        ends = [list(val.items())[-1] for _, val in seeds if val]
-        if not ends: raise UserError(f"{name}: no validation loss in its log; leave it out")
-        points[name] = np.mean([x for x, _ in ends]), [loss for _, loss in ends]
+        ends = {max(val, default=0) for _, val in seeds}
+        if 0 in ends: raise UserError(f"{name}: no validation loss in its log; leave it out")
+        if len(ends) > 1: raise UserError(f"{name}: its seeds ended after {min(ends)} to {max(ends)} steps; leave out what is not finished")
+        at, losses = shared(seeds, 1)
+        points[name] = at[:, -1].mean(), losses[:, -1]
     order = sorted(points, key=lambda name: np.mean(points[name][1]))
     for i, name in enumerate(order):
         (x, losses), plain = points[name], name.startswith('plain')

@@ -119,7 +119,7 @@ def show(seen, config, idx, tokenizer, top):
         except UnicodeDecodeError: return repr(raw)[1:]  # a part of a character
 
     def likeliest(logits):
-        best = logits.softmax(-1).topk(min(top, logits.size(-1)))
+        best = logits.softmax(-1).topk(min(top, config.n_tokens))
         return '   '.join(f"{word(token)} {p:.3f}" for token, p in zip(best.indices.tolist(), best.values.tolist()))
 
     names = {'none': None, 'gate': 'gate', 'router': 'going on', 'mask': 'probability of 0, 1, .. thoughts'}

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+from checkpoint import change_steps
 from configurator import UserError, build, read, run
 from data import open_shard, read_meta
 from hardware import pick_device
@@ -46,8 +47,7 @@ class PlotSettings:
 def read_text(settings, tokenizer, s):
     """The tokens (n,) to read: --start, or the beginning of the validation set of the checkpoint's data."""
     if s.start is not None: return torch.tensor(encode_prompt(s.start, tokenizer, 10 ** 9))
-    data_dir = settings['data_dir']
-    shard = os.path.join(data_dir, read_meta(data_dir)['val']['shards'][0]['name'])
+    shard = os.path.join(settings['data_dir'], read_meta(settings['data_dir'])['val']['shards'][0]['name'])
     return torch.from_numpy(open_shard(shard)[:s.tokens].astype(np.int64))
 
 
@@ -55,6 +55,7 @@ def read_text(settings, tokenizer, s):
 def per_token(model, tokens):
     """For all tokens (n,) but the first, read in windows of block_size: loss in nats, and with halting the steps it took."""
     T, losses, steps = model.config.block_size, [], []
+    if len(tokens) < 2: raise UserError("--start: give at least two tokens; of the first nothing is predicted")
     for first in range(0, len(tokens) - 1, T):
         part = tokens[first:first + T + 1].to(model.wte.weight.device)
         losses.append(torch.nn.functional.cross_entropy(model(part[None, :-1])[0][0].float(), part[1:], reduction='none'))
@@ -81,8 +82,9 @@ def depth(model, tokens, tokenizer, s):
 def ponder(model, tokens, tokenizer, s):
     """Loss of the same weights with 0, 1, .. pondering steps."""
     c, trained = model.config, model.config.ponder_steps
-    losses, counts = [], range((s.max_steps or 2 * trained) + 1)
+    losses, counts = [], range((2 * trained if s.max_steps is None else s.max_steps) + 1)
     if c.ponder == 'none' or c.halting != 'none': raise UserError(f"ponder={c.ponder!r}: name a model that ponders, without halting")
+    change_steps(c, counts[-1])  # UserError if it has no weights for that
     for c.ponder_steps in counts: losses.append(per_token(model, tokens)[0].mean().item())
     c.ponder_steps = trained
     figure, (ax,) = new_figure()
@@ -138,7 +140,9 @@ def main(argv):
     if os.path.splitext(s.out)[1] not in ('.png', '.svg', '.pdf'): raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
     if kind in RUNS: return RUNS[kind](paths, s).savefig(s.out)
     model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
-    if kind in ('steps', 'text') and model.config.halting == 'none': raise UserError(f"{paths[0]} has halting='none': name one with it")
+    c = model.config
+    if kind in ('steps', 'text') and (c.halting == 'none' or not c.ponder_steps):
+        raise UserError(f"{paths[0]} has halting={c.halting!r} and ponder_steps={c.ponder_steps}: name one that halts")
     KINDS[kind](model, read_text(settings, tokenizer, s), tokenizer, s).savefig(s.out)
 
 
