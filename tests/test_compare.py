@@ -98,11 +98,12 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_and_stops(common, tmp_path, capsys, number):
+def test_a_signal_saves_and_stops(common, tmp_path, capsys, monkeypatch, number):
     log = tmp_path / 'plain-s1' / 'log.jsonl'
     def signal_when_it_runs():
         while not (log.exists() and log.stat().st_size): time.sleep(0.05)
         os.kill(os.getpid(), number)
+    monkeypatch.setattr(signal, 'getsignal', lambda number: signal.SIG_DFL)  # also where nohup started the tests
     threading.Thread(target=signal_when_it_runs, daemon=True).start()
     args = [*common, f'--out={tmp_path}', '--names=plain', '--seeds=1', '--max_steps=1000000', '--save_interval=1000000']
     with pytest.raises(SystemExit) as leaves: compare.main(args)
