@@ -162,7 +162,7 @@ class Windows:
 
     def __init__(self, folder, split, meta, T):
         self.paths = [os.path.join(folder, shard['name']) for shard in meta[split]['shards']]
-        self.T = T
+        self.T, self.n_tokens = T, meta['n_tokens']
         self.ends = np.cumsum([max(0, (len(open_shard(path)) - 1) // T) for path in self.paths])  # windows up to and with each
         self.n = int(self.ends[-1]) if len(self.ends) else 0
         if self.n == 0:
@@ -181,6 +181,8 @@ class Windows:
             with on_disk(self.paths[s], 'read'):
                 row = np.fromfile(self.paths[s], np.uint16, self.T + 1, offset=HEADER_BYTES + 2 * start)
             if len(row) <= self.T: raise UserError(f"{self.paths[s]}: became shorter while it was in use; prepare the data again")
+            if (most := row.max()) >= self.n_tokens:  # a GPU would say nothing of use
+                raise UserError(f"{self.paths[s]}: damaged (token {most} of a vocabulary of {self.n_tokens}); prepare the data again")
             rows.append(row)
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
         return tokens.pin_memory() if device.type == 'cuda' else tokens

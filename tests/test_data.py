@@ -378,7 +378,7 @@ def test_reading_needs_the_same_memory_for_any_number_of_shards(tmp_path):
         os.truncate(tmp_path / shard['name'], HEADER_BYTES + 2 * n)  # 160 MB in all, holes that take no space
     def resident():
         with open('/proc/self/status') as f: return sum(int(line.split()[1]) for line in f if line.startswith(('RssFile', 'RssShmem')))
-    data, before = Windows(str(tmp_path), 'train', dict(train=dict(shards=shards)), 2 ** 16), resident()
+    data, before = Windows(str(tmp_path), 'train', dict(n_tokens=257, train=dict(shards=shards)), 2 ** 16), resident()
     for w in range(data.n): data.get([w], CPU)
     assert data.n == 4 * (n // 2 ** 16) and resident() - before < 20_000, "kB of files in this process's memory"
 
@@ -389,5 +389,7 @@ def test_data_that_vanishes_while_it_is_read(small_data, tmp_path):
     data.sample(0, 4, 1, CPU)
     os.truncate(tmp_path / 'd' / 'train_000000.bin', 1100)
     with pytest.raises(UserError, match='shorter'): data.get([data.n - 1], CPU)
+    with open(tmp_path / 'd' / 'train_000000.bin', 'r+b') as f: f.seek(HEADER_BYTES), f.write(b'\2\1')
+    with pytest.raises(UserError, match='token 258 of a vocabulary of 257'): data.get([0], CPU)
     shutil.rmtree(tmp_path / 'd')
     with pytest.raises(UserError, match='cannot be read'): data.sample(8, 4, 1, CPU, then=12)
