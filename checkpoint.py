@@ -77,10 +77,11 @@ def load_weights(model, state):
 
 def change_steps(config, n):
     """Let a trained model take n pondering steps. UserError if it does not ponder, or has no weights for so many."""
-    trained, own = config.ponder_steps, config.halting != 'none' or config.ponder == 'pause'  # own: weights for its steps
+    trained, some = config.ponder_steps, config.ponder_steps > 0 or n == 0
+    fits = {'gate': n <= trained, 'mask': n == trained, 'router': some, 'pause': some}  # the others have no weights for their steps
     if n < 0: raise UserError(f"ponder_steps={n} must not be negative")
     if config.ponder == 'none': raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
-    if config.halting == 'mask' and n != trained or n > trained and (config.halting == 'gate' or own and not trained):
+    if not fits.get(config.ponder if config.halting == 'none' else config.halting, True):
         raise UserError(f"ponder_steps={n}: this model has weights for {trained} steps; leave the setting out"
                         + (", and use --halt_tau" if config.halting != 'none' else ''))
     config.ponder_steps = n

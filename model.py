@@ -364,7 +364,7 @@ def pause(gpt, x, pos, memory, jacobi):
     last of them predicts the next token. One pass of s + 1 slots per token.
     """
     n = gpt.config.slots
-    slots = [x] + [(gpt.pause * gpt.config.embed_scale).expand_as(x) for _ in range(n - 1)]
+    slots = [x] + [(gpt.pause * gpt.config.embed_scale).expand_as(x) for _ in range(n - 1)]  # s = 0 has no such parameter
     h = gpt.trunk(interleave(slots), pos.repeat_interleave(n), memory[0])
     return h[:, n - 1::n]
 
@@ -403,8 +403,8 @@ def gate(gpt, x, pos, memory, jacobi):
         s = sum(gates, torch.zeros_like(s))
         on = (s >= c.halt_tau) & (k < c.ponder_steps)
         if gpt.training and gpt.progress < c.halt_start: on = a.valid & (k < c.ponder_steps)
-        if cache is None and k < c.ponder_steps: gpt.trace.append(s)
         if cache is not None: cache.replace(on & a.valid)
+        elif k < c.ponder_steps: gpt.trace.append(s)
         return (x, s, h), on
 
     s = x.new_zeros(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))

@@ -9,7 +9,7 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
 Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM or
 max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it is
-ckpt_prev.pt), settings.json (all settings but a `resume`, usable as a config file) and log.jsonl (one JSON object per log line).
+ckpt_prev.pt), settings.json (the settings, usable as a config file) and log.jsonl (one JSON object per log line).
 """
 
 import collections

@@ -45,8 +45,7 @@ class BenchSettings:
             if name not in (*TOGGLES, 'none'): raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
         if self.against not in (None, 'hf'): raise ValueError(f"against={self.against!r} must be 'hf' or None")
         if self.repeats < 1 or self.new_tokens < 2: raise ValueError("repeats must be at least 1 and new_tokens at least 2")
-        if not all(n.isdecimal() and int(n) for n in self.decode_batches.split(',')):
-            raise ValueError(f"decode_batches={self.decode_batches}: give whole numbers, such as 1,8")
+        whole_numbers(self.decode_batches, 'decode_batches')
 
 
 TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': dict(depth_attn=True, depth_mode='uniform'),
@@ -54,6 +53,12 @@ TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': di
            'latent': dict(ponder='latent', ponder_steps=1), 'chain': dict(ponder='chain'), 'loop': dict(ponder='loop'),
            'pause': dict(ponder='pause')}
 TINY = os.path.join(ROOT, 'config', 'size', 'tiny.py')
+
+
+def whole_numbers(text, name):
+    """[1, 8] of '1,8'; ValueError if these are no numbers from 1 on."""
+    if all(n.isdecimal() and int(n) for n in text.split(',')): return list(map(int, text.split(',')))
+    raise ValueError(f"{name}={text}: give whole numbers, such as 1,8")
 
 
 def seconds(f, device):
@@ -158,7 +163,8 @@ def main(argv):
         if pick_compile(s.compile, device):
             for model in models.values(): compile_decoding(model)
             models[f'{next(iter(models))}, not compiled'] = fresh(config)
-        report['decoding'] = [bench_decoding(b, models, config, device, int(batch), bandwidth) for batch in b.decode_batches.split(',')]
+        batches = whole_numbers(b.decode_batches, 'decode_batches')
+        report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in batches]
     if b.json:
         with open(b.json, 'w') as f: json.dump(report, f, indent=1)
 

@@ -21,7 +21,7 @@ sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
 from hardware import pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
-from tools.bench import TINY, seconds, training_step
+from tools.bench import TINY, seconds, training_step, whole_numbers
 from train import Settings
 
 
@@ -35,8 +35,7 @@ class HaltingSettings:
 
     def __post_init__(self):
         if self.repeats < 1 or self.new_tokens < 2: raise ValueError("repeats must be at least 1 and new_tokens at least 2")
-        if not all(n.isdecimal() and int(n) for n in self.batches.split(',')):
-            raise ValueError(f"batches={self.batches}: give whole numbers, such as 1,8")
+        whole_numbers(self.batches, 'batches')
         if not all(1 <= float(d) <= 4 for d in self.depths.split(',')): raise ValueError(f"depths={self.depths}: between 1 and 4")
 
 
@@ -95,7 +94,7 @@ def report(name, fixed, times, passes, most):
 
 def bench_decoding(s, settings, device):
     """Fixed and halting models in turn, for each batch size and mean depth."""
-    for batch in map(int, s.batches.split(',')):
+    for batch in whole_numbers(s.batches, 'batches'):
         for halting, ponder in MODES.items():
             fixed = GPT(build(GPTConfig, {**settings, 'ponder': ponder, 'ponder_steps': 3})).to(device)
             config = build(GPTConfig, {**settings, 'ponder': ponder, 'ponder_steps': 3, 'halting': halting})

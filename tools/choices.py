@@ -22,6 +22,7 @@ import torch.nn as nn
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import UserError, run
 from data import Windows, read_meta
+from model import HALTING
 from sample import open_one
 
 
@@ -88,7 +89,7 @@ def nats(model, rows, deal=None, passes=None):
 def main(argv):
     s, model, _, settings = open_one(argv, __doc__.strip(), ChoiceSettings, "python tools/choices.py out/halting_router")
     c, device, data_dir = model.config, model.wte.weight.device, settings['data_dir']
-    if c.halting == 'none' or not c.ponder_steps:
+    if model.mechanism not in HALTING.values():
         raise UserError(f"this model has halting={c.halting!r} and ponder_steps={c.ponder_steps}: name one that halts")
     val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir), c.block_size), obedient(model)
     rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)

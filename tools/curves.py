@@ -53,7 +53,8 @@ def shared(seeds, part):
 def curves(paths, s):
     """Loss against tokens, FLOPs or seconds. The legend has the last validation loss, the mean of the seeds, best first."""
     runs, (figure, (ax,)) = by_name(paths, s.x), new_figure()
-    last = {name: losses[:, -1].mean() if losses.size else np.inf for name in runs for _, losses in [shared(runs[name], 1)]}
+    ends = {name: shared(seeds, 1)[1] for name, seeds in runs.items()}
+    last = {name: losses[:, -1].mean() if losses.size else np.inf for name, losses in ends.items()}
     from matplotlib import colormaps
     for i, name in enumerate(sorted(last, key=last.get)):
         colour = colormaps['viridis'](0.8 * i / max(1, len(runs) - 1))  # from dark to light, so they stay apart in grey

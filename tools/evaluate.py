@@ -72,10 +72,10 @@ def token_arrays(path, tokenizer):
     if os.path.isdir(path):
         meta = read_meta(path)
         if meta['tokenizer'] != tokenizer.name: raise UserError(f"{path} has {meta['tokenizer']} tokens, not {tokenizer.name}")
-        return [open_shard(os.path.join(path, shard['name'])) for shard in meta['val']['shards']]
-    if path.endswith('.bin'):
-        count_tokens(path, tokenizer.n_vocab)  # UserError for a token that the model has not
-        return [open_shard(path)]
+        shards = [os.path.join(path, shard['name']) for shard in meta['val']['shards']]
+    else: shards = [path] if path.endswith('.bin') else []
+    for shard in shards: count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
+    if shards: return [open_shard(shard) for shard in shards]
     try:
         with open(path, 'rb') as f: text = f.read()
     except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None

@@ -24,6 +24,7 @@ from checkpoint import change_steps
 from configurator import UserError, build, read, run
 from data import open_shard, read_meta
 from hardware import pick_device
+from model import HALTING
 from sample import encode_prompt, load_model
 from tools.curves import X, curves, final, new_figure
 from tools.explain import look
@@ -140,9 +141,8 @@ def main(argv):
     if os.path.splitext(s.out)[1] not in ('.png', '.svg', '.pdf'): raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
     if kind in RUNS: return RUNS[kind](paths, s).savefig(s.out)
     model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
-    c = model.config
-    if kind in ('steps', 'text') and (c.halting == 'none' or not c.ponder_steps):
-        raise UserError(f"{paths[0]} has halting={c.halting!r} and ponder_steps={c.ponder_steps}: name one that halts")
+    if kind in ('steps', 'text') and model.mechanism not in HALTING.values():
+        raise UserError(f"{paths[0]} has halting={model.config.halting!r}, ponder_steps={model.config.ponder_steps}: name one that halts")
     KINDS[kind](model, read_text(settings, tokenizer, s), tokenizer, s).savefig(s.out)
 
 
