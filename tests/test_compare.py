@@ -97,16 +97,19 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     assert r['seconds'] == pytest.approx((ms[0] + ms[1] + 2 * ms[2]) / 1e3) and r['torch'] and r['hardware'] and r['date']
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_and_stops(common, tmp_path, capsys, monkeypatch, number):
-    log = tmp_path / 'plain-s1' / 'log.jsonl'
+@pytest.mark.parametrize('number, hangup', [(signal.SIGTERM, signal.SIG_IGN), (signal.SIGHUP, signal.SIG_DFL)])  # nohup ignores SIGHUP
+def test_a_signal_saves_and_stops(common, tmp_path, capsys, number, hangup):
+    seen, log = [], tmp_path / 'plain-s1' / 'log.jsonl'
     def signal_when_it_runs():
         while not (log.exists() and log.stat().st_size): time.sleep(0.05)
+        seen.append(signal.getsignal(signal.SIGHUP))
         os.kill(os.getpid(), number)
-    monkeypatch.setattr(signal, 'getsignal', lambda number: signal.SIG_DFL)  # also where nohup started the tests
+    before = signal.signal(signal.SIGHUP, hangup)
     threading.Thread(target=signal_when_it_runs, daemon=True).start()
     args = [*common, f'--out={tmp_path}', '--names=plain', '--seeds=1', '--max_steps=1000000', '--save_interval=1000000']
     with pytest.raises(SystemExit) as leaves: compare.main(args)
+    signal.signal(signal.SIGHUP, before)
+    assert (seen[0] is signal.SIG_IGN) == (hangup is signal.SIG_IGN)
     assert leaves.value.code == 130 and 'the same command goes on' in capsys.readouterr().err
     assert train.load_checkpoint(str(log.parent))['step'] > 0 and not (tmp_path / 'runs.jsonl').exists()
 
