@@ -100,7 +100,9 @@ def parses(text):
     lines = text.split('\n')
     end = next((i for i, line in enumerate(lines) if i and line[:1].strip()), None)  # the next line that is not indented
     try:
-        with warnings.catch_warnings(action='ignore'): return end is not None and bool(ast.parse('\n'.join(lines[:end])))
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            return end is not None and bool(ast.parse('\n'.join(lines[:end])))
     except (SyntaxError, ValueError, RecursionError, MemoryError): return False
 
 
