@@ -44,7 +44,7 @@ class KVCache:
         self.length = self.tokens = 0  # slots and tokens in use
 
     def update(self, layer, k, v):
-        """Append k, v (B, nkv, S, hd) of one layer; returns all that layer holds, (B, nkv, length + S, hd)."""
+        """Append k, v (B, nkv, S, hd) of one layer, for reading only (no gradient); returns all it holds, (B, nkv, length + S, hd)."""
         if self.k[layer] is None:
             shape = (k.size(0), k.size(1), self.capacity, k.size(3))
             self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)

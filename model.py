@@ -79,7 +79,7 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and not value > 0: raise ValueError(f"{name}={value} must be positive")
         C, own_head_dim, ponder = self.n_embd, self.head_dim is not None, self.ponder
-        # with init_std these give embeddings of size 0.6 and 1, the size of a normed hidden state, which they mix with
+        # with the default init_std these give embeddings of size 0.6 and 1, the size of a normed hidden state, which they mix with
         scale = {'none': 1.0, 'embedding': math.sqrt(C), 'pause': math.sqrt(C)}.get(ponder, math.sqrt(2.5 * C))
         defaults = dict(n_tokens=self.vocab_size, n_kv_head=self.n_head, head_dim=C // self.n_head, embed_scale=scale,
                         mlp_hidden=math.ceil(8 * C / 3 / 64) * 64, init_std=math.sqrt(0.4 / C), depth_stride=max(1, self.n_layer // 2),
@@ -251,7 +251,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     values = [v_j for _, v_j in sources] + [v]
     if mode == 'uniform': return sum(values) / len(values)
     # One source at a time: stacking them would make autograd keep a copy of every source in every later layer.
-    # Scores and softmax are at least fp32, and stay float64 in a float64 model.
+    # The sums of the scores and the softmax are at least fp32, and stay float64 in a float64 model.
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.cat([(q * k_j).sum(-1, keepdim=True, dtype=wide) for k_j in keys], dim=-1)
     weights = torch.softmax(scores * hd ** -0.5, dim=-1).to(v.dtype).split(1, dim=-1)  # each (B, nkv, S, 1)
@@ -351,7 +351,7 @@ def chain(gpt, x, pos, memory, jacobi):
 def loop(gpt, x, pos, memory, jacobi):
     """
     The looped Transformer, a baseline of the papers: all blocks s + 1 times in a row, the final norm once. One cache per loop.
-    With depth_attn, what the same layer made in earlier loops is a source too (Depth-Attention, section 8.2).
+    With depth_attn, what the same layer made in earlier loops is a source too (Depth-Attention, section 4.4).
     """
     earlier = [[] for _ in gpt.h] if gpt.config.depth_attn else None
     for cache in memory: x = gpt.blocks(x, pos, cache, earlier=earlier)
@@ -389,7 +389,7 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
 # Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
 # Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping
-# cannot); no gate follows the last pass; "gate values" are the s; GELU, and a start at sigmoid(4). No authors' code was found.
+# cannot), but (13) reads its later gates as if it went on; none follows the last pass; GELU, and a start at sigmoid(4). No code was found.
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
@@ -475,8 +475,8 @@ def mask(gpt, x, pos, memory, jacobi):
 #     loss  += halt_lambda * mean_t sum_{k <= K*} g^(k) p_k(y_t)^beta             p_k: the right token's probability after
 #                                                                                step k, a constant for the gradient (9), (10)
 #
-# Cost: the mean of steps in plain passes, in training too, where p_k takes one head per step. Where the paper is silent: the
-# router starts near 1/2; the sums over t are means. No code of the authors was found.
+# Cost: the mean of steps in plain passes, in training too, where p_k takes one head per step. Where the paper is silent: tau
+# is its siblings', embeddings are scaled as in PonderLM-2, the router starts near 1/2, sums over t are means. No code was found.
 
 def router(gpt, x, pos, memory, jacobi):
     """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
@@ -778,7 +778,7 @@ class GPT(nn.Module):
         """
         Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or forward
         alone; 'latent' with jacobi_iters iterations, halting as if nobody halts. Attention counts all T keys for every query,
-        as is usual, though half are masked; norms, activations and what checkpoint_activations repeats are left out.
+        as is usual, though half are masked; norms, activations, depth sources of earlier loops and recomputation are left out.
         """
         c, T, s, head = self.config, T or self.config.block_size, self.config.ponder_steps, self.lm_head.weight.numel()
         factor = 3 if training else 1                                       # backward is two forwards

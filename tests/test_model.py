@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make
+from conftest import close, make
 
-from model import GPT, ChunkedCrossEntropy, GPTConfig
+from model import GPT, ChunkedCrossEntropy, GPTConfig, rope_table
 
 
 @pytest.mark.parametrize('settings, words', [
@@ -24,6 +24,25 @@ def test_defaults_are_the_papers_360m():
     assert model.num_params() == 50304 * 960 * 2 + 24 * (4 * 960 * 960 + 3 * 960 * 2560 + 2 * 960 + 2 * 64) + 960
     assert model.num_params(embeddings=False) == model.num_params() - 50304 * 960
     assert GPTConfig().init_std == pytest.approx(0.02, rel=0.03) and GPTConfig(mlp_hidden=None).mlp_hidden == 2560
+
+
+@pytest.mark.parametrize('mode, scale', [('none', 1), ('embedding', 960 ** 0.5), ('pause', 960 ** 0.5), ('latent', 2400 ** 0.5),
+                                         ('chain', 2400 ** 0.5), ('loop', 2400 ** 0.5)])
+def test_pondering_starts_as_in_the_papers(mode, scale):
+    assert GPTConfig(ponder=mode).embed_scale == pytest.approx(scale)
+    model = GPT(GPTConfig(vocab_size=64, n_layer=8, n_head=2, n_embd=128, mlp_hidden=256, block_size=16, ponder=mode))
+    for name, p in model.named_parameters():
+        smaller = 4 if mode != 'none' and name.endswith('c_proj.weight') else 1  # sqrt(2 n_layer)
+        if p.dim() == 2: assert p.std().item() == pytest.approx(math.sqrt(0.4 / 128) / smaller, rel=0.05), name
+
+
+@pytest.mark.parametrize('halting, ponder, weight, bias', [('gate', 'embedding', 0.1, 4), ('mask', 'latent', 0.01, 0), ('router', 'chain', 0.4, 0)])
+def test_halting_starts_as_in_the_papers(halting, ponder, weight, bias):
+    config = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16, ponder=ponder, halting=halting)
+    assert (config.halt_tau, config.halt_lambda, config.halt_start, config.halt_full) == (1e-4, weight, 0.4, 0.48)
+    assert (config.halt_share, config.halt_beta) == (0.1, 10)
+    deciders = {name: p for name, p in GPT(config).named_parameters() if name.startswith(('gates.', 'router.')) and name.endswith('bias')}
+    assert {p.abs().max().item() for name, p in deciders.items() if not name.endswith('0.bias')} in ({bias}, set()) and deciders
 
 
 def test_tied_embeddings_count_once():
@@ -102,3 +121,23 @@ def test_dropout_acts_in_training_only(idx):
     assert torch.equal(model(idx)[0], model(idx)[0])
     model.train()
     assert not torch.equal(model(idx)[0], model(idx)[0])
+
+
+@pytest.mark.parametrize('place', ['embeddings', 'attention weights', 'attention branch', 'MLP branch'])
+def test_dropout_acts_at_each_of_its_places(place, idx):
+    model = make(dropout=0.3, n_layer=1).train()
+    block = model.h[0]
+    # silent: what the other places act on is switched off, or their dropout is
+    if place != 'embeddings': model.drop.p = 0.0
+    if place != 'attention weights': block.attn.dropout = 0.0
+    if place in ('embeddings', 'MLP branch'): torch.nn.init.zeros_(block.attn.c_proj.weight)
+    if place in ('embeddings', 'attention branch', 'attention weights'): torch.nn.init.zeros_(block.mlp.c_proj.weight)
+    if place == 'attention weights': block.drop.p = 0.0
+    assert not torch.equal(model(idx)[0], model(idx)[0])
+
+
+def test_positions_are_told_apart_in_bf16():
+    cos, sin = rope_table(torch.tensor([256, 257]), 8, 10000.0, torch.bfloat16)
+    assert cos.dtype == sin.dtype == torch.bfloat16
+    close(cos[1, 0, 0], torch.tensor(math.cos(257)), 0.01)
+    close(sin[1, 0, -4], torch.tensor(math.sin(257)), 0.01)

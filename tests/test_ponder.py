@@ -107,7 +107,7 @@ def test_jacobi_is_exact_after_as_many_passes_as_latents(K):
         got = model(torch.tensor([TOKENS]), jacobi=R)[0][0]
         sure = min(R // K, 4) + 1
         close(got[:sure], exact[:sure])
-        if sure < 5 and R < K: differ(got[sure:], exact[sure:], 1e-6)
+        if sure < 5: differ(got[-1], exact[-1], 1e-9)
     close(model(torch.tensor([TOKENS]), jacobi=K * 4 + 3)[0][0], exact)
 
 

@@ -109,8 +109,9 @@ def test_a_device_is_not_waited_for(toggle):
 
 def test_gradients_agree_with_finite_differences(toggle, idx):
     """Nothing is detached on the way: keys and values of earlier passes, sources, gates and biases all pass gradients on."""
-    # the router's term of the loss takes a probability for a constant, which moving weights does not
-    model = make(**{**toggle, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {}), 'halt_lambda': 0.0}).train()
+    # the router's term of the loss takes a probability for a constant, which moving weights does not; the others' counts here
+    weight = {} if 'halting' not in toggle else dict(halt_lambda=0.0) if toggle['halting'] == 'router' else dict(halt_lambda=5.0, halt_share=0.5)
+    model = make(**{**toggle, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {}), **weight}).train()
     params, generator = list(model.parameters()), torch.Generator().manual_seed(3)
     ways = [torch.randn(p.shape, generator=generator, dtype=p.dtype) * p.detach().abs().mean() for p in params]
     slope = sum((grad * way).sum() for grad, way in zip(gradients(model, idx)[1:], ways)).item()

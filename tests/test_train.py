@@ -57,6 +57,24 @@ def test_ten_steps_equal_five_and_resume_and_five(run_train, monkeypatch, toggle
     with pytest.raises(AssertionError): same_weights(half, whole)
 
 
+def test_each_step_knows_its_place_in_the_run_and_draws_its_iterations(run_train, monkeypatch):
+    """Halting sets in by `progress`, and 'latent' trains with one iteration more or less, whether a run was resumed or not."""
+    told, forward = [], GPT.forward
+    def listen(self, idx, targets=None, jacobi=None):
+        if self.training: told.append((self.progress, jacobi))
+        return forward(self, idx, targets, jacobi)
+    monkeypatch.setattr(GPT, 'forward', listen)
+    run_train('straight', '--ponder=latent', '--ponder_steps=1', '--jacobi_iters=5')
+    straight, told[:] = list(told), []
+    with monkeypatch.context() as early:
+        early.setattr(Trainer, 'should_stop', lambda self: self.step == 5)
+        run_train('halves', '--ponder=latent', '--ponder_steps=1', '--jacobi_iters=5')
+    run_train('halves', '--init_from=resume')
+    assert told == straight and [progress for progress, _ in straight] == [step / 10 for step in range(10) for _ in range(2)]
+    draws = [jacobi for _, jacobi in straight]
+    assert set(draws) == {4, 5} and draws[::2] == draws[1::2]  # the micro-batches of a step alike
+
+
 def test_another_seed_gives_other_weights(run_train):
     with pytest.raises(AssertionError): same_weights(run_train('a'), run_train('b', '--seed=2'))
 
