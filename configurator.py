@@ -21,14 +21,28 @@ class UserError(Exception):
 
 
 def run(main):
-    """Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit status 2; Ctrl-C is 130."""
-    try: main(sys.argv[1:])
-    except KeyboardInterrupt: sys.exit(130)
+    """
+    Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit status 2; Ctrl-C is 130, and output
+    that nobody reads any more (`| head`) is 141, as for other programs.
+    """
+    try:
+        main(sys.argv[1:])
+        if sys.stdout: sys.stdout.flush()
+    except KeyboardInterrupt: leave(130)
+    except BrokenPipeError: leave(141)
     except (UserError, OSError) as error:
         rank = os.environ.get('RANK')  # set by torchrun
         if rank not in (None, '0'): time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
         print("error:", *[f"rank {rank}:"] * (rank is not None), *str(error).splitlines(), file=sys.stderr)
-        sys.exit(2)
+        leave(2)
+
+
+def leave(status):
+    """Exit; what is still to be printed and cannot be (the reader left, the disk is full) is dropped without a word."""
+    try:
+        if sys.stdout: sys.stdout.flush()
+    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 def evaluate(node):
@@ -44,9 +58,8 @@ def evaluate(node):
 
 def convert(value, kinds):
     """`value` as the declared type; ValueError where that would change it (1.5 as a whole number, text as a number)."""
-    if type(value) in kinds and float not in kinds: return value
-    if value is None and type(None) in kinds: return None
-    if type(value) in (int, float) and math.isfinite(value):
+    if type(value) in kinds and type(value) not in (int, float): return value
+    if type(value) in (int, float) and abs(value) < 2 ** 63:  # not so for inf and nan
         if float in kinds: return float(value)
         if int in kinds and value == int(value): return int(value)
     wanted = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}[kinds[0]]
@@ -86,7 +99,7 @@ def read(argv, usage, *blocks, files=True):
     kinds = {f.name: get_args(f.type) or (f.type,) for block in blocks for f in fields(block)}  # Optional[int]: (int, NoneType)
     given, rest = {}, []
     for arg in argv:
-        if arg in ('-h', '--help'): sys.exit(print(usage, *map(describe, blocks), sep='\n\n'))
+        if arg in ('-h', '--help'): sys.exit(print(usage, *map(describe, blocks), sep='\n\n', flush=True))
         is_file, is_option = files and arg.endswith(('.py', '.json')), arg.startswith('--')
         if not (is_file or is_option): rest.append(arg)
         for name, tree, where in option(arg, kinds) if is_option else lines(arg) if is_file else ():
@@ -106,4 +119,5 @@ def build(block, given):
 def describe(block):
     """A block's settings for --help: each with its default and the comment behind its field."""
     rows = re.findall(r'^    (\w+): .*? = (.*?) *# (.*)$', inspect.getsource(block), re.M)
-    return '\n'.join([f"{block.__name__}: {block.__doc__}"] + [f"  --{k}={v}".ljust(34) + f" {text}" for k, v, text in rows])
+    words = {f.name: f.default for f in fields(block) if type(f.default) is str}  # as they are typed: no quotes, no names
+    return '\n'.join([f"{block.__name__}: {block.__doc__}"] + [f"  --{k}={words.get(k, v)}".ljust(34) + f" {text}" for k, v, text in rows])

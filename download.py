@@ -37,7 +37,7 @@ class Progress:
     def __init__(self, what, total):
         self.what, self.total, self.first = what, max(total, 1), None
         self.start = self.shown = time.monotonic()
-        self.interval, self.end = (0.5, '\r') if sys.stdout.isatty() else (30, '\n')
+        self.interval, self.end = (0.5, '\r') if sys.stdout and sys.stdout.isatty() else (30, '\n')
 
     def __call__(self, done):
         """`done` of `total` bytes are there. Those of the first call were there before and say nothing about the speed."""

@@ -81,7 +81,9 @@ def process_group(device):
     """(rank, world) of this process, with a process group around them when torchrun started it."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if device.type == 'cuda': torch.cuda.set_device(device)
-    if 'RANK' in os.environ: dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+    try:
+        if 'RANK' in os.environ: dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+    except ValueError as error: raise UserError(f"RANK is set, but the rest is not ({error}): start with torchrun, or unset it") from None
     with explained():  # after a failure the group is left as it is: taking it down would wait for the others
         yield rank, world
         if 'RANK' in os.environ: dist.barrier()  # nobody leaves while another still talks
@@ -92,7 +94,7 @@ def process_group(device):
 def explained():
     """Around what may fail by the machine's fault: the failures that `explain` knows become UserErrors."""
     try: yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         message = explain(error)
         if message is None: raise
         raise UserError(message) from None
@@ -101,7 +103,7 @@ def explained():
 def explain(error):
     """A failure of the machine as one line that says what to do, or None for what only a traceback explains."""
     text = ' '.join(str(error).split())
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or 'not enough memory' in text:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or 'not enough memory' in text:
         return ("out of memory: lower micro_batch (the result stays the same), set checkpoint_activations=True, with several "
                 "GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates what that gives")
     if 'No working C++ compiler' in text or 'Failed to find C compiler' in text:

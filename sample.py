@@ -45,12 +45,17 @@ class SampleSettings:
         if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
         if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
         if (self.halt_tau or 0) < 0: raise ValueError(f"halt_tau={self.halt_tau} must not be negative")
-        if self.temperature < 0: raise ValueError(f"temperature={self.temperature} must not be negative")
+        check_temperature(self.temperature)
         if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or None")
+        if self.top_p is not None and not 1e-6 <= self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be between 1e-6 and 1, or None")
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+
+
+def check_temperature(temperature):
+    """ValueError where logits divided by it would be infinite, or all alike."""
+    if temperature and not 1e-6 <= temperature <= 1e6: raise ValueError(f"temperature={temperature} must be 0, or between 1e-6 and 1e6")
 
 
 def load_model(folder, device):
@@ -92,7 +97,7 @@ class Shade:
 
     def __init__(self, on):
         self.on, self.last = on, None
-        self.colour = sys.stdout.isatty() and 'NO_COLOR' not in os.environ and os.environ.get('TERM') != 'dumb'
+        self.colour = bool(sys.stdout) and sys.stdout.isatty() and 'NO_COLOR' not in os.environ and os.environ.get('TERM') != 'dumb'
 
     def __call__(self, text, passes):
         if not self.on: return text

@@ -3,7 +3,7 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
     python train.py config/depth_attn.py config/size/tiny.py            3 to 4 minutes on 2 CPU cores
     python train.py config/depth_attn.py --learning_rate=1e-3           360M, one GPU
-    torchrun --nproc_per_node=8 train.py config/depth_attn.py           360M, eight GPUs
+    torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu      eight GPUs, the web
     python train.py --init_from=resume --out_dir=out                    go on after an interruption
     python train.py config/depth_attn.py --dry_run=True                 what it would take: memory, days
 
@@ -79,7 +79,7 @@ class Settings:
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if max(self.beta1, self.beta2) == 1: raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
-        if self.sample_tokens < 0: raise ValueError(f"sample_tokens={self.sample_tokens} must not be negative")
+        if min(self.sample_tokens, self.weight_decay) < 0: raise ValueError("sample_tokens and weight_decay must not be negative")
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
@@ -108,9 +108,10 @@ class Trainer:
         self.s, self.rank, self.world, self.device = settings, rank, world, device
         self.started = time.monotonic()
         self.meta = self._data()
-        self.model, self.step = self._model(given, state), state['step'] if state else 0
+        self.step = state['step'] if state else 0
+        self.model = self._model(given, state)
         T = self.config.block_size
-        self.accumulation = accumulation(settings, T, world)
+        self.accumulation = None if settings.eval_only else accumulation(settings, T, world)
         self.train_data = Windows(settings.data_dir, 'train', self.meta, T)
         self.val_data = Windows(settings.data_dir, 'val', self.meta, T)
         torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
@@ -159,6 +160,7 @@ class Trainer:
             state = state or load_checkpoint(s.init_from)
             free = {name: asked.pop(name) for name in FREE if asked.get(name) is not None}
             steps = free.pop('ponder_steps', None) if s.eval_only else None
+            if s.eval_only: self.step = state['step']
             model = GPT(build(GPTConfig, {**state['config'], **free}))
             load_weights(model, state)
             if steps not in (None, model.config.ponder_steps): change_steps(model.config, steps)
@@ -290,12 +292,12 @@ class Trainer:
     def say(self, text, **record):
         """Print on rank 0 only; `record` becomes a line of log.jsonl. If that cannot be written, the run saves and stops."""
         if self.rank: return
-        if text: print(text, flush=True)
-        try:
-            if record: print(json.dumps(record), file=self.log_file, flush=True)
-        except OSError as error:
-            self.stop = self.stop or time.monotonic()
-            self.broken = f"{self.log_file.name}: cannot be written ({error.strerror}); see to it, and go on with --init_from=resume"
+        for file, line in ((sys.stdout, text), (self.log_file, record and json.dumps(record))):
+            try:
+                if line: print(line, file=file, flush=True)
+            except OSError as error:
+                self.stop = self.stop or time.monotonic()
+                self.broken = f"{file.name}: cannot be written ({error.strerror}); see to it, and go on with --init_from=resume"
 
     def should_stop(self):
         """Whether any rank was asked to stop, or is out of time; all ranks get the same answer."""
@@ -316,7 +318,9 @@ class Trainer:
         if self.s.init_from == 'resume': del settings['init_from']  # or a run from this file would look for a checkpoint
         try:
             self.closing.enter_context(alone(self.s.out_dir))
-            with open(os.path.join(self.s.out_dir, 'settings.json'), 'w') as f: json.dump(settings, f, indent=1)
+            path = os.path.join(self.s.out_dir, 'settings.json')
+            with open(path + '.tmp', 'w') as f: json.dump(settings, f, indent=1)
+            os.replace(path + '.tmp', path)  # on a full disk, the one before is kept
             self.log_file = self.closing.enter_context(open(os.path.join(self.s.out_dir, 'log.jsonl'), 'a'))
         except OSError as error:
             raise UserError(f"out_dir={self.s.out_dir}: cannot be written ({error.strerror}); choose another --out_dir") from None
@@ -434,7 +438,7 @@ def main(argv):
         settings = build(Settings, {**state['settings'], **given})
     if settings.dry_run:
         from tools.plan import plan
-        return plan(settings, {**state['config'], **given} if state else given)
+        return plan(settings, given, state)
     device = pick_device(settings.device, int(os.environ.get('LOCAL_RANK', 0)))
     with process_group(device) as (rank, world):
         trainer = Trainer(settings, given, state, rank, world, device)

@@ -2,6 +2,7 @@
 Checks exercises, and says in words what is not right yet. You need not read this file to solve one.
 
     python exercises/check.py             all eight, one line each; exit status 0 if all are right, else 1
+    python exercises/check.py FOLDER      the same for the exercises in another folder
     python exercises/attention.py         one of them, the same way
     python exercises/attention.py --hint  a hint; --hint=2 and --hint=3 say more
 """
@@ -157,6 +158,7 @@ def verdict(check):
 def explain(error, path):
     """An exception in words: the last line of the student's part of the file that it came through, and what helps."""
     if isinstance(error, SyntaxError): return f"line {error.lineno} is not Python ({error.msg})"
+    if not os.path.exists(path): return f"{path} is not there"
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(': .')
     advice = [text for words, text in ADVICE.items() if re.search(words, message)][:1]
     with open(path, encoding='utf-8') as f: end = next((i for i, line in enumerate(f) if line.startswith('# the check')), math.inf)
@@ -204,5 +206,12 @@ def check_all(folder=HERE):
     return all(results)
 
 
+def mark(argv):
+    """Mark the exercises in the folder named, or in this one; exit status 0 if all are right, 1 if not."""
+    if len(argv) > 1 or argv and not os.path.isfile(os.path.join(argv[0], NAMES[0] + '.py')):
+        raise configurator.UserError(f"{' '.join(argv)}: name one folder with exercises, or none for {HERE}")
+    sys.exit(0 if check_all(*argv) else 1)
+
+
 if __name__ == '__main__':
-    sys.exit(0 if __import__('check').check_all() else 1)  # the module the exercises import, not this second copy of it
+    configurator.run(lambda argv: __import__('check').mark(argv))  # the module the exercises import, not this second copy of it

@@ -37,6 +37,15 @@ def test_compiled_models_stand_beside_one_that_is_not(tmp_path, monkeypatch):
     assert len(compiled) == len(decoding) == 2 and not set(compiled) & set(decoding), "compiled blocks would be compiled again for each length"
 
 
+def test_plain_is_plain_whatever_the_file_says(monkeypatch):
+    monkeypatch.setattr(bench, 'bench_start', lambda b: [])
+    monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
+    def look(b, s, models, *_): raise InterruptedError({name: (m.config.ponder, m.config.depth_attn) for name, m in models.items()})
+    monkeypatch.setattr(bench, 'bench_training', look)
+    with pytest.raises(InterruptedError) as made: bench.main([*SMALL, '--ponder=loop', '--depth_attn=True', '--toggles=plain,depth_attn'])
+    assert made.value.args == ({'plain': ('none', False), 'depth_attn': ('none', True)},)
+
+
 def test_first_step_is_one_training_step(monkeypatch):
     steps, make = [], bench.training_step
     monkeypatch.setattr(bench, 'training_step', lambda *args: lambda: (steps.append(args), make(*args)()))

@@ -129,7 +129,8 @@ def test_the_table_by_hand():
 @pytest.mark.parametrize('args, words', [
     (['--names=loob'], ['loob', 'plain_scaled_as_loop']), (['--names=loop_as_plain'], ['loop_as_plain']), (['--seeds=1,x'], ['seeds', '1,2,3']),
     (['--seed=1'], ['seed=1', '--help']), (['--nmaes=plain'], ["did you mean 'names'"]), (['folder'], ['folder']),
-    (['--table_only=True'], ['no finished run']), (['--names=plain', '--n_head=3'], ['n_head=3'])])
+    (['--table_only=True'], ['no finished run']), (['--dry_run=True'], ['dry_run']),
+    (['--names=loop+pause'], ['loop and pause both set ponder']), (['--names=loop+loop'], ['loop and loop']), (['--names=plain', '--n_head=3'], ['n_head=3'])])
 def test_refusals(common, tmp_path, args, words):
     with pytest.raises(UserError) as error: compare.main([*common, f'--out={tmp_path}', *args])
     assert '\n' not in str(error.value) and not os.listdir(tmp_path)

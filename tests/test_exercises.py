@@ -4,6 +4,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import sys
 from dataclasses import replace
 
@@ -399,9 +400,16 @@ def test_an_exercise_is_a_program(tmp_path):
     assert stub.stdout.startswith('not yet: angles() is still empty') and 'rope.py --hint gives a hint' in stub.stdout
 
 
-def test_the_whole_set_is_a_program(capsys):
+def test_the_whole_set_is_a_program(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, 'argv', ['check.py'])
     with pytest.raises(SystemExit) as left: runpy.run_path(os.path.join(ROOT, 'exercises', 'check.py'), run_name='__main__')
     assert left.value.code == 1 and capsys.readouterr().out.endswith('0 of 8 right\n')
+    shutil.copy(os.path.join(ROOT, 'exercises', 'attention.py'), tmp_path)
+    with pytest.raises(SystemExit) as left: check.mark([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert left.value.code == 1 and 'attention        not yet: ' in out and f"{tmp_path / 'rope.py'} is not there" in out
+    for wrong in (['nowhere'], [str(tmp_path), str(tmp_path)], ['--help']):
+        with pytest.raises(check.configurator.UserError, match='name one folder'): check.mark(wrong)
 
 
 def test_status_is_0_for_a_right_answer(monkeypatch, capsys):

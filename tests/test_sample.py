@@ -59,7 +59,7 @@ def test_prompts():
 
 @pytest.mark.parametrize('args, words', [
     ([], ['checkpoint folder']), (['nowhere'], ['nowhere', 'no checkpoint']), (['CKPT', '--start='], ['empty']), (['CKPT', '--start=' + 'x' * 99], ['99 tokens', '32']),
-    (['CKPT', '--start=FILE:nofile'], ['nofile']), (['CKPT', '--temperature=-1'], ['temperature']), (['CKPT', '--top_p=2'], ['top_p']), (['CKPT', '--top_k=0'], ['top_k']),
+    (['CKPT', '--start=FILE:nofile'], ['nofile']), (['CKPT', '--temperature=-1'], ['temperature']), (['CKPT', '--temperature=1e-9'], ['temperature']), (['CKPT', '--top_p=2'], ['top_p']), (['CKPT', '--top_p=1e-9'], ['top_p']), (['CKPT', '--top_k=0'], ['top_k']),
     (['CKPT', '--tempreature=1'], ['temperature']), (['CKPT', '--num_samples=0'], ['num_samples']), (['CKPT', '--device=tpu9'], ['tpu9']), (['CKPT', 'b'], ['one checkpoint'])])
 def test_refusals(folder, args, words):
     with pytest.raises(UserError) as error: sample.main([folder if a == 'CKPT' else a for a in args])

@@ -349,7 +349,7 @@ def test_the_builtin_corpus_is_prepared_when_missing(tmp_path, monkeypatch, caps
     (['--n_hed=4'], ["'n_hed'", "'n_head'"]), (['--n_head=5'], ['n_embd=32', 'n_head=5']), (['--n_head=32'], ['head_dim=1', 'odd']), (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
     (['--init_from=resume'], ['no checkpoint']), (['--init_from=nowhere'], ['nowhere', 'no checkpoint']), (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']), (['--vocab_size=100'], ['n_tokens=257', 'vocab_size=100']), (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
-    (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['--max_seconds=0'], ['max_seconds=0']), (['stray'], ['stray']), (['--seed=-1'], ['seed=-1']), (['--beta2=1.0'], ['beta2=1.0']), (['--sample_tokens=-5'], ['sample_tokens']), (['--device=meta'], ['device=meta']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
+    (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['--max_seconds=0'], ['max_seconds=0']), (['stray'], ['stray']), (['--seed=-1'], ['seed=-1']), (['--beta2=1.0'], ['beta2=1.0']), (['--sample_tokens=-5'], ['sample_tokens']), (['--weight_decay=-1'], ['weight_decay']), (['--device=meta'], ['device=meta']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
 def test_refusals(run_train, args, words):
     with pytest.raises(UserError) as error: run_train('out', *args)
     assert '\n' not in str(error.value)
@@ -401,6 +401,48 @@ def test_data_of_another_vocabulary(run_train, small_data, tmp_path):
 def test_an_output_folder_that_cannot_be_made(run_train, tmp_path):
     (tmp_path / 'file').write_text('in the way')
     with pytest.raises(UserError, match='cannot be written'): run_train(os.path.join('file', 'out'))
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='POSIX signals')
+@pytest.mark.parametrize('stopped', [False, True], ids=['alone', 'with Ctrl-C'])
+def test_output_that_nobody_reads_any_more_loses_nothing(small_data, tmp_path, stopped):
+    """Ctrl-C on `train.py | tee log` ends tee first."""
+    command = [sys.executable, 'train.py', *SHAPE, *QUICK, '--max_steps=100000', '--log_interval=1', f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith('step     3'): break
+    process.stdout.close()
+    if stopped: process.send_signal(signal.SIGINT)
+    error = process.stderr.read()
+    assert process.wait(timeout=60) == 2 and error.count('\n') == 1 and '<stdout>' in error and '--init_from=resume' in error
+    assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
+
+
+def test_settings_are_whole_or_those_before(run_train, tmp_path, monkeypatch):
+    run_train('out')
+    before = (tmp_path / 'out' / 'settings.json').read_text()
+    with monkeypatch.context() as full:
+        def half(value, file, **_): file.write('{"seed": 1'); raise OSError(28, 'No space left on device')
+        full.setattr(train.json, 'dump', half)
+        with pytest.raises(UserError, match='out: cannot be written'): run_train('out', '--init_from=resume', '--max_steps=12')
+    assert (tmp_path / 'out' / 'settings.json').read_text() == before
+
+
+def test_evaluating_another_folder(run_train, small_data, tmp_path, capsys):
+    """By the step of its checkpoint, whatever the batch is."""
+    run_train('out')
+    capsys.readouterr()
+    train.main([f'--init_from={tmp_path / "out"}', f'--data_dir={small_data}', '--eval_only=True', '--eval_tokens=512', '--batch_tokens=7', '--device=cpu'])
+    assert 'step 10: validation loss' in capsys.readouterr().out
+
+
+def test_a_dry_run_plans_the_model_that_is_loaded(run_train, tmp_path, capsys):
+    state = run_train('out', '--ponder=loop')
+    for start in 'resume', tmp_path / 'out':
+        capsys.readouterr()
+        train.main([f'--out_dir={tmp_path / "out"}', f'--init_from={start}', '--batch_tokens=256', '--micro_batch=4', '--dry_run=True'])
+        assert f"parameters  {sum(p.numel() for p in state['model'].values()) / 1e6:,.2f}M" in capsys.readouterr().out
+    with pytest.raises(UserError, match='nowhere: no checkpoint'): train.main([f'--init_from={tmp_path / "nowhere"}', '--dry_run=True'])
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs a device that is always full')

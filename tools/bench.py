@@ -48,6 +48,7 @@ class BenchSettings:
         whole_numbers(self.decode_batches, 'decode_batches')
 
 
+PLAIN = dict(depth_attn=False, ponder='none', halting='none')  # whatever a config file says
 TOGGLES = {'plain': {}, 'depth_attn': dict(depth_attn=True), 'depth_uniform': dict(depth_attn=True, depth_mode='uniform'),
            'depth_stride1': dict(depth_attn=True, depth_stride=1), 'embedding': dict(ponder='embedding'),
            'latent': dict(ponder='latent', ponder_steps=1), 'chain': dict(ponder='chain'), 'loop': dict(ponder='loop'),
@@ -143,7 +144,7 @@ def main(argv):
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
     if device.type == 'cpu': given = {'vocab_size': 320, **given}  # bytes; on a GPU the table of the larger tokenizers
-    configs = {name: build(GPTConfig, {**given, **TOGGLES[name]}) for name in b.toggles.split(',') if name != 'none'}
+    configs = {name: build(GPTConfig, {**given, **PLAIN, **TOGGLES[name]}) for name in b.toggles.split(',') if name != 'none'}
     flops, bandwidth = ceilings(device, dtype)
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f"{torch.get_num_threads()} CPU threads"
     print(f"{where}, {platform.system()}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}: "

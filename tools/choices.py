@@ -36,6 +36,7 @@ class ChoiceSettings:
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
+        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
         if self.lots < 1 or self.tokens < 1: raise ValueError("lots and tokens must be at least 1")
         try: wrong = not all(0 < float(tau) <= 1 for tau in self.taus.split(','))
         except ValueError: wrong = True

@@ -49,7 +49,7 @@ RUNS = {'plain': ('vanilla',), 'plain_scaled': ('loop', '--ponder_steps=0'), 'de
         'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',), 'pause': ('pause',), 'latent': ('latent',),
         'gate': ('halting_gate',), 'router': ('halting_router',), 'mask': ('halting_mask', '--ponder_steps=1')}
 ALL = [*RUNS, *(f'plain_scaled_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
-OURS = ('seed', 'out_dir', 'init_from', 'eval_only')  # settings of train.py that are chosen here, for each run
+OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # settings of train.py that are chosen here, for each run
 LOSS = 'val_nats_per_byte'
 
 
@@ -66,6 +66,11 @@ def plan(name, common, asked):
     if set(parts) - set(RUNS) or like and not base.startswith('plain'):
         raise UserError(f"--names={name}: choose from {', '.join(ALL)}")
     files = [os.path.relpath(os.path.join(ROOT, 'config', f'{RUNS[part][0]}.py')) for part in parts]
+    owner = {}  # of each setting of the model
+    for part, file in zip(parts, files):
+        for n in read([file, *RUNS[part][1:]], '', Settings, GPTConfig)[0].keys() & asdict(GPTConfig()).keys():
+            if owner.setdefault(n, part) != part or parts.count(part) > 1:
+                raise UserError(f"--names={name}: {owner[n]} and {part} both set {n}")
     own = [n for n in read(files, '', Settings, GPTConfig)[0] if n in recipe and n not in (*asked, 'out_dir')]
     args = [*files, *common, *(f'--{n}={recipe[n]}' for n in own), *(option for part in parts for option in RUNS[part][1:])]
     given = {**read(args, '', Settings, GPTConfig)[0], 'max_steps': recipe['max_steps']}

@@ -27,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import UserError, build, read, run
 from data import count_tokens, encode, open_shard, read_meta
 from hardware import pick_device, tune_cpu
-from sample import load_model
+from sample import check_temperature, load_model
 
 
 @dataclass
@@ -48,8 +48,10 @@ class EvaluateSettings:
     dtype: str = 'float32'              # 'bfloat16' is faster where the hardware has it; changes the third decimal or so
 
     def __post_init__(self):
-        if self.batch_size < 1 or self.functions < 0 or self.max_new_tokens < 1 or self.temperature < 0:
-            raise ValueError("batch_size and max_new_tokens must be at least 1, functions and temperature not negative")
+        if self.batch_size < 1 or self.functions < 0 or self.max_new_tokens < 1:
+            raise ValueError("batch_size and max_new_tokens must be at least 1, functions not negative")
+        check_temperature(self.temperature)
+        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
         if self.tokens is not None and self.tokens < 2: raise ValueError(f"tokens={self.tokens} must be at least 2")
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")

@@ -85,15 +85,23 @@ def config_from_hf(c, where):
         raise UserError(f"{where}: not a usable Llama or Qwen3 configuration ({error})") from None
 
 
+def read_config(folder):
+    """The GPTConfig of a Hugging Face folder; UserError if there is none."""
+    path = os.path.join(folder, 'config.json')
+    try:
+        with open(path, encoding='utf-8') as f: return config_from_hf(json.load(f), path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: not a readable Hugging Face folder ({error})") from None
+
+
 def load_hf(folder):
     """A GPT in float32 with the weights of a Hugging Face folder; UserError if it is missing, damaged or not supported."""
     try:
         from safetensors.torch import load_file
     except ImportError:
         raise UserError(INSTALL) from None
-    path = os.path.join(folder, 'config.json')
     try:
-        with open(path, encoding='utf-8') as f: model = GPT(config_from_hf(json.load(f), path))
+        model = GPT(read_config(folder))
         files = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors'))
         weights = {name: tensor.float() for f in files for name, tensor in load_file(os.path.join(folder, f)).items()}
         model.load_state_dict(rename_from_hf(weights, model.config))
@@ -112,6 +120,7 @@ def save_hf(model, folder):
     are the same. UserError if a mechanism is on: a stock model file would run such weights silently and wrongly.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise UserError(INSTALL) from None
@@ -130,12 +139,14 @@ def save_hf(model, folder):
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, intermediate_size=c.mlp_hidden,
         rope_theta=c.rope_theta, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie_embeddings, hidden_act='silu',
         attention_bias=False, torch_dtype='float32')
+    path = os.path.join(folder, 'model.safetensors')
     try:
         os.makedirs(folder, exist_ok=True)
-        save_file(weights, os.path.join(folder, 'model.safetensors'), metadata={'format': 'pt'})
+        save_file(weights, path + '.tmp', metadata={'format': 'pt'})
+        os.replace(path + '.tmp', path)
         with open(os.path.join(folder, 'config.json'), 'w', encoding='utf-8') as f: json.dump(config, f, indent=1)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: cannot be written ({error})") from None
 
 
 def main(argv):

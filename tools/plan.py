@@ -11,13 +11,14 @@ counted: the CUDA context (about half a GB), scratch memory of kernels, fragment
 
 import os
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from checkpoint import load_checkpoint
 from configurator import build
 from data import read_meta
 from hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
@@ -93,8 +94,18 @@ def vocabulary(s, given):
     return dict(n_tokens=n, vocab_size=-(-n // 64) * 64), f'of {s.data_dir}'
 
 
-def plan(s, given):
+def loaded(s, state):
+    """{setting: value} of the model that the run starts from (state: the checkpoint it goes on from, or None); {} if from scratch."""
+    if s.init_from == 'scratch': return {}
+    if s.init_from.startswith('hf:'):
+        from tools.hf import read_config
+        return asdict(read_config(s.init_from[3:]))
+    return (state or load_checkpoint(s.init_from))['config']
+
+
+def plan(s, given, state=None):
     """Print parameters, FLOPs, memory and days of a run with settings s; UserError if they do not fit together."""
+    given = {**loaded(s, state), **given}
     known, where = vocabulary(s, given)
     config = build(GPTConfig, {**given, **known})
     dtype = pick_dtype(s.dtype, pick_device(s.device)) if s.device or s.dtype else torch.bfloat16  # what GPUs of today compute in
