@@ -51,7 +51,7 @@ class DataSettings:
 
 
 def walk(root, skip=()):
-    """Paths of all files below a folder, sorted, hidden ones and folders named in `skip` left out; of a file its own."""
+    """Paths of all files below a folder, sorted, without hidden ones, links to folders, and folders named in `skip`; of a file its own."""
     def refuse(error): raise UserError(f"{error.filename}: cannot be read ({error.strerror})")
     if not os.path.exists(root): raise UserError(f"{root}: no such file or folder, and no data set of that name")
     if os.path.isfile(root): return (yield root)
