@@ -75,6 +75,11 @@ def test_halting_lines(capsys):
 
 @pytest.mark.parametrize('main', [bench.main, bench_halting.main])
 def test_refusals(main):
-    own = (['--toggles=plane'], ['--decode_batches=1,x']) if main is bench.main else (['--depths=5'], ['--batches=0'])
+    own = (['--toggles=plane'], ['--decode_batches=1,x']) if main is bench.main else (['--depths=5'], ['--depths=a'], ['--batches=0'])
     for args in (['--repeats=0'], ['config/none.py'], *own):
-        with pytest.raises(UserError): main(args)
+        with pytest.raises(UserError, match=args[0].partition('=')[0].strip('-')): main(args)
+
+
+def test_a_report_that_cannot_be_written_shows_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, 'ceilings', lambda *_: pytest.fail("measured"))
+    with pytest.raises(OSError, match='nowhere'): bench.main([*SMALL, f"--json={tmp_path / 'nowhere' / 'b.json'}"])

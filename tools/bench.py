@@ -141,6 +141,7 @@ def main(argv):
     for arg in rest: raise UserError(f"{arg}: neither a setting nor a config file")
     if 'n_layer' not in given: given = {**read([TINY], '', Settings, GPTConfig)[0], **given}
     b, s = build(BenchSettings, given), build(Settings, given)
+    if b.json: open(b.json, 'a').close()  # where nothing can be written, that shows now and not after an hour
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
     if device.type == 'cpu': given = {'vocab_size': 320, **given}  # bytes; on a GPU the table of the larger tokenizers

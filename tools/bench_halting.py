@@ -36,7 +36,9 @@ class HaltingSettings:
     def __post_init__(self):
         if self.repeats < 1 or self.new_tokens < 2: raise ValueError("repeats must be at least 1 and new_tokens at least 2")
         whole_numbers(self.batches, 'batches')
-        if not all(1 <= float(d) <= 4 for d in self.depths.split(',')): raise ValueError(f"depths={self.depths}: between 1 and 4")
+        try: right = all(1 <= float(d) <= 4 for d in self.depths.split(','))
+        except ValueError: right = False
+        if not right: raise ValueError(f"depths={self.depths}: give numbers between 1 and 4, such as 1.5,2")
 
 
 MODES = {'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}  # the fixed model of each
