@@ -20,22 +20,34 @@ CHECKPOINT_VERSION = 1
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
 
 
-def save_checkpoint(folder, state):
-    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt, if it is whole."""
-    path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
+@contextlib.contextmanager
+def whole(path, mode='w', before=lambda: None):
+    """
+    A file to write, which becomes `path` when all of it is on the disk; `before` is called just before that. After a failure
+    `path` is as it was.
+    """
     try:
-        with open(path + '.tmp', 'wb') as f:
-            torch.save(state, f)
+        with open(path + '.tmp', mode) as f:
+            yield f
             f.flush()
             os.fsync(f.fileno())
     except BaseException:  # on a full disk, half of one would be in the way
         with contextlib.suppress(OSError): os.remove(path + '.tmp')
         raise
-    if os.path.exists(path):
+    before()
+    os.replace(path + '.tmp', path)
+
+
+def save_checkpoint(folder, state):
+    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt, if it is whole."""
+    path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
+
+    def keep():
+        if not os.path.exists(path): return
         try: read_checkpoint(path)
         except Exception: pass  # what is damaged must not take the place of the one before it
         else: os.replace(path, previous)
-    os.replace(path + '.tmp', path)
+    with whole(path, 'wb', keep) as f: torch.save(state, f)
 
 
 def read_checkpoint(path):

@@ -116,6 +116,14 @@ def build(block, given):
     except ValueError as error: raise UserError(str(error)) from None
 
 
+def check_range(settings, low, high, *names):
+    """ValueError for the first of these settings that is not between low and high (inf: no bound); None is."""
+    bounds = f"between {low} and {high}" if high < math.inf else f"at least {low}"
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high: raise ValueError(f"{name}={value} must be {bounds}")
+
+
 def describe(block):
     """A block's settings for --help: each with its default and the comment behind its field."""
     rows = re.findall(r'^    (\w+): .*? = (.*?) *# (.*)$', inspect.getsource(block), re.M)

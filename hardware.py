@@ -79,11 +79,11 @@ def compile_decoding(model):
 @contextlib.contextmanager
 def process_group(device):
     """(rank, world) of this process, with a process group around them when torchrun started it."""
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if device.type == 'cuda': torch.cuda.set_device(device)
     try:
+        rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
         if 'RANK' in os.environ: dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    except ValueError as error: raise UserError(f"RANK is set, but the rest is not ({error}): start with torchrun, or unset it") from None
+    except ValueError as error: raise UserError(f"RANK and what goes with it do not fit ({error}): start with torchrun, or unset them") from None
     with explained():  # after a failure the group is left as it is: taking it down would wait for the others
         yield rank, world
         if 'RANK' in os.environ: dist.barrier()  # nobody leaves while another still talks

@@ -389,7 +389,7 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
 # Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
 # Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping
-# cannot), but (13) reads its later gates as if it went on; none follows the last pass; GELU, and a start at sigmoid(4). No code was found.
+# cannot), but (13) reads its later gates as if it went on; no gate after the last pass; GELU, a start at sigmoid(4). No code was found.
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""

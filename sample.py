@@ -8,6 +8,7 @@ Sample from a checkpoint, streaming to the terminal.
 """
 
 import codecs
+import math
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Optional
 import torch
 
 from checkpoint import change_steps, load_checkpoint, load_weights
-from configurator import UserError, build, read, run
+from configurator import UserError, build, check_range, read, run
 from model import GPT, GPTConfig
 from data import get_tokenizer
 from hardware import compile_decoding, pick_device
@@ -43,19 +44,13 @@ class SampleSettings:
 
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
-        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
-        if (self.halt_tau or 0) < 0: raise ValueError(f"halt_tau={self.halt_tau} must not be negative")
-        check_temperature(self.temperature)
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
+        check_range(self, 0, math.inf, 'halt_tau')
+        if self.temperature: check_range(self, 1e-6, 1e6, 'temperature')  # or logits divided by it would be infinite, or all alike
         if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
-        if self.top_p is not None and not 1e-6 <= self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be between 1e-6 and 1, or None")
+        check_range(self, 1e-6, 1, 'top_p')
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
-
-
-def check_temperature(temperature):
-    """ValueError where logits divided by it would be infinite, or all alike."""
-    if temperature and not 1e-6 <= temperature <= 1e6: raise ValueError(f"temperature={temperature} must be 0, or between 1e-6 and 1e6")
 
 
 def load_model(folder, device):

@@ -1,11 +1,11 @@
 """
 Train a GPT on a laptop CPU, one GPU, or many.
 
-    python train.py config/depth_attn.py config/size/tiny.py            3 to 4 minutes on 2 CPU cores
-    python train.py config/depth_attn.py --learning_rate=1e-3           360M, one GPU
-    torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu      eight GPUs, the web
-    python train.py --init_from=resume --out_dir=out                    go on after an interruption
-    python train.py config/depth_attn.py --dry_run=True                 what it would take: memory, days
+    python train.py config/depth_attn.py config/size/tiny.py                                3 to 4 minutes on 2 CPU cores
+    python train.py config/depth_attn.py --data_dir=data/fineweb-edu                        360M, one GPU
+    torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu   360M, eight GPUs
+    python train.py --init_from=resume --out_dir=out                                        go on after an interruption
+    python train.py config/depth_attn.py --dry_run=True                                     what it would take: memory, days
 
 Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM or
 max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it is
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
-from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint
-from configurator import UserError, build, read, run
+from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint, whole
+from configurator import UserError, build, check_range, read, run
 from data import Windows, alone, get_tokenizer, read_meta
 from hardware import PEAK_FLOPS, compile_blocks, pick_compile, pick_device, pick_dtype, process_group, tune_cpu
 from model import GPT, GPTConfig
@@ -75,11 +75,10 @@ class Settings:
                      'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps', 'max_seconds', 'mfu'):
             value = getattr(self, name)
             if value is not None and value <= 0: raise ValueError(f"{name}={value} must be positive")
-        for name in ('min_lr', 'warmup', 'beta1', 'beta2', 'mfu'):
-            if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
+        check_range(self, 0, 1, 'min_lr', 'warmup', 'beta1', 'beta2', 'mfu')
         if max(self.beta1, self.beta2) == 1: raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
-        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
-        if min(self.sample_tokens, self.weight_decay) < 0: raise ValueError("sample_tokens and weight_decay must not be negative")
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
+        check_range(self, 0, math.inf, 'sample_tokens', 'weight_decay')
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
@@ -108,8 +107,7 @@ class Trainer:
         self.s, self.rank, self.world, self.device = settings, rank, world, device
         self.started = time.monotonic()
         self.meta = self._data()
-        self.step = state['step'] if state else 0
-        self.model = self._model(given, state)
+        self.model, self.step = self._model(given, state)
         T = self.config.block_size
         self.accumulation = None if settings.eval_only else accumulation(settings, T, world)
         self.train_data = Windows(settings.data_dir, 'train', self.meta, T)
@@ -142,8 +140,8 @@ class Trainer:
         return read_meta(folder)
 
     def _model(self, given, state):
-        """A model, according to init_from."""
-        s, own = self.s, {f.name for f in fields(GPTConfig)}
+        """A model, according to init_from, and the step it is at."""
+        s, own, step = self.s, {f.name for f in fields(GPTConfig)}, 0
         asked = {name: value for name, value in given.items() if name in own}
         if s.init_from != 'resume' and not s.eval_only and self.has_saved():
             raise UserError(f"{s.out_dir} holds a checkpoint: go on by --init_from=resume, or choose another --out_dir")
@@ -160,7 +158,7 @@ class Trainer:
             state = state or load_checkpoint(s.init_from)
             free = {name: asked.pop(name) for name in FREE if asked.get(name) is not None}
             steps = free.pop('ponder_steps', None) if s.eval_only else None
-            if s.eval_only: self.step = state['step']
+            if s.init_from == 'resume' or s.eval_only: step = state['step']
             model = GPT(build(GPTConfig, {**state['config'], **free}))
             load_weights(model, state)
             if steps not in (None, model.config.ponder_steps): change_steps(model.config, steps)
@@ -170,7 +168,7 @@ class Trainer:
         if model.config.n_tokens != self.meta['n_tokens']:
             raise UserError(f"{s.data_dir} is tokenised with {self.meta['n_tokens']} tokens ({self.meta['tokenizer']}), "
                             f"the model has n_tokens={model.config.n_tokens}: use the data the model was made for")
-        return model
+        return model, step
 
     def _optimizer(self):
         """AdamW with weight decay on matrices only: norms have no reason to shrink."""
@@ -318,9 +316,7 @@ class Trainer:
         if self.s.init_from == 'resume': del settings['init_from']  # or a run from this file would look for a checkpoint
         try:
             self.closing.enter_context(alone(self.s.out_dir))
-            path = os.path.join(self.s.out_dir, 'settings.json')
-            with open(path + '.tmp', 'w') as f: json.dump(settings, f, indent=1)
-            os.replace(path + '.tmp', path)  # on a full disk, the one before is kept
+            with whole(os.path.join(self.s.out_dir, 'settings.json')) as f: json.dump(settings, f, indent=1)
             self.log_file = self.closing.enter_context(open(os.path.join(self.s.out_dir, 'log.jsonl'), 'a'))
         except OSError as error:
             raise UserError(f"out_dir={self.s.out_dir}: cannot be written ({error.strerror}); choose another --out_dir") from None

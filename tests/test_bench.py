@@ -82,4 +82,4 @@ def test_refusals(main):
 
 def test_a_report_that_cannot_be_written_shows_before_anything_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, 'ceilings', lambda *_: pytest.fail("measured"))
-    with pytest.raises(OSError, match='nowhere'): bench.main([*SMALL, f"--json={tmp_path / 'nowhere' / 'b.json'}"])
+    with pytest.raises(UserError, match='nowhere'): bench.main([*SMALL, f"--json={tmp_path / 'nowhere' / 'b.json'}"])

@@ -8,7 +8,7 @@ from configurator import UserError
 pytest.importorskip('safetensors')
 import safetensors.torch
 
-from tools.hf import config_from_hf, load_hf, rename_from_hf, rename_to_hf, save_hf
+from tools.hf import config_from_hf, load_hf, read_config, rename_from_hf, rename_to_hf, save_hf
 
 PLAIN = [dict(), dict(n_kv_head=2, tie_embeddings=True), dict(qk_norm=False, n_kv_head=1), dict(head_dim=16)]
 QWEN = dict(model_type='qwen3', vocab_size=50, max_position_embeddings=24, num_hidden_layers=5, num_attention_heads=4, hidden_size=32, intermediate_size=48, rms_norm_eps=1e-6)
@@ -66,6 +66,9 @@ def test_configuration_fields():
 
 
 def test_missing_and_damaged_folders(tmp_path):
+    for text in (None, '[]', '{'):
+        if text: (tmp_path / 'config.json').write_text(text)
+        with pytest.raises(UserError, match='not a readable'): read_config(str(tmp_path))
     with pytest.raises(UserError, match='not a readable'): load_hf(str(tmp_path / 'nowhere'))
     save_hf(make().float(), str(tmp_path))
     weights = safetensors.torch.load_file(tmp_path / 'model.safetensors')
@@ -74,6 +77,14 @@ def test_missing_and_damaged_folders(tmp_path):
     with pytest.raises(UserError, match='model.layers.2.mlp.up_proj.weight'): load_hf(str(tmp_path))
     with open(tmp_path / 'model.safetensors', 'r+b') as f: f.truncate(100)
     with pytest.raises(UserError, match='not a readable'): load_hf(str(tmp_path))
+
+
+def test_a_full_disk_keeps_the_weights_before(tmp_path, monkeypatch):
+    save_hf(make().float(), str(tmp_path))
+    def fails(weights, path, **_): open(path, 'w').write('half'); raise safetensors.SafetensorError('No space left on device')
+    monkeypatch.setattr(safetensors.torch, 'save_file', fails)
+    with pytest.raises(UserError, match='cannot be written .No space'): save_hf(make(seed=1).float(), str(tmp_path))
+    assert torch.equal(load_hf(str(tmp_path)).ln_f.weight, make().float().ln_f.weight)
 
 
 def test_without_safetensors_the_message_names_the_install(monkeypatch, tmp_path):

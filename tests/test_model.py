@@ -41,8 +41,8 @@ def test_halting_starts_as_in_the_papers(halting, ponder, weight, bias):
     config = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16, ponder=ponder, halting=halting)
     assert (config.halt_tau, config.halt_lambda, config.halt_start, config.halt_full) == (1e-4, weight, 0.4, 0.48)
     assert (config.halt_share, config.halt_beta) == (0.1, 10)
-    deciders = {name: p for name, p in GPT(config).named_parameters() if name.startswith(('gates.', 'router.')) and name.endswith('bias')}
-    assert {p.abs().max().item() for name, p in deciders.items() if not name.endswith('0.bias')} in ({bias}, set()) and deciders
+    starts = {name: p.unique().tolist() for name, p in GPT(config).named_parameters() if name.startswith(('gates.', 'router.')) and name.endswith('bias')}
+    assert starts == ({f'gates.{i}.{j}.bias': [bias if j else 0] for i in range(3) for j in (0, 2)} if halting == 'gate' else {'router.bias': [bias]})
 
 
 def test_tied_embeddings_count_once():

@@ -316,7 +316,7 @@ def test_fp16_resumes_with_its_scale(run_train, monkeypatch):
 
 def test_out_of_memory_says_what_to_lower(run_train, monkeypatch):
     with pytest.raises(RuntimeError) as cpu: torch.empty(2 ** 60, dtype=torch.uint8)
-    for error in (cpu.value, torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')):
+    for error in (cpu.value, torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB'), MemoryError()):
         def fails(*args): raise error
         monkeypatch.setattr(GPT, 'loss', fails)
         with pytest.raises(UserError, match='^out of memory: .*micro_batch.*checkpoint_activations.*shard_optimizer.*block_size'): run_train('out')
@@ -354,6 +354,13 @@ def test_refusals(run_train, args, words):
     with pytest.raises(UserError) as error: run_train('out', *args)
     assert '\n' not in str(error.value)
     for word in words: assert word in str(error.value)
+
+
+@pytest.mark.parametrize('rank', ['0', 'x'])
+def test_half_of_torchruns_variables_is_refused(run_train, monkeypatch, rank):
+    for name in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'): monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('RANK', rank)
+    with pytest.raises(UserError, match='RANK.*torchrun'): run_train('out')
 
 
 def test_existing_checkpoints_are_not_overwritten(run_train, tmp_path):
@@ -425,7 +432,7 @@ def test_settings_are_whole_or_those_before(run_train, tmp_path, monkeypatch):
         def half(value, file, **_): file.write('{"seed": 1'); raise OSError(28, 'No space left on device')
         full.setattr(train.json, 'dump', half)
         with pytest.raises(UserError, match='out: cannot be written'): run_train('out', '--init_from=resume', '--max_steps=12')
-    assert (tmp_path / 'out' / 'settings.json').read_text() == before
+    assert (tmp_path / 'out' / 'settings.json').read_text() == before and not (tmp_path / 'out' / 'settings.json.tmp').exists()
 
 
 def test_evaluating_another_folder(run_train, small_data, tmp_path, capsys):

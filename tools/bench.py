@@ -141,7 +141,7 @@ def main(argv):
     for arg in rest: raise UserError(f"{arg}: neither a setting nor a config file")
     if 'n_layer' not in given: given = {**read([TINY], '', Settings, GPTConfig)[0], **given}
     b, s = build(BenchSettings, given), build(Settings, given)
-    if b.json: open(b.json, 'a').close()  # where nothing can be written, that shows now and not after an hour
+    if b.json and not os.access(os.path.dirname(b.json) or '.', os.W_OK): raise UserError(f"json={b.json}: cannot be written; see to its folder")
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
     if device.type == 'cpu': given = {'vocab_size': 320, **given}  # bytes; on a GPU the table of the larger tokenizers

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from configurator import UserError, run
+from configurator import UserError, check_range, run
 from data import Windows, read_meta
 from model import HALTING
 from sample import open_one
@@ -36,7 +36,7 @@ class ChoiceSettings:
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
-        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
         if self.lots < 1 or self.tokens < 1: raise ValueError("lots and tokens must be at least 1")
         try: wrong = not all(0 < float(tau) <= 1 for tau in self.taus.split(','))
         except ValueError: wrong = True

@@ -68,9 +68,9 @@ def plan(name, common, asked):
     files = [os.path.relpath(os.path.join(ROOT, 'config', f'{RUNS[part][0]}.py')) for part in parts]
     owner = {}  # of each setting of the model
     for part, file in zip(parts, files):
-        for n in read([file, *RUNS[part][1:]], '', Settings, GPTConfig)[0].keys() & asdict(GPTConfig()).keys():
-            if owner.setdefault(n, part) != part or parts.count(part) > 1:
-                raise UserError(f"--names={name}: {owner[n]} and {part} both set {n}")
+        for n in read([file, *RUNS[part][1:]], '', GPTConfig, Settings)[0].keys() & GPTConfig.__dataclass_fields__.keys():
+            if n in owner: raise UserError(f"--names={name}: {owner[n]} and {part} both set {n}")
+            owner[n] = part
     own = [n for n in read(files, '', Settings, GPTConfig)[0] if n in recipe and n not in (*asked, 'out_dir')]
     args = [*files, *common, *(f'--{n}={recipe[n]}' for n in own), *(option for part in parts for option in RUNS[part][1:])]
     given = {**read(args, '', Settings, GPTConfig)[0], 'max_steps': recipe['max_steps']}

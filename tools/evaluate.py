@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from configurator import UserError, build, read, run
+from configurator import UserError, build, check_range, read, run
 from data import count_tokens, encode, open_shard, read_meta
 from hardware import pick_device, tune_cpu
-from sample import check_temperature, load_model
+from sample import load_model
 
 
 @dataclass
@@ -50,8 +50,8 @@ class EvaluateSettings:
     def __post_init__(self):
         if self.batch_size < 1 or self.functions < 0 or self.max_new_tokens < 1:
             raise ValueError("batch_size and max_new_tokens must be at least 1, functions not negative")
-        check_temperature(self.temperature)
-        if not 0 <= self.seed < 2 ** 31: raise ValueError(f"seed={self.seed} must be between 0 and {2 ** 31 - 1}")
+        if self.temperature: check_range(self, 1e-6, 1e6, 'temperature')  # as in sample.py
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
         if self.tokens is not None and self.tokens < 2: raise ValueError(f"tokens={self.tokens} must be at least 2")
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")

@@ -90,7 +90,7 @@ def read_config(folder):
     path = os.path.join(folder, 'config.json')
     try:
         with open(path, encoding='utf-8') as f: return config_from_hf(json.load(f), path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # missing, no JSON, JSON but no object
         raise UserError(f"{folder}: not a readable Hugging Face folder ({error})") from None
 
 
