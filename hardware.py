@@ -52,6 +52,14 @@ def tune_cpu(block_size, dtype):
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
 
 
+def expect_new_lengths():
+    """
+    Before work whose lengths change from call to call: generation, scoring, the router. Since 2.11 PyTorch prefers cuDNN's attention
+    in 16 bits on H100 and B200; it is the fastest there in training, but makes a plan for every shape it has not seen.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def compile_blocks(model):
     """torch.compile each block: one block's code serves all, so compile time does not grow with depth."""
     torch._dynamo.config.recompile_limit = 128  # the variants are those of shapes, and of sources for Depth-Attention
@@ -83,7 +91,8 @@ def process_group(device):
     try:
         rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
         if 'RANK' in os.environ: dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    except ValueError as error: raise UserError(f"RANK and what goes with it do not fit ({error}): start with torchrun, or unset them") from None
+    except ValueError as error:
+        raise UserError(f"RANK and what goes with it do not fit ({error}): start with torchrun, or unset them") from None
     with explained():  # after a failure the group is left as it is: taking it down would wait for the others
         yield rank, world
         if 'RANK' in os.environ: dist.barrier()  # nobody leaves while another still talks

@@ -6,9 +6,8 @@ attention, SwiGLU, no biases. One seam carries every mechanism, "embeddings in, 
 
     embed(idx) -> x (B,T,C)        trunk(x, pos) -> h (B,T,C)        head(h) -> logits (B,T,V)
 
-A mechanism is one block of code that decides how often, and on what, the trunk is called. Depth-Attention is the
-exception: it lives inside the trunk. What attention may read, such as a cache, is an object of memory.py; which tokens
-still think is kept by thinking.py.
+A mechanism is one block of code that decides how often, and on what, the trunk is called; Depth-Attention alone lives inside
+the trunk. What attention may read, such as a cache, is an object of memory.py; thinking.py keeps which tokens still think.
 
 Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention, the functions under "pondering" and "halting"
 (the mechanisms), GPT.blocks and GPT.layers, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss.
@@ -176,7 +175,8 @@ class Attention(nn.Module):
         q, keys, values = with_key_bias(q, k, v, bias) if bias is not None else (q, k, v)
         if memory is not None: keys, values = memory.update(self.layer, keys, values)  # (B, nkv, everything readable, hd)
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5)
-        if self.n_head > self.n_kv_head and mask is not None and S > 1:  # with both, CUDA's kernels would hold all scores
+        several = self.n_head > self.n_kv_head and S > 1
+        if several and (mask is not None or q.is_cuda and q.dtype == torch.float32):  # there CUDA's kernels would hold all scores
             keys, values = (t.repeat_interleave(self.n_head // self.n_kv_head, 1) for t in (keys, values))
         if S == 1:  # the queries that share a key head stand in the place of the sequence: nothing is repeated for them
             y = attend(q.reshape(B, self.n_kv_head, -1, q.size(-1)), keys, values, attn_mask=mask).reshape(q.shape)

@@ -21,7 +21,7 @@ from checkpoint import change_steps, load_checkpoint, load_weights
 from configurator import UserError, build, check_range, read, run
 from model import GPT, GPTConfig
 from data import get_tokenizer
-from hardware import compile_decoding, pick_device
+from hardware import compile_decoding, expect_new_lengths, pick_device
 
 
 @dataclass
@@ -43,7 +43,7 @@ class SampleSettings:
     dtype: str = 'float32'              # 'bfloat16' halves the memory traffic on hardware that has it
 
     def __post_init__(self):
-        if self.num_samples < 1 or self.max_new_tokens < 1: raise ValueError("num_samples and max_new_tokens must be at least 1")
+        check_range(self, 1, 10 ** 8, 'num_samples', 'max_new_tokens')
         check_range(self, 0, 2 ** 31 - 1, 'seed')
         check_range(self, 0, math.inf, 'halt_tau')
         if self.temperature: check_range(self, 1e-6, 1e6, 'temperature')  # or logits divided by it would be infinite, or all alike
@@ -58,6 +58,7 @@ def load_model(folder, device):
     state = load_checkpoint(folder)
     model = GPT(GPTConfig(**state['config']))
     load_weights(model, state)
+    expect_new_lengths()
     return model.to(device).eval(), get_tokenizer(state['tokenizer']), state['settings']
 
 

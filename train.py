@@ -7,9 +7,9 @@ Train a GPT on a laptop CPU, one GPU, or many.
     python train.py --init_from=resume --out_dir=out                                        go on after an interruption
     python train.py config/depth_attn.py --dry_run=True                                     what it would take: memory, days
 
-Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM or
-max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it is
-ckpt_prev.pt), settings.json (the settings, usable as a config file) and log.jsonl (one JSON object per log line).
+Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM, SIGHUP
+or max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it
+is ckpt_prev.pt), settings.json (the settings, usable as a config file) and log.jsonl (one JSON object per log line).
 """
 
 import collections
@@ -33,7 +33,7 @@ import prepare_data
 from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint, whole
 from configurator import UserError, build, check_range, read, run
 from data import Windows, alone, get_tokenizer, read_meta
-from hardware import PEAK_FLOPS, compile_blocks, pick_compile, pick_device, pick_dtype, process_group, tune_cpu
+from hardware import PEAK_FLOPS, compile_blocks, expect_new_lengths, pick_compile, pick_device, pick_dtype, process_group, tune_cpu
 from model import GPT, GPTConfig
 
 
@@ -115,6 +115,7 @@ class Trainer:
         torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
         self.dtype = pick_dtype(settings.dtype, device)
         if device.type == 'cpu': tune_cpu(T, self.dtype)
+        if self.config.halting == 'router': expect_new_lengths()  # each pass has as many slots as go on
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations
         if pick_compile(settings.compile, device): compile_blocks(self.model)
@@ -344,7 +345,9 @@ class Trainer:
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
                  f"{self.config.block_size}, {str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        stops = {signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', signal.SIGTERM)}
+        stops = {number for number in stops if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
+        handlers = {number: signal.signal(number, self._on_signal) for number in stops}
         try:
             self.loop()
         finally:
@@ -415,6 +418,7 @@ class Trainer:
         """A piece of the validation text, and how the model goes on."""
         if self.rank or not self.s.sample_tokens: return
         tokenizer = get_tokenizer(self.meta['tokenizer'])
+        expect_new_lengths()
         window = self.val_data.get([self.val_data.n // 2], self.device)[0]
         prompt = window[:, :max(1, self.config.block_size // 4)]
         # each token has one key more to read than the one before: compiled blocks would be compiled again, for each

@@ -80,8 +80,9 @@ def close(a, b, tol=1e-10):
 
 @pytest.fixture(autouse=True)
 def restore_attention():
-    """tune_cpu chooses attention kernels for the whole process."""
+    """tune_cpu and expect_new_lengths choose attention kernels for the whole process."""
     yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
 

@@ -75,7 +75,7 @@ def test_halting_lines(capsys):
 
 @pytest.mark.parametrize('main', [bench.main, bench_halting.main])
 def test_refusals(main):
-    own = (['--toggles=plane'], ['--decode_batches=1,x']) if main is bench.main else (['--depths=5'], ['--depths=a'], ['--batches=0'])
+    own = (['--toggles=plane'], ['--decode_batches=1,x'], ['--block_size=3']) if main is bench.main else (['--depths=5'], ['--depths=a'], ['--batches=0'])
     for args in (['--repeats=0'], ['config/none.py'], *own):
         with pytest.raises(UserError, match=args[0].partition('=')[0].strip('-')): main(args)
 

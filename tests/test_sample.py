@@ -49,6 +49,12 @@ def test_start_from_a_file(folder, tmp_path, capsys):
     assert texts[0] == 'import os\n' + texts[1]  # a file's text is not repeated
 
 
+def test_attention_that_plans_each_length_is_for_training(folder):
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    sample.load_model(folder, torch.device('cpu'))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_prompts():
     byte = get_tokenizer('byte')
     assert encode_prompt(None, byte, 4) == [256] and encode_prompt('é', byte, 4) == [195, 169]
@@ -60,7 +66,7 @@ def test_prompts():
 @pytest.mark.parametrize('args, words', [
     ([], ['checkpoint folder']), (['nowhere'], ['nowhere', 'no checkpoint']), (['CKPT', '--start='], ['empty']), (['CKPT', '--start=' + 'x' * 99], ['99 tokens', '32']),
     (['CKPT', '--start=FILE:nofile'], ['nofile']), (['CKPT', '--temperature=-1'], ['temperature']), (['CKPT', '--temperature=1e-9'], ['temperature']), (['CKPT', '--top_p=2'], ['top_p']), (['CKPT', '--top_p=1e-9'], ['top_p']), (['CKPT', '--top_k=0'], ['top_k']),
-    (['CKPT', '--tempreature=1'], ['temperature']), (['CKPT', '--num_samples=0'], ['num_samples']), (['CKPT', '--device=tpu9'], ['tpu9']), (['CKPT', 'b'], ['one checkpoint'])])
+    (['CKPT', '--tempreature=1'], ['temperature']), (['CKPT', '--num_samples=0'], ['num_samples']), (['CKPT', '--max_new_tokens=10**13'], ['max_new_tokens']), (['CKPT', '--device=tpu9'], ['tpu9']), (['CKPT', 'b'], ['one checkpoint'])])
 def test_refusals(folder, args, words):
     with pytest.raises(UserError) as error: sample.main([folder if a == 'CKPT' else a for a in args])
     assert '\n' not in str(error.value)

@@ -115,6 +115,14 @@ def test_evaluation_is_the_plain_mean_over_fixed_windows(run_train, small_data, 
     assert printed == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
+@pytest.mark.parametrize('name, fixed', [('gate', True), ('router', False)])
+def test_attention_that_plans_each_length_is_for_fixed_lengths(run_train, name, fixed):
+    run_train('out', *options(name), '--max_steps=1', '--sample_tokens=0')
+    assert torch.backends.cuda.cudnn_sdp_enabled() == fixed
+    run_train('more', *options(name), '--max_steps=1', '--sample_tokens=2')
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_passes_are_logged_and_tau_can_change_at_evaluation(run_train, small_data, tmp_path, capsys):
     run_train('out', *options('router'), '--max_steps=10', '--log_interval=5')
     records = [json.loads(line) for line in open(tmp_path / 'out' / 'log.jsonl')]
@@ -243,16 +251,27 @@ def test_one_bad_step_is_skipped(run_train, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='POSIX signals')
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM', 'SIGHUP'])  # by name: not all exist on Windows
 def test_a_signal_saves_and_stops(small_data, tmp_path, number):
     command = [sys.executable, '-u', 'train.py', *SHAPE, *QUICK, '--max_steps=100000', '--log_interval=1', f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
-        if line.startswith('step     3'): process.send_signal(number); break
+        if line.startswith('step     3'): process.send_signal(getattr(signal, number)); break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert 'stopped at step' in out and '--init_from=resume' in out
     assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='POSIX signals')
+def test_under_nohup_a_run_outlives_its_terminal(run_train, monkeypatch):
+    step, before = Trainer.train_step, signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    def hung_up(self):
+        signal.raise_signal(signal.SIGHUP)
+        return step(self)
+    monkeypatch.setattr(Trainer, 'train_step', hung_up)
+    try: assert run_train('out', '--max_steps=3')['step'] == 3
+    finally: signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_ends_at_once_unless_torchrun_passed_it_on(monkeypatch):

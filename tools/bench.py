@@ -25,7 +25,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
-from hardware import compile_blocks, compile_decoding, pick_compile, pick_device, pick_dtype, tune_cpu
+from hardware import compile_blocks, compile_decoding, expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from train import Settings
 
@@ -141,10 +141,13 @@ def main(argv):
     for arg in rest: raise UserError(f"{arg}: neither a setting nor a config file")
     if 'n_layer' not in given: given = {**read([TINY], '', Settings, GPTConfig)[0], **given}
     b, s = build(BenchSettings, given), build(Settings, given)
-    if b.json and not os.access(os.path.dirname(b.json) or '.', os.W_OK): raise UserError(f"json={b.json}: cannot be written; see to its folder")
+    if b.json and not os.access(os.path.dirname(b.json) or '.', os.W_OK):
+        raise UserError(f"json={b.json}: cannot be written; see to its folder")
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
     if device.type == 'cpu': given = {'vocab_size': 320, **given}  # bytes; on a GPU the table of the larger tokenizers
+    if given.get('block_size', 4) < 4:
+        raise UserError(f"block_size={given['block_size']}: at least 4 are needed, to read half of them and decode")
     configs = {name: build(GPTConfig, {**given, **PLAIN, **TOGGLES[name]}) for name in b.toggles.split(',') if name != 'none'}
     flops, bandwidth = ceilings(device, dtype)
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f"{torch.get_num_threads()} CPU threads"
@@ -158,6 +161,7 @@ def main(argv):
         models = {name: GPT(c).to(device) for name, c in configs.items()}
         if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
+        expect_new_lengths()
         decoding = dtype if s.dtype or device.type == 'cuda' else torch.float32  # without autocast: the type of the weights
         fresh = lambda c: GPT(c).to(device, decoding).eval()                     # for decoding: its blocks are not compiled
         models = {name: fresh(c) for name, c in configs.items()}
@@ -165,8 +169,8 @@ def main(argv):
         if pick_compile(s.compile, device):
             for model in models.values(): compile_decoding(model)
             models[f'{next(iter(models))}, not compiled'] = fresh(config)
-        batches = whole_numbers(b.decode_batches, 'decode_batches')
-        report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth) for batch in batches]
+        report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth)
+                              for batch in whole_numbers(b.decode_batches, 'decode_batches')]
     if b.json:
         with open(b.json, 'w') as f: json.dump(report, f, indent=1)
 

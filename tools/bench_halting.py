@@ -19,7 +19,7 @@ import torch.nn as nn
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import UserError, build, read, run
-from hardware import pick_device, pick_dtype, tune_cpu
+from hardware import expect_new_lengths, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from tools.bench import TINY, seconds, training_step, whole_numbers
 from train import Settings
@@ -148,6 +148,7 @@ def main(argv):
     settings = {k: v for k, v in given.items() if k in GPTConfig.__dataclass_fields__}
     if device.type == 'cpu': tune_cpu(build(GPTConfig, settings).block_size, dtype)
     torch.manual_seed(0)
+    expect_new_lengths()
     bench_decoding(s, settings, device)
     bench_training(s, run_settings, settings, device, dtype)
 
