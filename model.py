@@ -129,8 +129,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        # the weight follows x to bf16: with mixed dtypes PyTorch warns and leaves its fused kernel
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        # The weight follows x to bf16: with mixed dtypes PyTorch warns and leaves its fused kernel. Autocast on CUDA would hand on fp32.
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 def rope_table(pos, head_dim, theta, dtype):

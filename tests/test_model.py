@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import close, make
 
-from model import GPT, ChunkedCrossEntropy, GPTConfig, rope_table
+from model import GPT, ChunkedCrossEntropy, GPTConfig, RMSNorm, rope_table
 
 
 @pytest.mark.parametrize('settings, words', [
@@ -134,6 +134,12 @@ def test_dropout_acts_at_each_of_its_places(place, idx):
     if place in ('embeddings', 'attention branch', 'attention weights'): torch.nn.init.zeros_(block.mlp.c_proj.weight)
     if place == 'attention weights': block.drop.p = 0.0
     assert not torch.equal(model(idx)[0], model(idx)[0])
+
+
+def test_norms_stay_in_bf16_where_autocast_widens_them(monkeypatch):
+    norm = F.rms_norm
+    monkeypatch.setattr(F, 'rms_norm', lambda x, shape, weight, eps: norm(x.float(), shape, weight.float(), eps))  # as on CUDA
+    assert RMSNorm(8, 1e-5)(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_positions_are_told_apart_in_bf16():

@@ -38,6 +38,13 @@ def test_a_deep_stack_is_on_the_line_through_two_shallow_ones():
     assert memory(config, s, torch.bfloat16)['activations'] == pytest.approx(activations(config, s, torch.bfloat16, True), rel=0.05)
 
 
+def test_norms_on_a_gpu_keep_their_input_alone():
+    config = GPTConfig(vocab_size=320, block_size=64, n_layer=4, n_head=4, n_embd=64, mlp_hidden=128)
+    cpu, gpu = (activations(config, Settings(micro_batch=4, device=device), torch.float32, True) for device in ('cpu', None))
+    layer = 2 * (64 + 1) + 2 * 4 * (16 + 1)  # numbers per token: x / rms(x), and 1 / rms(x), of the two norms and of 4 queries and 4 keys
+    assert cpu - gpu == (config.n_layer * layer + 64 + 1) * 4 * (4 * 64)
+
+
 def test_chunked_loss_takes_less_than_a_quarter_of_full_logits():
     def peak(loss):
         with FakeTensorMode(), LiveBytes() as live:
@@ -61,7 +68,7 @@ def test_every_size_can_be_planned(tmp_path, monkeypatch, capsys, name):
     if name == '3b.py':  # 2.748B of the paper's table; with the optimizer's state shared out it fits 80 GB
         assert '2,748.' in out and '32,768.0M: 15,625 steps of 2,097,152' in out and 'with shard_optimizer' not in out
         gb = [float(n) for n in out.split('these settings')[1].split('\n')[0].split()]
-        assert gb[0] > 0.9 * 80 > gb[1] > gb[2] > 8 * 2.748
+        assert 80 > gb[0] > gb[1] > gb[2] > 8 * 2.748
 
 
 def test_numbers_of_a_plan(tmp_path, monkeypatch, capsys):
