@@ -345,8 +345,8 @@ class Trainer:
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
                  f"{self.config.block_size}, {str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
-        stops = {signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', signal.SIGTERM)}
-        stops = {number for number in stops if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
+        heard = hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # Windows has none, nohup ignores it
+        stops = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if heard else [])
         handlers = {number: signal.signal(number, self._on_signal) for number in stops}
         try:
             self.loop()
