@@ -5,6 +5,7 @@ The machine: which device and precision to compute in, what is compiled for it, 
 import contextlib
 import ctypes
 import os
+import signal
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,12 @@ def compile_decoding(model):
             for held in memory.k + memory.v: torch._dynamo.mark_static_address(held, guard=False)  # written in place, not copied in
         with explained(): return compiled(x, rope, memory, *others).clone()  # a graph's next replay writes where this one did
     model.decode_layers = decode_layers
+
+
+def stop_signals():
+    """What asks a run to save and stop: Ctrl-C, SIGTERM, and SIGHUP, the terminal's end, unless nohup has it ignored (Windows has none)."""
+    heard = hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if heard else [])
 
 
 @contextlib.contextmanager

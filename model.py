@@ -175,8 +175,8 @@ class Attention(nn.Module):
         q, keys, values = with_key_bias(q, k, v, bias) if bias is not None else (q, k, v)
         if memory is not None: keys, values = memory.update(self.layer, keys, values)  # (B, nkv, everything readable, hd)
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5)
-        several = self.n_head > self.n_kv_head and S > 1
-        if several and (mask is not None or q.is_cuda and q.dtype == torch.float32):  # there CUDA's kernels would hold all scores
+        shared = self.n_head > self.n_kv_head and S > 1
+        if shared and (mask is not None or q.is_cuda and q.dtype == torch.float32):  # there CUDA's kernels would hold all scores
             keys, values = (t.repeat_interleave(self.n_head // self.n_kv_head, 1) for t in (keys, values))
         if S == 1:  # the queries that share a key head stand in the place of the sequence: nothing is repeated for them
             y = attend(q.reshape(B, self.n_kv_head, -1, q.size(-1)), keys, values, attn_mask=mask).reshape(q.shape)

@@ -33,7 +33,8 @@ import prepare_data
 from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint, whole
 from configurator import UserError, build, check_range, read, run
 from data import Windows, alone, get_tokenizer, read_meta
-from hardware import PEAK_FLOPS, compile_blocks, expect_new_lengths, pick_compile, pick_device, pick_dtype, process_group, tune_cpu
+from hardware import (PEAK_FLOPS, compile_blocks, expect_new_lengths, pick_compile, pick_device, pick_dtype, process_group,
+                      stop_signals, tune_cpu)
 from model import GPT, GPTConfig
 
 
@@ -345,9 +346,7 @@ class Trainer:
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
                  f"{self.config.block_size}, {str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
-        heard = hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # Windows has none, nohup ignores it
-        stops = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if heard else [])
-        handlers = {number: signal.signal(number, self._on_signal) for number in stops}
+        handlers = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         try:
             self.loop()
         finally:

@@ -148,7 +148,7 @@ def main(argv):
     settings = {k: v for k, v in given.items() if k in GPTConfig.__dataclass_fields__}
     if device.type == 'cpu': tune_cpu(build(GPTConfig, settings).block_size, dtype)
     torch.manual_seed(0)
-    expect_new_lengths()
+    expect_new_lengths()  # the fixed models of the training steps too, so that all have the same kernels
     bench_decoding(s, settings, device)
     bench_training(s, run_settings, settings, device, dtype)
 

@@ -29,7 +29,7 @@ import prepare_data
 from checkpoint import CHECKPOINTS, load_checkpoint
 from configurator import UserError, build, read, run
 from data import read_meta
-from hardware import pick_device
+from hardware import pick_device, stop_signals
 from model import GPT, GPTConfig
 from train import Settings
 
@@ -112,9 +112,7 @@ def train(args, folder, given):
         command = [sys.executable, os.path.join(ROOT, 'train.py'), *args, *(['--init_from=resume'] if checkpoints else [])]
         # in a session of its own, so that Ctrl-C, or the end of the terminal, reaches it once, through here: it then saves and stops
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        stops = {signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', signal.SIGTERM)}
-        stops = {number for number in stops if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
-        handlers = {number: signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM)) for number in stops}
+        handlers = {number: signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM)) for number in stop_signals()}
         status = child.wait()
         for number, handler in handlers.items(): signal.signal(number, handler)
         output.seek(0)

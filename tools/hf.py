@@ -14,6 +14,7 @@ import sys
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+from checkpoint import whole
 from configurator import UserError, read, run
 from model import GPT, GPTConfig
 
@@ -142,9 +143,8 @@ def save_hf(model, folder):
     path = os.path.join(folder, 'model.safetensors')
     try:
         os.makedirs(folder, exist_ok=True)
-        save_file(weights, path + '.tmp', metadata={'format': 'pt'})
-        os.replace(path + '.tmp', path)
-        with open(os.path.join(folder, 'config.json'), 'w', encoding='utf-8') as f: json.dump(config, f, indent=1)
+        with whole(path, 'wb') as f: save_file(weights, f.name, metadata={'format': 'pt'})
+        with whole(os.path.join(folder, 'config.json')) as f: json.dump(config, f, indent=1)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder}: cannot be written ({error})") from None
 
