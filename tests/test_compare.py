@@ -114,6 +114,12 @@ def test_a_signal_saves_and_stops(common, tmp_path, capsys, number, hangup):
     assert train.load_checkpoint(str(log.parent))['step'] > 0 and not (tmp_path / 'runs.jsonl').exists()
 
 
+def test_a_line_that_is_no_record_is_named(tmp_path):
+    for line in '{"name": "plain"}', '{"name": "plain", "seed": 1, "val_nats_per_byte": null, "flops": 1, "seconds": 1}':
+        (tmp_path / 'runs.jsonl').write_text(line + '\n')
+        with pytest.raises(UserError, match='runs.jsonl: a line is not'): compare.main([f'--out={tmp_path}', '--table_only=True'])
+
+
 def test_the_table_by_hand():
     common = dict(seconds=10, commit='abc', torch='2.13.0', hardware='a CPU', date='2026-01-01')
     run = lambda name, seed, loss, flops: dict(name=name, seed=seed, val_nats_per_byte=loss, flops=flops, **common)

@@ -163,6 +163,15 @@ def test_reads_the_validation_set_or_a_text(folder, small_data, tmp_path):
     assert '<svg' in (tmp_path / 'p.svg').read_text()
 
 
+def test_a_full_disk_keeps_the_picture_before(tmp_path, monkeypatch):
+    write_run(tmp_path / 'run', 5, 4)
+    (tmp_path / 'a.png').write_text('before')
+    def fails(self, f, **_): f.write(b'half'); raise OSError('No space left on device')
+    monkeypatch.setattr('matplotlib.figure.Figure.savefig', fails)
+    with pytest.raises(OSError): plot.main(['curves', str(tmp_path / 'run'), f'--out={tmp_path}/a.png'])
+    assert (tmp_path / 'a.png').read_text() == 'before' and sorted(os.listdir(tmp_path)) == ['a.png', 'run']
+
+
 def test_refusals(folder, tmp_path, monkeypatch):
     path = folder(make(**SIZE).float())
     for args, words in [([], 'name a picture'), (['depth'], 'then a checkpoint'), (['depth', path, path], 'a checkpoint'), (['pie', path], 'curves'),

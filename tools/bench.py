@@ -24,6 +24,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
+from checkpoint import whole
 from configurator import UserError, build, read, run
 from hardware import compile_blocks, compile_decoding, expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
@@ -172,7 +173,7 @@ def main(argv):
         report['decoding'] = [bench_decoding(b, models, config, device, batch, bandwidth)
                               for batch in whole_numbers(b.decode_batches, 'decode_batches')]
     if b.json:
-        with open(b.json, 'w') as f: json.dump(report, f, indent=1)
+        with whole(b.json) as f: json.dump(report, f, indent=1)
 
 
 def first_step():

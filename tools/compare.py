@@ -171,7 +171,7 @@ def make_runs(c, common, asked, results):
         (args, given, flops), folder = plans[name], os.path.join(c.out, f'{name}-s{seed}')
         args = [*args, f'--seed={seed}', f'--out_dir={folder}']
         loss = final_loss(folder, given)
-        if any((r['name'], r['seed']) == (name, seed) for r in read_lines(results)): continue
+        if any((r.get('name'), r.get('seed')) == (name, seed) for r in read_lines(results)): continue
         try:
             if loss is None: train(args, folder, given)
         except UserError as error:  # the others may go well
@@ -195,7 +195,9 @@ def main(argv):
         prepare_data.prepare(prepare_data.DataSettings())
     results = os.path.join(c.out, 'runs.jsonl')
     failed = 0 if c.table_only else make_runs(c, common, given, results)
-    if records := read_lines(results): print(table(records))
+    if records := read_lines(results):
+        try: print(table(records))
+        except (KeyError, TypeError) as error: raise UserError(f"{results}: a line is not a run's record ({error}): take it out") from None
     elif not failed: raise UserError(f"{results}: no finished run; leave out --table_only")
     if failed: raise UserError(f"{failed} runs failed, see above; the same command tries them again")
 

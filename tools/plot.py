@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import change_steps
+from checkpoint import change_steps, whole
 from configurator import UserError, build, read, run
 from data import open_shard, read_meta
 from hardware import pick_device
@@ -138,12 +138,15 @@ def main(argv):
     s, (kind, *paths) = build(PlotSettings, given), rest or ['']
     if kind not in KINDS or not paths or kind not in RUNS and len(paths) > 1:
         raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of runs for curves and final; see --help")
-    if os.path.splitext(s.out)[1] not in ('.png', '.svg', '.pdf'): raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
-    if kind in RUNS: return RUNS[kind](paths, s).savefig(s.out)
-    model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
-    if kind in ('steps', 'text') and model.mechanism not in HALTING.values():
-        raise UserError(f"{paths[0]} has halting={model.config.halting!r}, ponder_steps={model.config.ponder_steps}: name one that halts")
-    KINDS[kind](model, read_text(settings, tokenizer, s), tokenizer, s).savefig(s.out)
+    ending = os.path.splitext(s.out)[1][1:]
+    if ending not in ('png', 'svg', 'pdf'): raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
+    if kind in RUNS: figure = RUNS[kind](paths, s)
+    else:
+        model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
+        if kind in ('steps', 'text') and model.mechanism not in HALTING.values():
+            raise UserError(f"{paths[0]} has halting={model.config.halting!r}, ponder_steps={model.config.ponder_steps}: name one that halts")
+        figure = KINDS[kind](model, read_text(settings, tokenizer, s), tokenizer, s)
+    with whole(s.out, 'wb') as f: figure.savefig(f, format=ending)
 
 
 if __name__ == '__main__':
