@@ -120,8 +120,9 @@ def explain(error):
     """A failure of the machine as one line that says what to do, or None for what only a traceback explains."""
     text = ' '.join(str(error).split())
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or 'not enough memory' in text:
-        return ("out of memory: lower micro_batch (the result stays the same), set checkpoint_activations=True, with several "
-                "GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates what that gives")
+        return ("out of memory: lower micro_batch (the result stays the same, but for halting='gate' and dropout), set "
+                "checkpoint_activations=True, with several GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates "
+                "what that gives")
     if 'No working C++ compiler' in text or 'Failed to find C compiler' in text:
         return "compile=True needs a C++ compiler, and none was found: install one (such as g++), or set --compile=False"
     if isinstance(error, dist.DistError) or 'gloo' in text:

@@ -8,10 +8,10 @@ What attention may read. Attention asks one object:
 
     KVCache         generation where every token takes the same slots      plain, embedding, loop, pause, latent
     StaticCache     the same for compiled code
-    RaggedCache     generation where it does not                           chain, and everything that halts
-    ChainMemory     training, steps that read the steps before             chain
+    RaggedCache     generation where not, or steps read only earlier ones  everything that halts; chain
+    ChainMemory     without a cache, steps that read the steps before      chain
     StepMemory      the same where tokens take different numbers of them   router
-    FrozenMemory    training, tokens that stopped and are still read       gate
+    FrozenMemory    without a cache, tokens that stopped and are read on   gate
 
 The other half of halting is thinking.py: which slots still think.
 """
@@ -101,8 +101,9 @@ class StaticCache(KVCache):
 
 class RaggedCache:
     """
-    The cache where tokens have different numbers of slots: it holds what was computed, row by row, and no more. A query of
-    time t in step k reads the slots of times up to t that were made in steps up to k and not replaced by then.
+    The cache where tokens have different numbers of slots, or slots may not read all before them: it holds what was computed,
+    row by row, and no more. A query of time t in step k reads the slots of times up to t that were made in steps up to k and
+    not replaced by then.
     places: for compiled code, as in StaticCache: allocate so many slots per row at once, and let a token's pass read them all.
     """
 
@@ -184,7 +185,7 @@ def new_caches(config, capacity, start=None, ragged=False, static=False):
     """
     What generation with a model of this config remembers: empty caches for `capacity` tokens, one for each pass where passes do
     not read each other's keys, else one. start (B,): tokens of padding on the left of each row. ragged: tokens may take different
-    numbers of slots. static: for compiled code.
+    numbers of slots, or steps read only the steps before. static: for compiled code.
     """
     passes = config.ponder_steps + 1
     if ragged:
@@ -195,10 +196,10 @@ def new_caches(config, capacity, start=None, ragged=False, static=False):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# training
+# training, and any other forward without a cache
 
 class PassMemory:
-    """The memory of one pass in training, where gradients forbid writing into a buffer; `before` is that of the pass before."""
+    """The memory of one pass without a cache: gradients forbid writing into a buffer; `before` is that of the pass before."""
 
     def __init__(self, n_layer, before=None):
         self.k, self.v, self.before, self.seen = [None] * n_layer, [None] * n_layer, before, None

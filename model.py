@@ -49,7 +49,7 @@ class GPTConfig:
     qk_norm: bool = True                # RMSNorm on each query and key head, before the rotation (Qwen3)
     tie_embeddings: bool = False        # one table for the embedding and the output head
     embed_scale: Optional[float] = None # factor on token embeddings (None: what the mode's paper uses, 1 for the plain GPT)
-    init_std: Optional[float] = None    # std of every initial matrix (None: sqrt(2 / (5 n_embd)), 0.02 at width 960)
+    init_std: Optional[float] = None    # std of the initial matrices (None: sqrt(2 / (5 n_embd)), 0.02 at width 960)
     dropout: float = 0.0                # on embeddings, attention weights and both residual branches
 
     # Depth-Attention (arXiv 2606.05014): each layer's values are mixed with those of a few earlier layers
@@ -66,7 +66,7 @@ class GPTConfig:
     # halting: each token takes as many of those steps as it needs; see the functions of these names
     halting: str = 'none'               # 'gate' (needs ponder='embedding'), 'mask' ('latent') or 'router' ('chain')
     halt_tau: float = 1e-4              # a step is taken if its gate, or the probability that it is needed, reaches this
-    halt_lambda: Optional[float] = None # weight of the term that asks for fewer steps (None: gate 0.1, mask 0.01, router 0.4)
+    halt_lambda: Optional[float] = None # weight of the loss term that asks for fewer steps (None: gate 0.1, mask 0.01, router 0.4)
     halt_start: float = 0.4             # gate, mask: share of the run after which that term, and the gates' halting, begins
     halt_full: float = 0.48             # gate, mask: share of the run from which on it has its full weight
     halt_share: float = 0.1             # gate: the term is the mean of this share of all gates, the lowest
@@ -78,7 +78,7 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and not value > 0: raise ValueError(f"{name}={value} must be positive")
         C, own_head_dim, ponder = self.n_embd, self.head_dim is not None, self.ponder
-        # with the default init_std these give embeddings of size 0.6 and 1, the size of a normed hidden state, which they mix with
+        # with the default init_std embeddings then have size 0.6 (sqrt(C)) or 1, that of the normed hidden states fed in beside them
         scale = {'none': 1.0, 'embedding': math.sqrt(C), 'pause': math.sqrt(C)}.get(ponder, math.sqrt(2.5 * C))
         defaults = dict(n_tokens=self.vocab_size, n_kv_head=self.n_head, head_dim=C // self.n_head, embed_scale=scale,
                         mlp_hidden=math.ceil(8 * C / 3 / 64) * 64, init_std=math.sqrt(0.4 / C), depth_stride=max(1, self.n_layer // 2),
@@ -299,12 +299,12 @@ def embedding(gpt, x, pos, memory, jacobi):
 #
 #     x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..       z_{t,k} = trunk(...) at the slot before; the K-th predicts token t + 1
 #
-# One token's slots share its position, and attention is causal over the flat sequence, so the latents of t depend on
-# all before them: exact, but sequential. Training solves the recursion by Jacobi iteration instead. The first K passes
-# add one guess each (the first guess is the hidden state of a plain pass); R more refresh all latents at once from the
-# ones before; a last pass gives the output. Latent n in flat order is exact after n passes, whatever the weights.
-# Cost, in plain passes of T slots: K (K + 1) / 2 + (R + 1)(K + 1), so 9 for K = 1 and R = 3; decoding K + 1 passes of one slot.
-# Where this differs from the authors' code: a prompt can also be read exactly (`exact` in GPT.stream, or R = K (T - 1)).
+# One token's slots share its position, and attention is causal over the flat sequence, so the latents of t depend on all before
+# them: exact, but sequential. Training solves the recursion by Jacobi iteration instead. The first K passes add one guess each
+# (first: a plain pass's hidden state), R more refresh all, a last one gives the output. Latent n in flat order is exact after n.
+# Cost: K (K + 1) / 2 + (R + 1)(K + 1) times T slots, 9 T for K = 1, R = 3, which read up to K + 1 times the keys: 9.9 plain passes
+# at 362M (K = 3: 32). Decoding: K + 1 passes of one slot. Where this differs from the authors' code: train.py draws R for each
+# optimizer step, theirs for each forward; a prompt can also be read exactly (`exact` in GPT.stream, or R = K (T - 1)).
 
 def latent(gpt, x, pos, memory, jacobi):
     """PonderLM-2: the last hidden state goes back in as the next slot of the sequence."""
@@ -361,7 +361,7 @@ def loop(gpt, x, pos, memory, jacobi):
 def pause(gpt, x, pos, memory, jacobi):
     """
     Pause tokens, a baseline of the papers: s copies of one learned embedding follow each token, at its position, and the
-    last of them predicts the next token. One pass of s + 1 slots per token.
+    last of them predicts the next token. One pass of s + 1 slots per token, each reading s + 1 times as many keys.
     """
     n = gpt.config.slots
     slots = [x] + [(gpt.pause * gpt.config.embed_scale).expand_as(x) for _ in range(n - 1)]  # s = 0 has no such parameter
@@ -374,9 +374,9 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 
 # ----------------------------------------------------------------------------------------------------------------------
 # halting: three of the modes above with a number of steps for each token. The functions have the same arguments, but return a
-# Thinking (thinking.py): it calls their `think`, one pass over the slots that go on, until none does. That leaves gpt.steps
-# (B,T), the passes each token took, and without a cache gpt.trace, for `penalty`. With one, no token computes more than that
-# (a prompt read by the iterations of `mask` apart).
+# Thinking (thinking.py): it calls their `think`, one pass over the slots that go on, until none does (`mask` does so where it
+# decodes token by token; elsewhere it iterates, as `latent` does). That leaves gpt.steps (B,T), the passes each token took, and
+# without a cache gpt.trace, for `penalty`. With one, no token computes more than its passes (prompts read by `mask` apart).
 
 # AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
 #
@@ -388,8 +388,8 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 # The loss gains halt_lambda times the mean of the lowest share of all gates (13), which grows to halt_share between
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
 # Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
-# Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping
-# cannot), but (13) reads its later gates as if it went on; no gate after the last pass; GELU, a start at sigmoid(4). No code was found.
+# Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping cannot),
+# but (13) reads its later gates too, over frozen input and keys; no gate after the last pass; GELU; sigmoid(4) first. No code was found.
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
@@ -397,7 +397,7 @@ def gate(gpt, x, pos, memory, jacobi):
 
     def think(trunk, a, k, x, s, h):                                        # (r,n,C), (r,n), (r,n,C)
         steps = k.unique().tolist() if cache is not None else [k]           # slots at different steps: each asks its own gate
-        if any(steps): x = x + (s[..., None] * gpt.mixture(h)).to(x.dtype)  # nothing to mix before a first pass
+        if any(steps): x = x + ((s * a.valid)[..., None] * gpt.mixture(h)).to(x.dtype)  # (9): a.valid is m; none before a first pass
         h = trunk(x)
         gates = ((k == i) * gpt.wide(gpt.gates[i], h).squeeze(-1).sigmoid() for i in steps if i < c.ponder_steps)
         s = sum(gates, torch.zeros_like(s))
@@ -418,10 +418,10 @@ def gate(gpt, x, pos, memory, jacobi):
 #     scores of key (t, k), in every layer, += log w_{t,k}
 #     output  = sum_k s_{t,k} h_t^(k)                 h_t^(k): hidden state at slot (t, k)
 #
-# Training computes all slots and refreshes s in every Jacobi sweep. Otherwise slots with w < tau do not exist.
-# Cost: `latent` in training; 1 + (kept thoughts) slots per token in decoding. Kept (w >= tau) are more than expected.
-# The text of the paper could not be had: the equations are those of its figure and of a reader's notes. The term that asks
-# for fewer steps is ours: halt_lambda times the expected thoughts, sum_{k >= 1} w_{t,k}, from halt_start on.
+# Training computes all slots and refreshes s in every Jacobi sweep. Outside of training, slots with w < tau do not exist.
+# Cost: `latent` in training; 1 + (thoughts with w >= tau) slots per token in decoding, more than the sum of w. The text of the
+# paper could not be had: the equations are those of its figure and of a reader's notes. The term that asks for fewer steps is
+# ours: halt_lambda times the expected thoughts, sum_{k >= 1} w_{t,k}, from halt_start on.
 
 def mask(gpt, x, pos, memory, jacobi):
     """PonderLM-3: a router says up front how many latents a token needs; the others fade in training and are cut elsewhere."""
@@ -482,7 +482,7 @@ def router(gpt, x, pos, memory, jacobi):
     """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
     c, cache = gpt.config, memory[0]
 
-    def think(trunk, a, k, x, reach, out):                                  # (r,n,C), (r,n), (r,n,C)
+    def think(trunk, a, k, x, reach, out):                                  # k from 0, above from 1; (r,n,C), (r,n), (r,n,C)
         z = trunk(x)
         g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid() * (k < c.ponder_steps)
         on = (reach * g >= c.halt_tau) & (k < c.ponder_steps)
@@ -774,26 +774,26 @@ class GPT(nn.Module):
         """Parameters, each counted once; embeddings=False leaves out the token table where it is not also the head."""
         return sum(p.numel() for p in self.parameters() if embeddings or self.config.tie_embeddings or p is not self.wte.weight)
 
-    def flops_per_token(self, T=None, training=True):
+    def flops_per_token(self, T=None, training=True, jacobi=None):
         """
-        Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or forward
-        alone; 'latent' with jacobi_iters iterations, halting as if nobody halts. Attention counts all T keys for every query,
-        as is usual, though half are masked; norms, activations, depth sources of earlier loops and recomputation are left out.
+        Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or forward alone. With
+        halting nobody halts; 'latent' iterates `jacobi` times (None: jacobi_iters, in training on average half a time less). Attention
+        counts all T keys, as is usual, though half are masked. Left out: norms, activations, depth sources of earlier loops, recomputing.
         """
         c, T, s, head = self.config, T or self.config.block_size, self.config.ponder_steps, self.lm_head.weight.numel()
         factor = 3 if training else 1                                       # backward is two forwards
+        R = jacobi if jacobi is not None else max(c.jacobi_iters - training / 2, 0)  # train.py draws jacobi_iters or one less
         row = sum(m.weight.numel() for m in self.h.modules() if isinstance(m, nn.Linear))
         sources = [len(range(0, layer, c.depth_stride)) for layer in range(c.n_layer)]
         if c.depth_attn: row += 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim
         # (slots per token, keys per slot in multiples of T) of every pass
         passes = {'none': [(1, 1)], 'embedding': [(1, 1)] * (s + 1), 'loop': [(1, 1)] * (s + 1), 'pause': [(s + 1, s + 1)],
                   'chain': [(1, k + 1) for k in range(s + 1)],
-                  'latent': [(n + 1, n + 1) for n in range(s)] + [(s + 1, s + 1)] * (c.jacobi_iters + 1 if s else 1)}[c.ponder]
-        # q k^T, and weights times v, for each key; a key bias widens the heads
-        width = c.head_dim + (8 if c.halting == 'mask' and s else 0)
-        trunk = sum(n * (row + 2 * keys * T * c.n_layer * c.n_head * width) for n, keys in passes)
+                  'latent': [(n + 1, n + 1) for n in range(s)] + [((s + 1) * (R + 1 if s else 1), s + 1)]}[c.ponder]
+        width = c.head_dim + (8 if c.halting == 'mask' and s else 0)        # a key bias widens the heads
+        trunk = sum(n * (row + 2 * keys * T * c.n_layer * c.n_head * width) for n, keys in passes)  # 2: q k^T, weights times v
         decide = sum(p.numel() for name, p in self.named_parameters() if name.startswith(('gates.', 'router.')) and p.dim() == 2)
-        decide *= {'mask': len(passes), 'router': s}.get(c.halting, 1)
+        decide *= {'mask': s + R + 1, 'router': s}.get(c.halting, 1)
         # a step's head, and mixing the table's rows; backward computes them again first
         mixing = s * (head + (c.ponder_topk or c.vocab_size) * c.n_embd) if c.ponder == 'embedding' else 0
         known = s * head if c.halting == 'router' and training else 0       # p_k, forward only

@@ -2,7 +2,7 @@
 Who still thinks, and who goes on to the next token.
 
     Active         the slots of a batch that still think, gathered, and put back after a pass
-    Thinking       slots that take passes until each has had enough; what `gate`, `mask` and `router` of model.py return
+    Thinking       slots that take passes until each has had enough; what `gate`, `router` and, decoding, `mask` of model.py return
     run_in_step    decoding where all rows of a batch get their next token together
     run_ahead      decoding with halting: a row goes on to its next token while others still think
 """

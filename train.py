@@ -45,7 +45,7 @@ class Settings:
     out_dir: str = 'out'                # where checkpoint, settings and log go
     init_from: str = 'scratch'          # 'scratch', 'resume' (go on in out_dir), a checkpoint folder, or hf:FOLDER
     eval_only: bool = False             # evaluate a checkpoint and stop
-    max_steps: int = 15625              # optimizer steps in all; the paper's 32B tokens
+    max_steps: int = 15625              # optimizer steps in all, the span of learning rate and halting; the paper's 32B tokens
     batch_tokens: int = 1024 * 2048     # tokens per optimizer step, over all devices
     micro_batch: int = 8                # sequences per device in one forward; accumulation follows from batch_tokens
     learning_rate: float = 1.5e-3       # peak
@@ -208,7 +208,7 @@ class Trainer:
     def train_step(self):
         """One optimizer step; returns (mean loss over all micro-batches and ranks, gradient norm)."""
         s, step, model = self.s, self.step, self.ddp or self.model
-        torch.manual_seed((s.seed * 1_000_003 + step) * 4096 + self.rank)  # dropout too is a function of (seed, step)
+        torch.manual_seed((s.seed * 1_000_003 + step) * 4096 + self.rank)  # dropout too is a function of (seed, step, rank)
         self.model.progress = step / s.max_steps  # when halting sets in
         # 'latent' trains with jacobi_iters or one less: the same on all ranks
         jacobi = max(0, self.config.jacobi_iters - int(np.random.default_rng((s.seed, step)).integers(2)))
@@ -341,7 +341,7 @@ class Trainer:
         s = self.s
         if s.eval_only: return self.report_evaluation()
         if self.step >= s.max_steps:
-            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps to go on")
+            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps, and so stretch the schedules, to go on")
         self.open_output()
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
@@ -388,11 +388,12 @@ class Trainer:
         if math.isfinite(loss): self.recent.append(loss)
 
     def log(self, loss, norm, seconds, waited):
-        """One line for people, one for programs: means per step since the last one (loss, seconds, those spent waiting for data)."""
+        """One line for people, one for programs: means per step since the last one: loss (with `penalty`), seconds, those for data."""
         s, lr = self.s, self.learning_rate(self.step - 1)
         tokens, rate = self.step * s.batch_tokens, s.batch_tokens / seconds
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
+        if self.config.halting == 'router': peak = None  # its tokens stop in training: less is computed than flops_per_token says
         mfu = rate * self.model.flops_per_token() / (peak * self.world) if peak else None
         left = round((s.max_steps - self.step) * seconds)
         thinking, shares = self.thinking()
@@ -409,7 +410,7 @@ class Trainer:
         kept = torch.stack(kept).mean(0)
         if self.world > 1: dist.all_reduce(kept)
         shares, most = (kept / self.world).tolist(), self.config.ponder_steps + 1
-        early = self.model.progress < self.config.halt_full  # nothing pushes tokens to halt yet
+        early = self.model.progress < self.config.halt_full  # gate, mask: nothing pushes tokens to halt yet; router: it had little time
         collapse = 'nobody halts!' if sum(shares) > most - 0.005 and not early else 'everybody halts!' if sum(shares) < 1.005 else ''
         return f" | {sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)}) {collapse}".rstrip(), shares
 

@@ -169,6 +169,17 @@ def test_gates_let_nobody_halt_before_halt_start(idx):
     assert (model.steps < 4).any()
 
 
+def test_the_input_of_tokens_that_stopped_stays(idx):
+    model, inputs = make(**MODES['gate']), []
+    hook = model.h[0].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
+    model(idx)
+    hook.remove()
+    for i in (1, 2, 3):  # m of (9) is 0 for those who had at most i passes: what (13) reads of them is frozen too
+        stays = (inputs[i] == inputs[i - 1]).all(-1)
+        assert torch.equal(stays, model.steps <= i) and stays.any()
+    assert not stays.all()
+
+
 def test_cross_entropy_moves_the_gates_of_those_alone_who_go_on(idx):
     model = make(**MODES['gate']).train()
     h = model.hidden(idx)

@@ -95,7 +95,7 @@ def test_flops_agree_with_torch(toggle):
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             loss = model(idx, targets(idx))[1] if training else model(idx)[0]
             if training: loss.backward()
-        assert counter.get_total_flops() / idx.numel() == pytest.approx(model.flops_per_token(training=training), rel=0.03)
+        assert counter.get_total_flops() / idx.numel() == pytest.approx(model.flops_per_token(None, training, model.config.jacobi_iters), rel=0.03)
 
 
 @pytest.mark.parametrize('toggle', [name for name in ONE_EACH if 'halting' not in TOGGLES[name]])

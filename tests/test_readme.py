@@ -6,8 +6,10 @@ import os
 import re
 
 import pytest
+import torch
 from conftest import ROOT
 from configurator import UserError
+from model import GPT, GPTConfig
 
 
 def read_text(path):
@@ -152,6 +154,20 @@ def test_the_first_200_lines_are_at_most_200():
 def test_every_link_to_a_file_exists(page):
     for path in re.findall(r'\]\(([^)#]+)[^)]*\)', read_text(page)):
         if not path.startswith('http'): assert os.path.exists(os.path.join(ROOT, os.path.dirname(page), path)), path
+
+
+def test_the_costs_of_the_table_are_those_that_are_counted():
+    def cost(**toggle):
+        with torch.device('meta'): return GPT(GPTConfig(**toggle)).flops_per_token()
+    rows = re.findall(r"\| `(\w+)='?(\w+)'?` \|.*\| [^|]* \| ([^|]*) \| [\d.]+ \|", README)
+    assert len(rows) == 9
+    needs = {'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}
+    for name, value, told in rows:
+        toggle = {'depth_attn': True} if name == 'depth_attn' else {name: value, 'ponder': needs.get(value, value)}
+        short = re.search(r'with s = 1 ([\d.]+)|([\d.]+) with s = 1', told)
+        right = lambda text, **steps: f"{cost(**toggle, **steps) / cost():.{len(text.partition('.')[2])}f}" == text
+        if short: assert right(short[1] or short[2], ponder_steps=1), value
+        if not short or short[1]: assert right(told.split()[0].strip(';,')), value
 
 
 def test_files_keep_their_promised_length():

@@ -210,7 +210,7 @@ def bench_training(b, s, models, config, device, dtype, flops):
         before = torch.cuda.memory_allocated()
         step()
         print(f"{name}: a step needs {(torch.cuda.max_memory_allocated() - before) / 2 ** 20:,.0f} MiB beside weights and moments")
-    work = {name: m.flops_per_token(T) * batch * T for name, m in models.items()}
+    work = {name: m.flops_per_token(T, jacobi=m.config.jacobi_iters) * batch * T for name, m in models.items()}
     first = next(iter(work.values()))
     share = lambda name, t: f"{work.get(name, first) / t / flops:5.0%} of the matmul rate, {work.get(name, first) / first:.3f}x the FLOPs"
     return table(f"training step, {batch} x {T} tokens, {next(iter(models.values())).num_params() / 1e6:.1f}M parameters",

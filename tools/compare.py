@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 
 import torch
@@ -54,9 +54,8 @@ LOSS = 'val_nats_per_byte'
 
 
 def training_flops(config):
-    """Forward and backward FLOPs per token; 'latent' trains with jacobi_iters or one less, each half of the time."""
-    drawn = [config, replace(config, jacobi_iters=max(0, config.jacobi_iters - 1))] if config.ponder == 'latent' else [config]
-    with torch.device('meta'): return statistics.mean(GPT(c).flops_per_token() for c in drawn)  # shapes, no numbers
+    """Forward and backward FLOPs per token."""
+    with torch.device('meta'): return GPT(config).flops_per_token()  # shapes, no numbers
 
 
 def plan(name, common, asked):
