@@ -64,6 +64,7 @@ def load_checkpoint(folder):
     The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step, settings, tokenizer.
     A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
     """
+    if os.path.isfile(folder): raise UserError(f"{folder} is a file: name the folder it is in, {os.path.dirname(folder) or '.'}")
     problems = []
     for name in CHECKPOINTS:
         path = os.path.join(folder, name)

@@ -26,6 +26,7 @@ def run(main):
     that nobody reads any more (`| head`) is 141, as for other programs.
     """
     try:
+        if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
         main(sys.argv[1:])
         if sys.stdout: sys.stdout.flush()
     except KeyboardInterrupt: leave(130)

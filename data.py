@@ -75,7 +75,7 @@ def encode(tokenizer, text):
 
 
 SPLIT = dict(bytes=int, tokens=int, shards=[dict(name=str, tokens=int, sha256=str)])  # bytes of text, for losses per byte
-META = dict(tokenizer=str, n_tokens=int, eot=int, train=SPLIT, val=SPLIT)              # what meta.json holds
+META = dict(tokenizer=str, n_tokens=int, eot=int, source=str, train=SPLIT, val=SPLIT)  # what meta.json holds
 
 
 def shaped(value, shape):
@@ -92,8 +92,9 @@ def read_meta(folder):
         with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f: meta = json.load(f)
         return shaped(meta, META)
     except FileNotFoundError:
-        raise UserError(f"{folder}: no data set (no meta.json); make it with: python prepare_data.py PATH... "
-                        f"--name={os.path.basename(os.path.normpath(folder))}") from None
+        name = os.path.basename(os.path.normpath(folder))
+        what = name if name in ('shakespeare', 'fineweb', 'fineweb-edu') else f"PATH... --name={name}"
+        raise UserError(f"{folder}: no data set (no meta.json); make data/{name} with: python prepare_data.py {what}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json: no description of a data set ({error}); prepare the data again") from None
 

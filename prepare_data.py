@@ -12,7 +12,8 @@ Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokeni
 meta.json with tokenizer, vocabulary, counts and checksums; it comes last, so a folder with meta.json is complete. A
 document is a file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into many at line ends.
 Documents end with an end-of-text token, and go to train or val by a hash of their content: adding files moves no other
-document, and a copy never lands on the other side. Whatever is interrupted goes on, or starts over, with the same command.
+document, and a copy never lands on the other side (too few documents for that are cut into pieces, until there are more).
+Whatever is interrupted goes on, or starts over, with the same command.
 """
 
 import collections
@@ -212,6 +213,12 @@ def check(folder):
         print(f"{folder}: {split} is whole, {meta[split]['tokens']:,} tokens, {len(meta[split]['shards'])} shard(s)")
 
 
+def made_from(folder):
+    """What the data set in a folder was made from; None if there is none."""
+    try: return read_meta(folder)['source']
+    except UserError: return None
+
+
 def prepare(settings, paths=()):
     """Do what the command line asked for; see the top of this file."""
     start, what = time.time(), paths[0] if len(paths) == 1 else None
@@ -225,6 +232,10 @@ def prepare(settings, paths=()):
             with workshop(folder): paths = [shakespeare(folder)]
         texts = partial(your_texts, paths) if paths else partial(python_sources, settings.packages)
         total, source = sum(os.path.getsize(file) for path in paths for file in walk(path)), ' '.join(paths) or 'Python source'
+        for path in paths:
+            if made_from(path) is not None: raise UserError(f"{path}: a data set, no text; to compare it with its meta.json: --check {path}")
+        if settings.name is None and made_from(folder) not in (None, source):
+            raise UserError(f"{folder} was made from {made_from(folder)}: add --name=OTHER, or --name={os.path.basename(folder)} to replace it")
         for whole in (DOCUMENT_BYTES, 0):
             try:
                 with Progress(folder, total) as progress:
@@ -232,7 +243,7 @@ def prepare(settings, paths=()):
                 break
             except BadSplit:
                 if not whole: raise
-                print(f"{folder}: too few documents to keep whole ones for validation; all are cut into pieces instead")
+                print(f"{folder}: too few documents to keep whole ones for validation; all are cut into pieces, until there are more")
     print(f"{folder}: {meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens "
           f"({meta['tokenizer']}) in {time.time() - start:.1f} s")
 

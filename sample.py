@@ -121,7 +121,6 @@ def main(argv):
     override(model.config, s)
     if s.compile: compile_decoding(model)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
-    if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
     shade, count, total, started = Shade(s.show_steps), 0, 0, time.perf_counter()
     for i in range(s.num_samples):
         if i: print('\n' + '-' * 80)

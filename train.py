@@ -9,7 +9,7 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
 Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C, SIGTERM, SIGHUP
 or max_seconds saves and stops at the next step; a second signal stops at once. Writes OUT_DIR/ckpt.pt (the one before it
-is ckpt_prev.pt), settings.json (the settings, usable as a config file) and log.jsonl (one JSON object per log line).
+is ckpt_prev.pt), settings.json (every setting, derived ones too: a config file) and log.jsonl (one JSON object per log line).
 """
 
 import collections
@@ -106,6 +106,7 @@ class Trainer:
     def __init__(self, settings, given, state, rank, world, device):
         """given: what the user set of `settings`. state: the checkpoint to go on from, or None. device: of this rank."""
         self.s, self.rank, self.world, self.device = settings, rank, world, device
+        self.origin = state['settings']['init_from'] if state else settings.init_from  # where the weights began
         self.started = time.monotonic()
         self.meta = self._data()
         self.model, self.step = self._model(given, state)
@@ -280,7 +281,7 @@ class Trainer:
         """Checkpoint by rank 0; UserError if it cannot be written."""
         if hasattr(self.optimizer, 'consolidate_state_dict'): self.optimizer.consolidate_state_dict()  # all parts to rank 0
         if self.rank: return
-        state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), settings=asdict(self.s),
+        state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), settings={**asdict(self.s), 'init_from': self.origin},
                      tokenizer=self.meta['tokenizer'], model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
                      scaler=self.scaler.state_dict())
         try:
@@ -315,7 +316,7 @@ class Trainer:
         """Make out_dir, for no other run to write to; write settings.json and open log.jsonl."""
         if self.rank: return
         settings = {**asdict(self.s), **asdict(self.config)}
-        if self.s.init_from == 'resume': del settings['init_from']  # or a run from this file would look for a checkpoint
+        settings['init_from'] = self.origin  # not 'resume', or a run from this file would look for a checkpoint
         try:
             self.closing.enter_context(alone(self.s.out_dir))
             with whole(os.path.join(self.s.out_dir, 'settings.json')) as f: json.dump(settings, f, indent=1)
@@ -425,7 +426,6 @@ class Trainer:
         with torch.compiler.set_stance('force_eager'), self.autocast():
             tokens = self.model.generate(prompt, self.s.sample_tokens, temperature=0.7, seed=self.s.seed)[0].tolist()
         given, new = tokenizer.decode(tokens[:prompt.size(1)]), tokenizer.decode(tokens[prompt.size(1):])
-        if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
         print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40, f'\n{given}<|model|>{new}\n' + '-' * 133)
 
 

@@ -1,8 +1,13 @@
 """The choices of a halting model against lots: passes as told are exactly those, and nothing else changes."""
+import json
+
 import pytest
 import torch
-from configurator import UserError
 from conftest import TOGGLES, make, save
+
+from configurator import UserError
+from data import get_tokenizer
+from prepare_data import write_dataset
 from tools import choices
 
 
@@ -47,7 +52,8 @@ def test_a_lot_takes_the_same_passes_elsewhere(model):
     assert torch.equal(taken, lot) and not torch.equal(lot, passes) and abs(dealt - loss) > 1e-6
 
 
-def test_prints_and_refuses(tmp_path, small_data, capsys):
+def test_prints_and_refuses(tmp_path, small_data, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     size = dict(vocab_size=320, n_tokens=257, block_size=16, n_layer=2)
     path = save(tmp_path / 'router', make(**{**TOGGLES['router'], **size}), data_dir=small_data)
     out = []
@@ -57,6 +63,11 @@ def test_prints_and_refuses(tmp_path, small_data, capsys):
     lines = out[0].splitlines()
     assert out[0] == out[1] and lines[0] == 'nats per token of 112 validation tokens' and len(lines) == 8
     assert [line.split()[0] for line in lines[3:]] == ['0.2', '0.3', 'everyone', 'everyone', 'everyone']
+    write_dataset('data/re', (b'some words %d' % n * 9 for n in range(99)), get_tokenizer('byte'), 0.3, 'test')
+    other = save(tmp_path / 'other', make(**{**TOGGLES['router'], **size}), data_dir='data/re')
+    meta = json.loads(open('data/re/meta.json').read())
+    with open('data/re/meta.json', 'w') as f: json.dump({**meta, 'tokenizer': 'gpt2', 'n_tokens': 50257}, f)
+    with pytest.raises(UserError, match='data/re has gpt2 tokens, not byte'): choices.main([other])
     plain = save(tmp_path / 'plain', make(**size), data_dir=small_data)
     still = save(tmp_path / 'still', make(**{**TOGGLES['gate'], **size, 'ponder_steps': 0}), data_dir=small_data)
     for args, words in [([still], 'ponder_steps=0'), ([], 'one checkpoint'), ([plain, plain], 'one checkpoint'), ([plain], "halting='none'"), (['gone'], 'no checkpoint'),

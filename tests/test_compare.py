@@ -80,6 +80,10 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
     table = capsys.readouterr().out
     assert out.endswith(table) and table.count('\n| ') == 3 and in_process == ['depth_attn-s1']
     with pytest.raises(UserError, match='max_steps=4, now it is 5'): compare.main([*args, '--max_steps=5'])
+    # one table, one recipe: another mechanism, and a setting that is left at its default now
+    less = [arg for arg in common if not arg.startswith('--warmup')]
+    with pytest.raises(UserError, match='warmup=0.3, now it is 0.02'): compare.main([*less, f'--out={tmp_path}', '--names=plain_scaled', '--seeds=1'])
+    assert len(names_in(tmp_path)) == 4
 
 
 def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(common, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Optional
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, program
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from configurator import UserError, build, describe, read
@@ -25,6 +25,11 @@ class Block:
 
     def __post_init__(self):
         if self.count == 13: raise ValueError("count=13 is impossible: take 12")
+
+
+def test_a_terminal_that_cannot_show_a_character():
+    done = program('-c', r"import configurator; configurator.run(lambda argv: print('caf\xe9', '\udce9'))", PYTHONIOENCODING='ascii:strict')
+    assert done.stdout == 'caf? ?\n'
 
 
 def parse(*argv):

@@ -209,6 +209,26 @@ def test_command_line_refusals(tmp_path, argv, words):
     refused(done, *words)
 
 
+def test_data_sets_are_not_replaced_by_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('notes.v1', 'notes.v2'): (tmp_path / name).write_text('Some words of a text. ' * 99)
+    prepare_data.main(['notes.v1'])
+    before = (tmp_path / 'data' / 'notes' / 'meta.json').read_bytes()
+    for argv in ['notes.v2'], ['notes.v1', 'notes.v2']:  # the same default name
+        with pytest.raises(UserError, match='data/notes was made from notes.v1: add --name=OTHER, or --name=notes'): prepare_data.main(argv)
+    for argv in ['data/notes'], ['data/notes', '--name=notes', '--tokenizer=byte'], ['notes.v1', 'data/notes', '--name=more']:  # --check forgotten
+        with pytest.raises(UserError, match='data/notes: a data set, no text.*--check data/notes'): prepare_data.main(argv)
+    assert (tmp_path / 'data' / 'notes' / 'meta.json').read_bytes() == before
+    prepare_data.main(['notes.v1'])
+    prepare_data.main(['notes.v2', '--name=notes'])
+    assert read_meta('data/notes')['source'] == 'notes.v2'
+
+
+def test_missing_data_names_its_command():
+    for folder, words in ('data/mine', 'make data/mine with: python prepare_data.py PATH... --name=mine'), ('data/shakespeare', 'prepare_data.py shakespeare$'):
+        with pytest.raises(UserError, match=words): read_meta(folder)
+
+
 def test_preparing_does_not_load_torch(tmp_path):
     for i in range(20): (tmp_path / f'{i}.txt').write_text(f'text {i} ' * 50)
     program('-c', "import sys, prepare_data; prepare_data.main(sys.argv[1:]); assert 'torch' not in sys.modules", '.', '--val_fraction=0.3', cwd=tmp_path)

@@ -81,6 +81,11 @@ def test_numbers_of_a_plan(tmp_path, monkeypatch, capsys):
     assert [f'{1e10 * 1024 * model.flops_per_token() / (989e12 * 0.5 * n) / 86400:.2f}' for n in (1, 8)] == out.split('H100, 989 TFLOP/s')[1].split('\n')[0].split()
     weights = 4 * model.num_params() / 1e9
     assert f'weights {weights:.2f} + optimizer {2 * weights:.2f} + gradients {weights:.2f} + activations' in out
+    plans = []
+    for device in [], ['--device=cuda']:  # a GPU is planned for without one
+        train.main([*shape, '--dry_run=True', *device])
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] != out
     with pytest.raises(UserError, match='batch_tokens=1000'): train.main([*shape, '--dry_run=True', '--batch_tokens=1000'])
     save(tmp_path / 'out', model)
     train.main(['--init_from=resume', '--dry_run=True'])  # of the run that is there

@@ -294,7 +294,8 @@ def test_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path,
     train.main(['--init_from=resume', f'--out_dir={tmp_path / "out"}', '--max_seconds=None'])  # the other settings are in the checkpoint
     resumed = load_checkpoint(str(tmp_path / 'out'))
     same_weights(straight, resumed)
-    assert {**straight['settings'], 'out_dir': 0, 'init_from': 0} == {**resumed['settings'], 'out_dir': 0, 'init_from': 0}
+    assert {**straight['settings'], 'out_dir': 0} == {**resumed['settings'], 'out_dir': 0}
+    with open(tmp_path / 'out' / 'settings.json') as f: assert json.load(f)['init_from'] == 'scratch'  # where the weights began
 
 
 def test_settings_given_when_resuming_count(run_train):
@@ -366,7 +367,7 @@ def test_the_builtin_corpus_is_prepared_when_missing(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize('args, words', [
     (['--n_hed=4'], ["'n_hed'", "'n_head'"]), (['--n_head=5'], ['n_embd=32', 'n_head=5']), (['--n_head=32'], ['head_dim=1', 'odd']), (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
-    (['--init_from=resume'], ['no checkpoint']), (['--init_from=nowhere'], ['nowhere', 'no checkpoint']), (['--eval_only=True'], ['eval_only', '--init_from']),
+    (['--init_from=resume'], ['no checkpoint']), (['--init_from=nowhere'], ['nowhere', 'no checkpoint']), ([f'--init_from={__file__}'], ['is a file', 'folder it is in']), (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']), (['--vocab_size=100'], ['n_tokens=257', 'vocab_size=100']), (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
     (['--device=quantum'], ['device=quantum']), (['--dtype=int8'], ['dtype', 'bfloat16']), (['--max_steps=0'], ['max_steps=0']), (['--max_seconds=0'], ['max_seconds=0']), (['stray'], ['stray']), (['--seed=-1'], ['seed=-1']), (['--beta2=1.0'], ['beta2=1.0']), (['--sample_tokens=-5'], ['sample_tokens']), (['--weight_decay=-1'], ['weight_decay']), (['--device=meta'], ['device=meta']), (['--block_size=100000', '--batch_tokens=400000'], ['block_size'])])
 def test_refusals(run_train, args, words):

@@ -59,7 +59,7 @@ def training_flops(config):
 
 
 def plan(name, common, asked):
-    """Of a run: train.py's arguments but for seed and folder, {setting: value} of them (asked: of `common`), FLOPs per token."""
+    """Of a run: train.py's arguments but for seed and folder (asked: the settings in `common`), all its settings, FLOPs per token."""
     base, _, like = name.partition('_as_')
     parts, recipe = base.split('+'), asdict(build(Settings, asked))
     if set(parts) - set(RUNS) or like and not base.startswith('plain'):
@@ -74,11 +74,12 @@ def plan(name, common, asked):
     args = [*files, *common, *(f'--{n}={recipe[n]}' for n in own), *(option for part in parts for option in RUNS[part][1:])]
     given = {**read(args, '', Settings, GPTConfig)[0], 'max_steps': recipe['max_steps']}
     rows = {'n_tokens': (n := read_meta(recipe['data_dir'])['n_tokens']), 'vocab_size': -(-n // 64) * 64}  # as train.py does
-    flops = training_flops(build(GPTConfig, {**rows, **given}))
+    config = build(GPTConfig, {**rows, **given})
+    flops, settings = training_flops(config), {**asdict(build(Settings, given)), **asdict(config)}
     if like:
-        given['max_steps'] = round(recipe['max_steps'] * plan(like, common, asked)[2] / flops)
-        args.append(f"--max_steps={given['max_steps']}")
-    return args, given, flops
+        settings['max_steps'] = round(recipe['max_steps'] * plan(like, common, asked)[2] / flops)
+        args.append(f"--max_steps={settings['max_steps']}")
+    return args, settings, flops
 
 
 def read_lines(path):
@@ -166,6 +167,8 @@ def make_runs(c, common, asked, results):
     names, failed = ALL if c.names == 'all' else c.names.split(','), 0
     if not re.fullmatch(r'\d+(,\d+)*', c.seeds): raise UserError(f"--seeds={c.seeds}: give whole numbers, such as 1,2,3")
     plans = {name: plan(name, common, asked) for name in names}  # what is wrong with one of them shows before the first run
+    for r in read_lines(results):  # nor are runs of another recipe in the same table
+        if 'name' in r and 'seed' in r: final_loss(os.path.join(c.out, f"{r['name']}-s{r['seed']}"), plan(r['name'], common, asked)[1])
     for seed, name in product(map(int, c.seeds.split(',')), names):
         (args, given, flops), folder = plans[name], os.path.join(c.out, f'{name}-s{seed}')
         args = [*args, f'--seed={seed}', f'--out_dir={folder}']

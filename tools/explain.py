@@ -107,7 +107,6 @@ def halting(model, T):
 def main(argv):
     s, model, tokenizer, _ = open_one(argv, __doc__.strip(), ExplainSettings, "python tools/explain.py out/ponder")
     idx = torch.tensor(encode_prompt(s.start, tokenizer, model.config.block_size), device=model.wte.weight.device)
-    if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
     show(look(model, idx), model.config, idx, tokenizer, s.top)
 
 

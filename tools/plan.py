@@ -127,7 +127,8 @@ def plan(s, given, state=None):
     given = {**loaded(s, state), **given}
     known, where = vocabulary(s, given)
     config = build(GPTConfig, {**given, **known})
-    dtype = pick_dtype(s.dtype, pick_device(s.device)) if s.device or s.dtype else torch.bfloat16  # what GPUs of today compute in
+    here = None if s.device in (None, 'cuda') else pick_device(s.device)  # GPUs are planned without one
+    dtype = pick_dtype(s.dtype, here) if s.dtype or here else torch.bfloat16  # what GPUs of today compute in
     if s.device == 'cpu': tune_cpu(config.block_size, dtype)  # rules which attention runs
     accumulation(s, config.block_size, 1)
     with torch.device('meta'): model = GPT(config)

@@ -22,11 +22,11 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from checkpoint import change_steps, whole
 from configurator import UserError, build, read, run
-from data import open_shard, read_meta
 from hardware import pick_device
 from model import HALTING
 from sample import encode_prompt, load_model
 from tools.curves import X, curves, final, new_figure
+from tools.evaluate import token_arrays
 from tools.explain import look
 
 
@@ -48,8 +48,7 @@ class PlotSettings:
 def read_text(settings, tokenizer, s):
     """The tokens (n,) to read: --start, or the beginning of the validation set of the checkpoint's data."""
     if s.start is not None: return torch.tensor(encode_prompt(s.start, tokenizer, 10 ** 9))
-    shard = os.path.join(settings['data_dir'], read_meta(settings['data_dir'])['val']['shards'][0]['name'])
-    return torch.from_numpy(open_shard(shard)[:s.tokens].astype(np.int64))
+    return torch.from_numpy(token_arrays(settings['data_dir'], tokenizer)[0][:s.tokens].astype(np.int64))
 
 
 @torch.inference_mode()
@@ -146,6 +145,7 @@ def main(argv):
         if kind in ('steps', 'text') and model.mechanism not in HALTING.values():
             raise UserError(f"{paths[0]} has halting={model.config.halting!r}, ponder_steps={model.config.ponder_steps}: name one that halts")
         figure = KINDS[kind](model, read_text(settings, tokenizer, s), tokenizer, s)
+    os.makedirs(os.path.dirname(s.out) or '.', exist_ok=True)
     with whole(s.out, 'wb') as f: figure.savefig(f, format=ending)
 
 
