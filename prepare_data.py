@@ -235,7 +235,7 @@ def prepare(settings, paths=()):
         for path in paths:
             if made_from(path) is not None: raise UserError(f"{path}: a data set, no text; to compare it with its meta.json: --check {path}")
         if settings.name is None and made_from(folder) not in (None, source):
-            raise UserError(f"{folder} was made from {made_from(folder)}: add --name=OTHER, or --name={os.path.basename(folder)} to replace it")
+            raise UserError(f"{folder} was made from {made_from(folder)}: give another --name, or --name={os.path.basename(folder)} to replace it")
         for whole in (DOCUMENT_BYTES, 0):
             try:
                 with Progress(folder, total) as progress:

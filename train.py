@@ -281,9 +281,9 @@ class Trainer:
         """Checkpoint by rank 0; UserError if it cannot be written."""
         if hasattr(self.optimizer, 'consolidate_state_dict'): self.optimizer.consolidate_state_dict()  # all parts to rank 0
         if self.rank: return
-        state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), settings={**asdict(self.s), 'init_from': self.origin},
-                     tokenizer=self.meta['tokenizer'], model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
-                     scaler=self.scaler.state_dict())
+        state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), tokenizer=self.meta['tokenizer'],
+                     settings={**asdict(self.s), 'init_from': self.origin}, model=self.model.state_dict(),
+                     optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict())
         try:
             save_checkpoint(self.s.out_dir, state)
         except (OSError, RuntimeError) as error:
@@ -342,7 +342,7 @@ class Trainer:
         s = self.s
         if s.eval_only: return self.report_evaluation()
         if self.step >= s.max_steps:
-            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps, and so stretch the schedules, to go on")
+            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise it, and so stretch all schedules, to go on")
         self.open_output()
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "

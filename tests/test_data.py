@@ -215,7 +215,7 @@ def test_data_sets_are_not_replaced_by_mistake(tmp_path, monkeypatch):
     prepare_data.main(['notes.v1'])
     before = (tmp_path / 'data' / 'notes' / 'meta.json').read_bytes()
     for argv in ['notes.v2'], ['notes.v1', 'notes.v2']:  # the same default name
-        with pytest.raises(UserError, match='data/notes was made from notes.v1: add --name=OTHER, or --name=notes'): prepare_data.main(argv)
+        with pytest.raises(UserError, match='data/notes was made from notes.v1: give another --name, or --name=notes'): prepare_data.main(argv)
     for argv in ['data/notes'], ['data/notes', '--name=notes', '--tokenizer=byte'], ['notes.v1', 'data/notes', '--name=more']:  # --check forgotten
         with pytest.raises(UserError, match='data/notes: a data set, no text.*--check data/notes'): prepare_data.main(argv)
     assert (tmp_path / 'data' / 'notes' / 'meta.json').read_bytes() == before
