@@ -5,7 +5,7 @@ Exercise 1 of 8: attention and the causal mask. About 40 minutes.
     python exercises/attention.py --hint     a hint; --hint=2 and --hint=3 say more
 
 Each position t asks a question, its query q_t. Each position u offers a key k_u and a value v_u. How well the key
-fits the query decides how much of the value t takes home:
+fits the query decides how much of that value goes into the result of t:
 
     score(t, u)  = q_t . k_u / sqrt(hd)        for u <= t, and -infinity for u > t
     a(t, u)      = exp(score(t, u)) / sum over u' of exp(score(t, u'))          a softmax: positive, and 1 in sum over u

@@ -4,7 +4,7 @@ What the choices of a halting model are worth: its validation loss, and that of 
     python tools/choices.py out/halting_router
 
 Each line has one halt_tau: the mean passes per token, the loss with the passes that the model chose, and the loss with the same
-numbers of passes handed out to the tokens by lot. The last lines give every token the same number. Weights stay as they are:
+numbers of passes handed out to the tokens at random. The last lines give every token the same number. Weights stay as they are:
 what differs is who gets the passes. ('mask' weighs its thoughts by the probabilities it chooses by: those of the thoughts that are
 left are scaled to a sum of 1, in all columns.)
 """
@@ -31,9 +31,9 @@ from tools.evaluate import token_arrays
 class ChoiceSettings:
     """what to try"""
     taus: str = '0.0001,0.01,0.1,0.3,0.5'  # values of halt_tau, with commas between
-    lots: int = 5                       # times that the passes are dealt out anew
+    lots: int = 5                       # times that the passes are dealt out at random
     tokens: int = 32768                 # of the validation set that are read
-    seed: int = 1337                    # of the lots
+    seed: int = 1337                    # of the dealing
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
@@ -98,7 +98,7 @@ def main(argv):
     rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)
     draw = torch.Generator().manual_seed(s.seed)
     print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n")
-    print(f"halt_tau  passes  chosen  by lot (lowest to highest of {s.lots})")
+    print(f"halt_tau  passes  chosen  at random (lowest to highest of {s.lots})")
     for c.halt_tau in map(float, s.taus.split(',')):
         _, passes = nats(model, rows)
         loss, _ = nats(other, rows, deal, passes)  # the same model for chosen and lots, or 'mask' would differ by its scale

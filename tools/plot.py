@@ -5,8 +5,8 @@ Pictures of runs and checkpoints. Needs: pip install matplotlib
     python tools/plot.py final out/compare/*-s* --x=flops --out=final.png    where the runs ended, and the line of plain ones
     python tools/plot.py depth out/depth_attn --out=depth.png                which layers' values each layer mixes
     python tools/plot.py ponder out/ponder --max_steps=6 --out=ponder.png    loss against steps at inference
-    python tools/plot.py steps out/gate --out=steps.png                      with halting: how many steps, and for which tokens
-    python tools/plot.py text out/gate --start=FILE:a.txt --out=text.png     with halting: a text, shaded by steps
+    python tools/plot.py steps out/halting_gate --out=steps.png              with halting: how many steps, and for which tokens
+    python tools/plot.py text out/halting_gate --start=FILE:a.txt            with halting: a text, shaded by steps
 
 The first two take train.py's folders or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run: mean and range are drawn.
 """
