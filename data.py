@@ -86,17 +86,18 @@ def shaped(value, shape):
     return value
 
 
-def read_meta(folder):
-    """meta.json of a data folder, or UserError with the command that makes the folder."""
+def read_meta(folder, tokenizer=None):
+    """meta.json of a data folder. UserError with the command that makes the folder, or if its tokens are not those of `tokenizer`."""
     try:
-        with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f: meta = json.load(f)
-        return shaped(meta, META)
+        with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f: meta = shaped(json.load(f), META)
     except FileNotFoundError:
         name = os.path.basename(os.path.normpath(folder))
         what = name if name in ('shakespeare', 'fineweb', 'fineweb-edu') else f"PATH... --name={name}"
         raise UserError(f"{folder}: no data set (no meta.json); make data/{name} with: python prepare_data.py {what}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json: no description of a data set ({error}); prepare the data again") from None
+    if tokenizer and meta['tokenizer'] != tokenizer.name: raise UserError(f"{folder} has {meta['tokenizer']} tokens, not {tokenizer.name}")
+    return meta
 
 
 def open_shard(path):

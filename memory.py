@@ -8,10 +8,10 @@ What attention may read. Attention asks one object:
 
     KVCache         generation where every token takes the same slots      plain, embedding, loop, pause, latent
     StaticCache     the same for compiled code
-    RaggedCache     generation where not, or steps read only earlier ones  everything that halts; chain
-    ChainMemory     without a cache, steps that read the steps before      chain
+    RaggedCache     generation where not, or later steps are hidden        everything that halts; chain
+    ChainMemory     no cache, steps that read the steps before             chain
     StepMemory      the same where tokens take different numbers of them   router
-    FrozenMemory    without a cache, tokens that stopped and are read on   gate
+    FrozenMemory    no cache, tokens that stopped and are still read       gate
 
 The other half of halting is thinking.py: which slots still think.
 """
@@ -185,7 +185,7 @@ def new_caches(config, capacity, start=None, ragged=False, static=False):
     """
     What generation with a model of this config remembers: empty caches for `capacity` tokens, one for each pass where passes do
     not read each other's keys, else one. start (B,): tokens of padding on the left of each row. ragged: tokens may take different
-    numbers of slots, or steps read only the steps before. static: for compiled code.
+    numbers of slots, or later steps are hidden. static: for compiled code.
     """
     passes = config.ponder_steps + 1
     if ragged:

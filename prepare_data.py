@@ -9,11 +9,10 @@ Text to token shards.
     python prepare_data.py --check data/mine            compare a folder with its meta.json
 
 Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokenised FineWeb shards (see data.py), and
-meta.json with tokenizer, vocabulary, counts and checksums; it comes last, so a folder with meta.json is complete. A
-document is a file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into many at line ends.
-Documents end with an end-of-text token, and go to train or val by a hash of their content: adding files moves no other
-document, and a copy never lands on the other side (too few documents for that are cut into pieces, until there are more).
-Whatever is interrupted goes on, or starts over, with the same command.
+meta.json with tokenizer, vocabulary, counts and checksums; it comes last, so a folder with meta.json is complete. A document is a
+file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into many at line ends. Documents end with an end-of-text
+token, and go to train or val by a hash of their content: adding files moves no other document, and a copy never lands on the other side
+(too few documents are cut into pieces, until there are more). Whatever is interrupted goes on, or starts over, with the same command.
 """
 
 import collections
@@ -231,11 +230,12 @@ def prepare(settings, paths=()):
         if what == 'shakespeare':
             with workshop(folder): paths = [shakespeare(folder)]
         texts = partial(your_texts, paths) if paths else partial(python_sources, settings.packages)
-        total, source = sum(os.path.getsize(file) for path in paths for file in walk(path)), ' '.join(paths) or 'Python source'
+        source = ' '.join(paths) or 'Python source'
         for path in paths:
-            if made_from(path) is not None: raise UserError(f"{path}: a data set, no text; to compare it with its meta.json: --check {path}")
-        if settings.name is None and made_from(folder) not in (None, source):
-            raise UserError(f"{folder} was made from {made_from(folder)}: give another --name, or --name={os.path.basename(folder)} to replace it")
+            if made_from(path) is not None: raise UserError(f"{path}: a data set, no text; to see whether it is whole: --check {path}")
+        if settings.name is None and (before := made_from(folder)) not in (None, source):
+            raise UserError(f"{folder} was made from {before}: give another --name, or --name={os.path.basename(folder)} to replace it")
+        total = sum(os.path.getsize(file) for path in paths for file in walk(path))
         for whole in (DOCUMENT_BYTES, 0):
             try:
                 with Progress(folder, total) as progress:

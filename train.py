@@ -342,7 +342,7 @@ class Trainer:
         s = self.s
         if s.eval_only: return self.report_evaluation()
         if self.step >= s.max_steps:
-            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise it, and so stretch all schedules, to go on")
+            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise it (and stretch all schedules) to go on")
         self.open_output()
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "

@@ -225,8 +225,9 @@ def test_data_sets_are_not_replaced_by_mistake(tmp_path, monkeypatch):
 
 
 def test_missing_data_names_its_command():
-    for folder, words in ('data/mine', 'make data/mine with: python prepare_data.py PATH... --name=mine'), ('data/shakespeare', 'prepare_data.py shakespeare$'):
-        with pytest.raises(UserError, match=words): read_meta(folder)
+    with pytest.raises(UserError, match='make data/mine with: python prepare_data.py PATH... --name=mine$'): read_meta('data/mine')
+    for name in ('shakespeare', *prepare_data.FINEWEB):
+        with pytest.raises(UserError, match=f'python prepare_data.py {name}$'): read_meta(f'data/{name}')
 
 
 def test_preparing_does_not_load_torch(tmp_path):

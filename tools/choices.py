@@ -24,7 +24,6 @@ from configurator import UserError, check_range, run
 from data import Windows, read_meta
 from model import HALTING
 from sample import open_one
-from tools.evaluate import token_arrays
 
 
 @dataclass
@@ -93,8 +92,7 @@ def main(argv):
     c, device, data_dir = model.config, model.wte.weight.device, settings['data_dir']
     if model.mechanism not in HALTING.values():
         raise UserError(f"this model has halting={c.halting!r} and ponder_steps={c.ponder_steps}: name one that halts")
-    token_arrays(data_dir, tokenizer)  # UserError if it was prepared anew, with another tokenizer
-    val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir), c.block_size), obedient(model)
+    val, (other, deal) = Windows(data_dir, 'val', read_meta(data_dir, tokenizer), c.block_size), obedient(model)
     rows = val.read(range(min(val.n, -(-s.tokens // c.block_size))), device).to(device)
     draw = torch.Generator().manual_seed(s.seed)
     print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n")

@@ -91,21 +91,21 @@ def read_lines(path):
     return [record for record in records if isinstance(record, dict)]
 
 
-def final_loss(folder, given):
+def final_loss(folder, settings):
     """Validation nats per byte after the last step, None if the run is not finished; UserError if it has other settings."""
     path = os.path.join(folder, 'settings.json')
-    before = read([path], '', Settings, GPTConfig)[0] if os.path.exists(path) else given
-    for name, value in given.items():
+    before = read([path], '', Settings, GPTConfig)[0] if os.path.exists(path) else settings
+    for name, value in settings.items():
         if value is not None and name not in OURS and before.get(name, value) != value:  # None: what train.py finds out
             raise UserError(f"{folder} was run with {name}={before[name]}, now it is {value}: choose another --out")
     log = read_lines(os.path.join(folder, 'log.jsonl'))
-    return next((r[LOSS] for r in log if r['step'] == given['max_steps'] and LOSS in r), None)
+    return next((r[LOSS] for r in log if r['step'] == settings['max_steps'] and LOSS in r), None)
 
 
-def train(args, folder, given):
+def train(args, folder, settings):
     """Run train.py to its end, resuming what is there. UserError if it fails; leaves if it was told to stop."""
     checkpoints = [path for path in (os.path.join(folder, name) for name in CHECKPOINTS) if os.path.exists(path)]
-    if checkpoints and load_checkpoint(folder)['step'] >= given['max_steps']:
+    if checkpoints and load_checkpoint(folder)['step'] >= settings['max_steps']:
         os.remove(checkpoints.pop(0))  # killed in the last evaluation: the steps since the checkpoint before come out equal
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, 'output.txt'), 'a+', encoding='utf-8') as output:
@@ -117,24 +117,24 @@ def train(args, folder, given):
         for number, handler in handlers.items(): signal.signal(number, handler)
         output.seek(0)
         last = output.read().strip()[-300:].splitlines()[-1:]
-    if status == -signal.SIGTERM or not status and final_loss(folder, given) is None:
+    if status == -signal.SIGTERM or not status and final_loss(folder, settings) is None:
         sys.exit(print("stopped; the same command goes on", file=sys.stderr) or 130)
     if status: raise UserError(f"{folder}: {' '.join(last)} (exit status {status}; the rest is in output.txt there)")
 
 
-def record(name, seed, args, given, flops, folder):
+def record(name, seed, args, settings, flops, folder):
     """The line of runs.jsonl for a finished run. Its seconds are those of training steps: no start, no evaluation, no saving."""
-    tokens = given['max_steps'] * build(Settings, given).batch_tokens
+    tokens = settings['max_steps'] * settings['batch_tokens']
     ms = {r['step']: r['ms'] for r in read_lines(os.path.join(folder, 'log.jsonl')) if 'ms' in r}  # mean since the line before
     seconds = sum(ms[step] * (step - before) for before, step in pairwise([0, *sorted(ms)])) / 1e3
     describe = ['git', 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=12']  # '-dirty': changed since the commit
     try: commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
     except OSError: commit = None  # no git here
-    device = pick_device(given.get('device'))
+    device = pick_device(settings['device'])
     cpu = torch.cpu.get_capabilities().get('cpu_name', '') if hasattr(torch.cpu, 'get_capabilities') else ''
     hardware = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{cpu}, {torch.get_num_threads()} threads'
-    return {'name': name, 'seed': seed, 'command': ' '.join(['python', 'train.py', *args]), 'steps': given['max_steps'],
-            'tokens': tokens, 'flops': tokens * flops, 'seconds': seconds, LOSS: final_loss(folder, given), 'commit': commit,
+    return {'name': name, 'seed': seed, 'command': ' '.join(['python', 'train.py', *args]), 'steps': settings['max_steps'],
+            'tokens': tokens, 'flops': tokens * flops, 'seconds': seconds, LOSS: final_loss(folder, settings), 'commit': commit,
             'torch': torch.__version__, 'hardware': hardware, 'date': time.strftime('%Y-%m-%d')}
 
 
@@ -166,20 +166,21 @@ def make_runs(c, common, asked, results):
     """Make all runs that are not finished; returns how many failed."""
     names, failed = ALL if c.names == 'all' else c.names.split(','), 0
     if not re.fullmatch(r'\d+(,\d+)*', c.seeds): raise UserError(f"--seeds={c.seeds}: give whole numbers, such as 1,2,3")
-    plans = {name: plan(name, common, asked) for name in names}  # what is wrong with one of them shows before the first run
-    for r in read_lines(results):  # nor are runs of another recipe in the same table
-        if 'name' in r and 'seed' in r: final_loss(os.path.join(c.out, f"{r['name']}-s{r['seed']}"), plan(r['name'], common, asked)[1])
+    made = [(r['name'], r['seed']) for r in read_lines(results) if 'name' in r and 'seed' in r]
+    # what is wrong with one of them shows before the first run, and so does a finished run of another recipe
+    plans = {name: plan(name, common, asked) for name in dict.fromkeys([*names, *(name for name, _ in made)])}
+    for name, seed in made: final_loss(os.path.join(c.out, f'{name}-s{seed}'), plans[name][1])
     for seed, name in product(map(int, c.seeds.split(',')), names):
-        (args, given, flops), folder = plans[name], os.path.join(c.out, f'{name}-s{seed}')
+        (args, settings, flops), folder = plans[name], os.path.join(c.out, f'{name}-s{seed}')
         args = [*args, f'--seed={seed}', f'--out_dir={folder}']
-        loss = final_loss(folder, given)
+        loss = final_loss(folder, settings)
         if any((r.get('name'), r.get('seed')) == (name, seed) for r in read_lines(results)): continue
         try:
-            if loss is None: train(args, folder, given)
+            if loss is None: train(args, folder, settings)
         except UserError as error:  # the others may go well
             failed += print(f"{name}, seed {seed} failed: {error}", file=sys.stderr, flush=True) or 1
             continue
-        r = record(name, seed, args, given, flops, folder)
+        r = record(name, seed, args, settings, flops, folder)
         with open(results, 'a', encoding='utf-8') as f: f.write(json.dumps(r) + '\n')
         print(f"{name}, seed {seed}: {r[LOSS]:.4f} nats per byte, {r['steps']} steps, {r['seconds']:.0f} s", flush=True)
     return failed

@@ -72,9 +72,7 @@ def nats(model, tokens, batch_size):
 def token_arrays(path, tokenizer):
     """The token arrays of a text file, of a shard, or of the validation shards of a data folder."""
     if os.path.isdir(path):
-        meta = read_meta(path)
-        if meta['tokenizer'] != tokenizer.name: raise UserError(f"{path} has {meta['tokenizer']} tokens, not {tokenizer.name}")
-        shards = [os.path.join(path, shard['name']) for shard in meta['val']['shards']]
+        shards = [os.path.join(path, shard['name']) for shard in read_meta(path, tokenizer)['val']['shards']]
     else: shards = [path] if path.endswith('.bin') else []
     for shard in shards: count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
     if shards: return [open_shard(shard) for shard in shards]

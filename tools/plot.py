@@ -143,7 +143,8 @@ def main(argv):
     else:
         model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
         if kind in ('steps', 'text') and model.mechanism not in HALTING.values():
-            raise UserError(f"{paths[0]} has halting={model.config.halting!r}, ponder_steps={model.config.ponder_steps}: name one that halts")
+            raise UserError(f"{paths[0]} has halting={model.config.halting!r}, ponder_steps={model.config.ponder_steps}: "
+                            "name one that halts")
         figure = KINDS[kind](model, read_text(settings, tokenizer, s), tokenizer, s)
     os.makedirs(os.path.dirname(s.out) or '.', exist_ok=True)
     with whole(s.out, 'wb') as f: figure.savefig(f, format=ending)
