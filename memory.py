@@ -191,7 +191,7 @@ def new_caches(config, capacity, start=None, ragged=False, static=False):
     if ragged:
         return [RaggedCache(config.n_layer, start, capacity * passes if static else 0)]
     kind = StaticCache if static else KVCache
-    caches = passes if config.ponder in ('embedding', 'loop') else 1
+    caches = 1 if config.ponder in ('none', 'latent', 'pause') else passes
     return [kind(config.n_layer, capacity * config.slots, start, config.slots) for _ in range(caches)]
 
 

@@ -77,12 +77,13 @@ class GPTConfig:
                      'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale', 'init_std'):
             value = getattr(self, name)
             if value is not None and not value > 0: raise ValueError(f"{name}={value} must be positive")
-        C, own_head_dim, ponder = self.n_embd, self.head_dim is not None, self.ponder
+        C, own_head_dim, ponder, topk, jacobi = self.n_embd, self.head_dim is not None, self.ponder, self.ponder_topk, self.jacobi_iters
         # with the default init_std embeddings then have size 0.6 (sqrt(C)) or 1, that of the normed hidden states fed in beside them
         scale = {'none': 1.0, 'embedding': math.sqrt(C), 'pause': math.sqrt(C)}.get(ponder, math.sqrt(2.5 * C))
         defaults = dict(n_tokens=self.vocab_size, n_kv_head=self.n_head, head_dim=C // self.n_head, embed_scale=scale,
-                        mlp_hidden=math.ceil(8 * C / 3 / 64) * 64, init_std=math.sqrt(0.4 / C), depth_stride=max(1, self.n_layer // 2),
-                        halt_lambda={'mask': 0.01, 'router': 0.4}.get(self.halting, 0.1))
+                        mlp_hidden=math.ceil(8 * C / 3 / 64) * 64, init_std=math.sqrt(0.4 / C),
+                        depth_stride=max(1, self.n_layer // 2) if self.depth_attn else None,
+                        halt_lambda={'gate': 0.1, 'mask': 0.01, 'router': 0.4}.get(self.halting))
         for name, value in defaults.items():
             if getattr(self, name) is None: setattr(self, name, value)
         needs = {'none': ponder, 'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}
@@ -94,21 +95,17 @@ class GPTConfig:
             f"depth_mode={self.depth_mode!r} must be 'softmax' or 'uniform'": self.depth_mode not in ('softmax', 'uniform'),
             f"dropout={self.dropout} must be at least 0 and below 1": not 0 <= self.dropout < 1,
             f"ponder={ponder!r} must be one of {', '.join(map(repr, PONDER))}": ponder not in PONDER,
-            f"ponder_steps={self.ponder_steps} and jacobi_iters={self.jacobi_iters} must not be negative":
-                min(self.ponder_steps, self.jacobi_iters) < 0,
-            f"jacobi_iters={self.jacobi_iters} means nothing to ponder={ponder!r}: set ponder='latent'":
-                self.jacobi_iters != 3 and ponder != 'latent',
-            f"ponder_topk={self.ponder_topk} means nothing to ponder={ponder!r}: set ponder='embedding'":
-                self.ponder_topk is not None and ponder != 'embedding',
-            f"ponder_topk={self.ponder_topk} must be between 1 and n_tokens={self.n_tokens}":
-                self.ponder_topk is not None and not 1 <= self.ponder_topk <= self.n_tokens,
+            f"ponder_steps={self.ponder_steps} and jacobi_iters={jacobi} must not be negative": min(self.ponder_steps, jacobi) < 0,
+            f"jacobi_iters={jacobi} means nothing to ponder={ponder!r}: set ponder='latent'": jacobi != 3 and ponder != 'latent',
+            f"ponder_topk={topk} means nothing to ponder={ponder!r}: set ponder='embedding'": topk is not None and ponder != 'embedding',
+            f"ponder_topk={topk} must be between 1 and n_tokens={self.n_tokens}": topk is not None and not 1 <= topk <= self.n_tokens,
             f"halting={self.halting!r} must be one of {', '.join(map(repr, needs))}": self.halting not in needs,
             f"halting={self.halting!r} does not work with ponder={ponder!r}: set ponder={needs.get(self.halting)!r}":
                 ponder != needs.get(self.halting),
             f"halt_start={self.halt_start} and halt_full={self.halt_full} must be shares of the run, the first one smaller":
                 not 0 <= self.halt_start < self.halt_full <= 1,
             "halt_tau, halt_lambda and halt_beta must not be negative, halt_share must be between 0 and 1":
-                min(self.halt_tau, self.halt_lambda, self.halt_beta) < 0 or not 0 <= self.halt_share <= 1}
+                min(self.halt_tau, self.halt_lambda or 0, self.halt_beta) < 0 or not 0 <= self.halt_share <= 1}
         for message, true in problems.items():
             if true: raise ValueError(message)
 
@@ -116,6 +113,10 @@ class GPTConfig:
     def slots(self):
         """Places a token takes in the sequence that attention sees."""
         return self.ponder_steps + 1 if self.ponder in ('latent', 'chain', 'pause') else 1
+
+    def sources(self, layer):
+        """S(l): the earlier layers whose values Depth-Attention mixes into those of `layer`, in this order."""
+        return range(0, layer, self.depth_stride) if self.depth_attn else range(0)
 
 
 # ---- the plain GPT ---------------------------------------------------------------------------------------------------
@@ -161,8 +162,7 @@ class Attention(nn.Module):
         self.dropout, self.depth_mode = config.dropout, config.depth_mode
         self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=False)  # q, k, v in one matmul
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x, rope, sources=(), memory=None, mask=None, bias=None):
         """x (B,S,C) -> y (B,S,C), and this layer's (k, v) for later layers to read, each (B, nkv, S, hd)."""
@@ -227,8 +227,8 @@ class Block(nn.Module):
 #     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j         own value raw, earlier ones already mixed    (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)               keys stay as they are                        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2: the anchors 0, s, 2s, ... whose keys and
-# values GPT.layers keeps for the length of one pass. Layer 0 has no source and is an ordinary layer.
+# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2 (GPTConfig.sources): the anchors 0, s, 2s, ...
+# whose keys and values GPT.layers keeps for the length of one pass. Layer 0 has no source and is an ordinary layer.
 # q and k are those of sequence attention, after norm and rotation; at one position both sides are turned alike, so the
 # rotation cancels. With grouped queries the g queries of a key/value head are averaged first (section 3.3).
 #
@@ -610,13 +610,14 @@ class GPT(nn.Module):
 
     def layers(self, x, rope, memory, mask, bias, earlier):
         """All blocks, one after the other; arguments as `blocks` makes them."""
-        anchors = []  # (key, mixed value) of layers 0, s, 2s, ...; lives for this pass only (depth_attention)
+        made = {}  # layer: (key, mixed value), of those that later layers read; lives for this pass only (depth_attention)
+        read = {j for layer in range(len(self.h)) for j in self.config.sources(layer)}
         for layer, block in enumerate(self.h):
-            sources = (*earlier[layer], *anchors) if earlier else tuple(anchors)
+            sources = (*(earlier[layer] if earlier else ()), *[made[j] for j in self.config.sources(layer)])
             # sources go in as arguments and come out as results: in recomputation, appending inside would happen twice
             call = partial(checkpoint, block, use_reentrant=False) if self.checkpoint_activations and self.training else block
             x, new = call(x, rope, sources, memory, mask, bias)
-            if self.config.depth_attn and layer % self.config.depth_stride == 0: anchors.append(new)
+            if layer in read: made[layer] = new
             if earlier: earlier[layer].append(new)
         return x
 
@@ -678,9 +679,9 @@ class GPT(nn.Module):
         return ChunkedCrossEntropy.apply(h, self.lm_head.weight, targets, self.config.n_tokens, torch.is_grad_enabled())
 
     def forward(self, idx, targets=None, jacobi=None):
-        """(B,T) -> (logits (B,T,V), None); with targets (B,T): (None, mean loss in nats, in training plus `penalty`)."""
-        if idx.size(1) > self.config.block_size:
-            raise ValueError(f"{idx.size(1)} tokens do not fit into block_size={self.config.block_size}")
+        """(B,T) -> (logits (B,T,V), None); targets (B,T), what follows each token: (None, mean loss in nats, training: plus `penalty`)."""
+        T = self.config.block_size
+        if idx.dim() != 2 or idx.size(1) > T: raise ValueError(f"tokens of shape {tuple(idx.shape)} must be (B,T), T up to block_size={T}")
         h = self.hidden(idx, jacobi=jacobi)
         if targets is None: return self.head(h), None
         loss = self.loss(h, targets) + (penalty(self, targets) if self.trace and self.training else 0)
@@ -745,8 +746,7 @@ class GPT(nn.Module):
         """Right-align prompts: tokens (B, longest), and how much padding is left of each row, (B,), or None for none."""
         rows = [torch.as_tensor(p, dtype=torch.long, device=device) for p in prompts]
         lengths = [len(row) for row in rows]
-        if not rows or min(lengths) == 0:
-            raise ValueError("an empty prompt: give at least one token, such as the end-of-text token")
+        if not rows or min(lengths) == 0: raise ValueError("an empty prompt: give at least one token, such as the end-of-text token")
         if max(lengths) > self.config.block_size:
             raise ValueError(f"a prompt of {max(lengths)} tokens does not fit into block_size={self.config.block_size}")
         tokens = torch.stack([F.pad(row, (max(lengths) - len(row), 0)) for row in rows])
@@ -784,8 +784,8 @@ class GPT(nn.Module):
         factor = 3 if training else 1                                       # backward is two forwards
         R = jacobi if jacobi is not None else max(c.jacobi_iters - training / 2, 0)  # train.py draws jacobi_iters or one less
         row = sum(m.weight.numel() for m in self.h.modules() if isinstance(m, nn.Linear))
-        sources = [len(range(0, layer, c.depth_stride)) for layer in range(c.n_layer)]
-        if c.depth_attn: row += 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim
+        sources = [len(c.sources(layer)) for layer in range(c.n_layer)]
+        row += 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim
         # (slots per token, keys per slot in multiples of T) of every pass
         passes = {'none': [(1, 1)], 'embedding': [(1, 1)] * (s + 1), 'loop': [(1, 1)] * (s + 1), 'pause': [(s + 1, s + 1)],
                   'chain': [(1, k + 1) for k in range(s + 1)],

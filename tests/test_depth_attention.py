@@ -164,4 +164,4 @@ def test_uniform_mode_is_a_plain_average():
 
 
 def test_default_stride():
-    assert [GPTConfig(n_layer=L).depth_stride for L in (1, 2, 7, 24)] == [1, 1, 3, 12]
+    assert [GPTConfig(n_layer=L, depth_attn=True).depth_stride for L in (1, 2, 7, 24)] == [1, 1, 3, 12]

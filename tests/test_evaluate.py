@@ -91,7 +91,8 @@ def test_what_counts_as_a_function(text, good):
 
 
 def test_share_of_functions(model, folder, capsys, monkeypatch):
-    texts = evaluate.sample_functions(model, BYTE, evaluate.EvaluateSettings(functions=5, max_new_tokens=30, batch_size=2))
+    s = evaluate.EvaluateSettings(functions=5, max_new_tokens=30, batch_size=2)
+    for m in (make(vocab_size=320, n_tokens=257, block_size=4), model): texts = evaluate.sample_functions(m, BYTE, s)  # "def " fills the first
     assert len(texts) == 5 and len(set(texts)) == 5 and all(t.startswith('def ') and len(t) > 4 for t in texts)
     monkeypatch.setattr(evaluate, 'sample_functions', lambda *_: ['def f():\n  pass\n#', 'def f(', 'def g(): 1\n#', 'def'])
     evaluate.main([folder, '--functions=4', '--device=cpu'])

@@ -108,7 +108,7 @@ def parses(text):
 
 def sample_functions(model, tokenizer, s):
     """Texts of s.functions samples that go on from "def "."""
-    prompt, texts = tokenizer.encode_ordinary('\n\ndef '), []
+    prompt, texts = tokenizer.encode_ordinary('\n\ndef ')[-model.config.block_size:], []
     while len(texts) < s.functions:
         rows = model.generate([prompt] * min(s.batch_size, s.functions - len(texts)), s.max_new_tokens, seed=s.seed + len(texts),
                               temperature=s.temperature, stop_token=tokenizer.eot_token)

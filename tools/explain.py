@@ -82,11 +82,11 @@ def look(model, idx):
 
 def source_layers(weights, layer, config):
     """Weights (1,S,n) of one layer's sources, in the order of GPT.layers, put at the layers they are of: (1,S,L+1)."""
-    anchors = list(range(0, layer, config.depth_stride))
-    loops = weights.size(-1) - 1 - len(anchors)
+    earlier = config.sources(layer)
+    loops = weights.size(-1) - 1 - len(earlier)
     row = weights.new_zeros(*weights.shape[:2], config.n_layer + 1)
     row[..., -1] = weights[..., :loops].sum(-1)
-    row[..., [*anchors, layer]] = weights[..., loops:]
+    row[..., [*earlier, layer]] = weights[..., loops:]
     return row
 
 
