@@ -21,7 +21,9 @@ def pick_device(name, local_rank=0):
     if name == 'cuda': name = f'cuda:{local_rank}'
     try:
         torch.empty(1, device=name)
-        if torch.device(name).type in ('cpu', 'cuda', 'mps'): return torch.device(name)
+        device = torch.device(name)
+        if device.type == 'cuda': torch.cuda.set_device(device)  # clocks and memory counters ask the current one
+        if device.type in ('cpu', 'cuda', 'mps'): return device
         raise RuntimeError("choose cpu, cuda or mps")
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]})") from None
@@ -63,6 +65,7 @@ def expect_new_lengths():
 
 def compile_blocks(model):
     """torch.compile each block: one block's code serves all, so compile time does not grow with depth."""
+    torch._dynamo.config.optimize_ddp = False   # it cuts what DDP runs at its buckets' ends, here into pieces of a block
     torch._dynamo.config.recompile_limit = 128  # the variants are those of shapes, and of sources for Depth-Attention
     dynamic = None if model.config.halting == 'router' else False  # its rectangles of active slots change from step to step
     for block in model.h: block.compile(dynamic=dynamic)
@@ -94,10 +97,10 @@ def stop_signals():
 @contextlib.contextmanager
 def process_group(device):
     """(rank, world) of this process, with a process group around them when torchrun started it."""
-    if device.type == 'cuda': torch.cuda.set_device(device)
+    cuda = device.type == 'cuda'
     try:
         rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-        if 'RANK' in os.environ: dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+        if 'RANK' in os.environ: dist.init_process_group('nccl' if cuda else 'gloo', device_id=device if cuda else None)
     except ValueError as error:
         raise UserError(f"RANK and what goes with it do not fit ({error}): start with torchrun, or unset them") from None
     with explained():  # after a failure the group is left as it is: taking it down would wait for the others

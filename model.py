@@ -176,7 +176,7 @@ class Attention(nn.Module):
         if memory is not None: keys, values = memory.update(self.layer, keys, values)  # (B, nkv, everything readable, hd)
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5)
         shared = self.n_head > self.n_kv_head and S > 1
-        if shared and (mask is not None or q.is_cuda and q.dtype == torch.float32):  # there CUDA's kernels would hold all scores
+        if shared and (mask is not None or q.is_cuda and q.dtype != torch.bfloat16):  # then CUDA's grouped kernels may hold all scores
             keys, values = (t.repeat_interleave(self.n_head // self.n_kv_head, 1) for t in (keys, values))
         if S == 1:  # the queries that share a key head stand in the place of the sequence: nothing is repeated for them
             y = attend(q.reshape(B, self.n_kv_head, -1, q.size(-1)), keys, values, attn_mask=mask).reshape(q.shape)
@@ -543,10 +543,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             total -= (logp.gather(1, y) * ok).sum()
             if need_grad:
                 p = logp.exp_()                                  # in place from here: softmax,
-                p.scatter_add_(1, y, -torch.ones_like(y, dtype=wide))  # minus onehot,
-                p = p.mul_(ok).to(dtype)                         # and nothing for ignored rows
-                torch.mm(p, w, out=dh[chunk])
-                dw += p.t() @ x[chunk]
+                p = p.scatter_add_(1, y, -torch.ones_like(y, dtype=wide)).to(dtype)  # minus onehot,
+                dh[chunk] = (p @ w) * ok                         # and nothing for ignored rows
+                dw += p.t() @ (x[chunk] * ok)
         if need_grad: ctx.save_for_backward(dh, dw, count)
         return total / count
 
@@ -627,12 +626,12 @@ class GPT(nn.Module):
         n = max(1, ChunkedCrossEntropy.CHUNK // c.vocab_size)
 
         def mix(rows):
-            table = self.wte.weight * c.embed_scale
-            logits = self.head(rows)
+            logits, table = self.head(rows), self.wte.weight  # scaled after mixing: the table is far larger than the result
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if c.ponder_topk is None: return wide.softmax(-1).to(logits.dtype) @ table.to(logits.dtype)
+            if c.ponder_topk is None: return wide.softmax(-1).to(logits.dtype) @ table.to(logits.dtype) * c.embed_scale
             top = wide.topk(c.ponder_topk, -1)
-            return F.embedding_bag(top.indices, table, per_sample_weights=top.values.softmax(-1).to(table.dtype), mode='sum')
+            shares = top.values.softmax(-1).to(table.dtype)
+            return F.embedding_bag(top.indices, table, per_sample_weights=shares, mode='sum') * c.embed_scale
 
         # recomputed in backward, or every step would keep its probabilities
         step = partial(checkpoint, mix, use_reentrant=False) if torch.is_grad_enabled() else mix
@@ -766,7 +765,8 @@ class GPT(nn.Module):
             likelier = ordered.cumsum(-1) - ordered  # a token stays if the likelier ones do not reach p without it
             drop = torch.zeros_like(order, dtype=torch.bool).scatter(1, order, likelier >= top_p)
             logits = logits.masked_fill(drop, -math.inf)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        p = logits.softmax(-1)  # torch.multinomial does what follows, but first waits for a GPU, twice, to check its input
+        return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
     # ---- accounting --------------------------------------------------------------------------------------------------
 

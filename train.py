@@ -23,6 +23,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, fields
 from typing import Optional
+from unittest import mock
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from data import Windows, alone, get_tokenizer, read_meta
 from hardware import (PEAK_FLOPS, compile_blocks, expect_new_lengths, pick_compile, pick_device, pick_dtype, process_group,
                       stop_signals, tune_cpu)
 from model import GPT, GPTConfig
+from tools.hf import load_state
 
 
 @dataclass
@@ -74,8 +76,7 @@ class Settings:
     def __post_init__(self):
         for name in ('max_steps', 'batch_tokens', 'micro_batch', 'learning_rate', 'grad_clip', 'log_interval',
                      'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps', 'max_seconds', 'mfu'):
-            value = getattr(self, name)
-            if value is not None and value <= 0: raise ValueError(f"{name}={value} must be positive")
+            if (value := getattr(self, name)) is not None and value <= 0: raise ValueError(f"{name}={value} must be positive")
         check_range(self, 0, 1, 'min_lr', 'warmup', 'beta1', 'beta2', 'mfu')
         if max(self.beta1, self.beta2) == 1: raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         check_range(self, 0, 2 ** 31 - 1, 'seed')
@@ -84,11 +85,10 @@ class Settings:
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the run
-
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start', 'halt_full', 'halt_share',
         'halt_beta')  # settings of the model that may differ from the checkpoint's
+START = (*FREE, 'block_size', 'rope_theta', 'depth_attn', 'depth_stride', 'depth_mode', 'ponder', 'ponder_topk',
+         'halting')  # and those that a new run from its weights may choose
 
 
 def accumulation(s, T, world):
@@ -116,6 +116,7 @@ class Trainer:
         self.val_data = Windows(settings.data_dir, 'val', self.meta, T)
         torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
         self.dtype = pick_dtype(settings.dtype, device)
+        self.autocast = lambda: torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
         if device.type == 'cpu': tune_cpu(T, self.dtype)
         if self.config.halting == 'router': expect_new_lengths()  # each pass has as many slots as go on
         self.model.to(device)
@@ -123,7 +124,7 @@ class Trainer:
         if pick_compile(settings.compile, device): compile_blocks(self.model)
         self.optimizer = self._optimizer()
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        if state: self._restore(state)
+        if state and not settings.eval_only: self._restore(state)
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if world > 1 else None
         self.stop, self.bad_steps, self.recent, self.passes = 0.0, 0, collections.deque(maxlen=50), []
         self.log_file, self.broken, self.closing = None, None, contextlib.ExitStack()
@@ -135,11 +136,11 @@ class Trainer:
     def _data(self):
         """The data set's description; prepares the built-in corpus if it is missing."""
         folder = self.s.data_dir
-        if folder == prepare_data.BUILTIN and not os.path.exists(os.path.join(folder, 'meta.json')):
-            if self.rank == 0:
+        if folder == prepare_data.BUILTIN:
+            if self.rank == 0 and not os.path.exists(os.path.join(folder, 'meta.json')):
                 print(f"{folder} is missing: preparing the built-in corpus, the source code of Python's standard library")
                 prepare_data.prepare(prepare_data.DataSettings())
-            if self.world > 1: dist.barrier()
+            if self.world > 1: dist.barrier()  # all ranks: one that comes late, when the data is there, too
         return read_meta(folder)
 
     def _model(self, given, state):
@@ -148,21 +149,20 @@ class Trainer:
         asked = {name: value for name, value in given.items() if name in own}
         if s.init_from != 'resume' and not s.eval_only and self.has_saved():
             raise UserError(f"{s.out_dir} holds a checkpoint: go on by --init_from=resume, or choose another --out_dir")
+        torch.manual_seed(s.seed)
         if s.init_from == 'scratch':
             if s.eval_only: raise UserError("eval_only needs a trained model: add --init_from=resume or --init_from=FOLDER")
             asked.setdefault('vocab_size', math.ceil(self.meta['n_tokens'] / 64) * 64)
             asked.setdefault('n_tokens', self.meta['n_tokens'])
-            torch.manual_seed(s.seed)
             model = GPT(build(GPTConfig, asked))
-        elif s.init_from.startswith('hf:'):
-            from tools.hf import load_hf
-            model = load_hf(s.init_from[3:])
         else:
-            state = state or load_checkpoint(s.init_from)
-            free = {name: asked.pop(name) for name in FREE if asked.get(name) is not None}
+            state = state or (load_state(s.init_from[3:]) if s.init_from.startswith('hf:') else load_checkpoint(s.init_from))
+            new = s.init_from != 'resume' and not s.eval_only
+            free = {name: asked.pop(name) for name in (START if new else FREE) if asked.get(name) is not None}
             steps = free.pop('ponder_steps', None) if s.eval_only else None
-            if s.init_from == 'resume' or s.eval_only: step = state['step']
+            if not new: step = state['step']
             model = GPT(build(GPTConfig, {**state['config'], **free}))
+            if new: state = {**state, 'model': {**model.state_dict(), **state['model']}}  # a mechanism's own weights begin afresh
             load_weights(model, state)
             if steps not in (None, model.config.ponder_steps): change_steps(model.config, steps)
         for name, value in asked.items():
@@ -171,6 +171,9 @@ class Trainer:
         if model.config.n_tokens != self.meta['n_tokens']:
             raise UserError(f"{s.data_dir} is tokenised with {self.meta['n_tokens']} tokens ({self.meta['tokenizer']}), "
                             f"the model has n_tokens={model.config.n_tokens}: use the data the model was made for")
+        off = {'depth': not model.config.depth_attn, 'ponder': model.config.ponder == 'none', 'halt': model.config.halting == 'none'}
+        idle = [n for n, v in given.items() if n in own and off.get(n.split('_')[0]) and v not in (None, getattr(GPTConfig, n))]
+        if idle and not self.rank: print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
         return model, step
 
     def _optimizer(self):
@@ -197,14 +200,10 @@ class Trainer:
 
     def learning_rate(self, step):
         """Linear warm-up that never is 0, then a cosine from the peak to min_lr times the peak, reached at the last step."""
-        s = self.s
-        warmup = max(1, round(s.warmup * s.max_steps))
+        s, warmup = self.s, max(1, round(self.s.warmup * self.s.max_steps))
         if step < warmup: return s.learning_rate * (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, s.max_steps - 1 - warmup))
         return s.learning_rate * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def train_step(self):
         """One optimizer step; returns (mean loss over all micro-batches and ranks, gradient norm)."""
@@ -219,9 +218,9 @@ class Trainer:
             # this rank's slice of the step's samples: the same samples whatever the number of ranks
             first = step * (s.batch_tokens // self.config.block_size) + (micro * self.world + self.rank) * s.micro_batch
             x, y = self.train_data.sample(first, s.micro_batch, s.seed, self.device, then=first + self.world * s.micro_batch)
-            last = micro == self.accumulation - 1  # ranks exchange gradients only then
-            with self.autocast(), contextlib.nullcontext() if last or not self.ddp else self.ddp.no_sync():
-                loss = model(x, y, jacobi)[1] / self.accumulation
+            more = self.ddp and micro < self.accumulation - 1  # ranks exchange gradients in the last one
+            with self.ddp.no_sync() if more else contextlib.nullcontext():
+                with self.autocast(): loss = model(x, y, jacobi)[1] / self.accumulation
                 self.scaler.scale(loss).backward()
             total += loss.detach()
             self.passes.append(self.shares())
@@ -231,7 +230,7 @@ class Trainer:
         finite = math.isfinite(norm) and math.isfinite(total)  # the same on all ranks
         if finite or self.scaler.is_enabled(): self.scaler.step(self.optimizer)  # the scaler skips by itself
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.ddp is None)  # DDP's gradients stay in its buckets, or there would be two copies
         self.bad_steps = 0 if finite else self.bad_steps + 1
         if not finite:
             self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}; step skipped ({self.bad_steps} in a row)")
@@ -248,8 +247,8 @@ class Trainer:
 
     def shares(self):
         """Shares of the tokens that took at least 1, 2, .. passes in the last forward, (ponder_steps + 1,); None without halting."""
-        if self.model.steps is None: return None
-        return torch.stack([(self.model.steps > k).float().mean() for k in range(self.config.ponder_steps + 1)])
+        steps, most = self.model.steps, self.config.ponder_steps + 1
+        return None if steps is None else torch.stack([(steps > k).float().mean() for k in range(most)])
 
     @torch.no_grad()
     def evaluate(self):
@@ -264,8 +263,7 @@ class Trainer:
         self.model.eval()
         total, passes, stop = torch.zeros(1, device=self.device), torch.zeros(1, device=self.device), False
         for i in range(0, math.ceil(n / self.world), self.s.micro_batch):  # equally often on all ranks
-            stop = self.should_stop()
-            if stop: break
+            if stop := self.should_stop(): break
             if i >= len(mine): continue  # this rank has one window less than others
             x, y = data.get(mine[i:i + self.s.micro_batch], self.device)
             with self.autocast(): total += self.model(x, y)[1] * len(x)
@@ -279,7 +277,9 @@ class Trainer:
 
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
-        if hasattr(self.optimizer, 'consolidate_state_dict'): self.optimizer.consolidate_state_dict()  # all parts to rank 0
+        if hasattr(self.optimizer, 'consolidate_state_dict'):  # all parts to rank 0; PyTorch would make a Python int of each byte
+            with mock.patch.object(torch, 'ByteTensor', lambda data: torch.frombuffer(data, dtype=torch.uint8)):
+                self.optimizer.consolidate_state_dict()
         if self.rank: return
         state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), tokenizer=self.meta['tokenizer'],
                      settings={**asdict(self.s), 'init_from': self.origin}, model=self.model.state_dict(),
@@ -331,7 +331,7 @@ class Trainer:
         loss, passes = result
         per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']
         record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte, val_passes=passes)
-        self.say(f"step {self.step}: validation loss {loss:.4f} nats per token, "
+        self.say((f"{self.s.data_dir}, " if self.s.eval_only else '') + f"step {self.step}: validation loss {loss:.4f} nats per token, "
                  f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte"
                  + (f", {passes:.3f} passes per token" if passes else '')
                  + (f", Jacobi change {self.model.jacobi_change:.1e}" if self.model.jacobi_change is not None else ''),
@@ -433,9 +433,9 @@ def main(argv):
     given, rest = read(argv, __doc__.strip(), Settings, GPTConfig)
     if rest: raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, .json)")
     settings, state = build(Settings, given), None
-    if settings.init_from == 'resume':  # the settings too, where the user says nothing else
-        state = load_checkpoint(settings.out_dir)
-        settings = build(Settings, {**state['settings'], **given})
+    if (start := settings.init_from) == 'resume' or settings.eval_only and start != 'scratch' and not start.startswith('hf:'):
+        state = load_checkpoint(settings.out_dir if start == 'resume' else start)
+        settings = build(Settings, {**state['settings'], **given})  # its settings too, where the user says nothing else
     if settings.dry_run:
         from tools.plan import plan
         return plan(settings, given, state)

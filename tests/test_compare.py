@@ -133,6 +133,8 @@ def test_the_table_by_hand():
     # paired by seed: 1.4 - 1.5 and 1.3 - 1.7; the longer plain run has 2.5 % more FLOPs
     assert rows[3] == '| loop | 3 | 1.3000 | 1.2000 to 1.4000 | -0.2500 (-0.4000 to -0.1000) | +0.0500 (+0.0500 to +0.0500) | 4.00 | 1.00 |'
     assert rows[5] == '| latent | 1 | 1.0000 | 1.0000 to 1.0000 | -0.5000 (-0.5000 to -0.5000) |  | 9.00 | 1.00 |'
+    rows = compare.table([run('loop', 1, 1.4, 400), run('plain_scaled', 1, 1.5, 100)]).splitlines()  # no plain: the next best
+    assert 'minus plain_scaled' in rows[0] and rows[2].endswith('| -0.1000 (-0.1000 to -0.1000) |  | 4.00 | 1.00 |')
     assert rows[-1] == 'a CPU; torch 2.13.0; commit abc; 2026-01-01. Equal FLOPs: within 5 %.'
 
 

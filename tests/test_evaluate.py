@@ -149,7 +149,7 @@ def test_refusals(folder, tmp_path, monkeypatch):
     tokens = np.arange(1000, 1300, dtype=np.uint16)
     (tmp_path / 'other.bin').write_bytes(np.array([MAGIC, VERSION, len(tokens)] + [0] * 253, np.int32).tobytes() + tokens.tobytes())
     for args, words in [([], 'checkpoint folder'), ([folder, 'no.txt'], 'no.txt'), ([folder, tmp_path / 'empty.txt'], 'no text'),
-                        ([folder, '--tokens=1'], 'tokens=1'), ([folder, tmp_path / 'other.bin'], 'token 1299 of a vocabulary of 257'), ([folder, '--dtype=int8'], 'dtype'), (['nowhere'], 'no checkpoint')]:
+                        ([folder, '--tokens=1'], 'tokens=1'), ([folder, tmp_path / 'other.bin'], 'token 1299 of a vocabulary of 257'), ([folder, '--dtype=int8'], 'dtype'), ([folder, folder], 'a checkpoint; only the first'), ([folder, '--ponder_steps=2'], "ponder='none'"), (['nowhere'], 'no checkpoint')]:
         with pytest.raises(UserError, match=words) as error: evaluate.main([*map(str, args)])
         assert '\n' not in str(error.value)
     monkeypatch.setitem(__import__('sys').modules, 'lm_eval.api.model', None)

@@ -1,10 +1,12 @@
 """tools/explain.py says what the model does."""
+from dataclasses import asdict
+
 import pytest
 import torch
 from conftest import make, save
 
 from configurator import UserError
-from model import apply_rope, rope_table
+from model import GPTConfig, apply_rope, rope_table
 from tools import explain
 
 IDX = torch.randint(0, 50, (7,), generator=torch.Generator().manual_seed(2))
@@ -56,6 +58,23 @@ def test_values_by_hand():
         keys.append(k)
         x, new = block(x, rope, tuple(sources))
         if layer in (0, 2, 4): sources.append(new)
+
+
+class TwoBelow(GPTConfig):
+    def sources(self, layer):
+        return [j for j in (layer - 1, layer - 2) if j >= 0]
+
+
+def test_which_layers_are_read_is_said_in_one_place():
+    """Another rule in GPTConfig.sources changes the model, its picture and its cost alike."""
+    model = make(depth_attn=True)
+    before = model(IDX[None])[0]
+    model.config = TwoBelow(**asdict(model.config))
+    seen = explain.look(model, IDX)
+    assert (seen['logits'] - before[0])[..., :50].abs().max() > 1e-3
+    read = (seen['values'] > 0).all(0)  # (L, L + 1)
+    assert [row.nonzero()[:, 0].tolist() for row in read] == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert model.flops_per_token(24, False) - make(depth_attn=True).flops_per_token(24, False) == 2 * 2 * 4 * 8  # one source more
 
 
 def test_prints_every_position(tmp_path, capsys):

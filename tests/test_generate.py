@@ -135,6 +135,12 @@ def test_sampling_filters():
     assert shares(temperature=0).tolist() == [1, 0, 0, 0, 0]
 
 
+def test_draws_as_torch_does():
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
+    ours = make()._sample(logits, 1.0, None, None, torch.Generator().manual_seed(2))
+    assert torch.equal(ours, torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(2))[:, 0])
+
+
 def test_padded_vocabulary_is_never_drawn():
     model = make(n_tokens=40)
     assert torch.isinf(model(torch.tensor([[1, 2]]))[0][..., 40:]).all()

@@ -102,3 +102,6 @@ def test_training_starts_from_such_a_folder(small_data, tmp_path):
                 '--learning_rate=1e-9', '--weight_decay=0.0', '--sample_tokens=0', '--eval_tokens=96', '--dtype=float32', '--device=cpu'])
     after = train.load_checkpoint(str(tmp_path / 'out'))['model']
     assert all((after[k] - v).abs().max() < 1e-7 for k, v in model.state_dict().items())
+    train.main([f'--init_from=hf:{tmp_path / "hf"}', f'--data_dir={small_data}', f'--out_dir={tmp_path / "loop"}', '--batch_tokens=32', '--micro_batch=4', '--max_steps=1',
+                '--block_size=8', '--ponder=loop', '--depth_attn=True', '--sample_tokens=0', '--eval_tokens=96', '--dtype=float32', '--device=cpu'])
+    assert train.load_checkpoint(str(tmp_path / 'loop'))['config']['ponder'] == 'loop'

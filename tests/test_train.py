@@ -230,6 +230,26 @@ def test_weights_can_start_another_run(run_train, tmp_path):
     same_weights(first, second, 1e-7)
 
 
+@pytest.mark.parametrize('mechanism', [['--depth_attn=True'], ['--ponder=loop', '--ponder_steps=1'], ['--ponder=embedding', '--halting=gate', '--ponder_steps=2']])
+def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path, mechanism):
+    first = run_train('first')
+    for args in [*mechanism], [*mechanism, '--block_size=16']:
+        second = run_train(f'second{len(args)}', f'--init_from={tmp_path / "first"}', '--max_steps=1', '--learning_rate=1e-9', '--weight_decay=0.0', *args, shape=[])
+        for name, p in first['model'].items(): assert (second['model'][name] - p).abs().max() <= 1e-7, name
+        assert {name.split('.')[0] for name in second['model'].keys() - first['model'].keys()} == ({'gates'} if '--halting=gate' in args else set())
+    assert second['config']['block_size'] == 16 and second['config']['embed_scale'] == first['config']['embed_scale'] == 1
+    if '--halting=gate' in args:
+        with pytest.raises(UserError, match='do not fit.*gates'): run_train('third', f'--init_from={tmp_path / "second4"}', '--halting=none', shape=[])
+
+
+def test_settings_of_a_mechanism_that_is_off_are_named(run_train, tmp_path, capsys):
+    run_train('plain', '--depth_stride=1', '--halt_tau=0.5', '--ponder_steps=2', '--ponder=none')
+    assert capsys.readouterr().err == 'warning: depth_stride, halt_tau, ponder_steps: without effect, the mechanism is off\n'
+    train.main([str(tmp_path / 'plain' / 'settings.json'), f'--out_dir={tmp_path / "again"}', '--depth_stride=None', '--halt_tau=1e-4', '--ponder_steps=3'])
+    run_train('on', '--depth_attn=True', '--depth_stride=1', '--ponder=chain', '--halting=router', '--halt_tau=0.5', '--ponder_steps=2')
+    assert capsys.readouterr().err == ''
+
+
 def test_bad_numbers_stop_the_run_and_keep_the_checkpoint(run_train, monkeypatch, tmp_path, capsys):
     good = run_train('out', '--max_steps=4')
     loss = GPT.loss
@@ -459,8 +479,9 @@ def test_evaluating_another_folder(run_train, small_data, tmp_path, capsys):
     """By the step of its checkpoint, whatever the batch is."""
     run_train('out')
     capsys.readouterr()
-    train.main([f'--init_from={tmp_path / "out"}', f'--data_dir={small_data}', '--eval_only=True', '--eval_tokens=512', '--batch_tokens=7', '--device=cpu'])
-    assert 'step 10: validation loss' in capsys.readouterr().out
+    for data in [f'--data_dir={small_data}'], []:  # without: the data of that run
+        train.main([f'--init_from={tmp_path / "out"}', *data, '--eval_only=True', '--eval_tokens=512', '--batch_tokens=7', '--device=cpu'])
+        assert f'{small_data}, step 10: validation loss' in capsys.readouterr().out
 
 
 def test_a_dry_run_plans_the_model_that_is_loaded(run_train, tmp_path, capsys):

@@ -43,8 +43,10 @@ class CompareSettings:
     table_only: bool = False            # print the table of the runs in `out` that are finished
 
 
-# name: its config file, and what differs from it; plain_scaled has the pondering papers' embedding scale too
-RUNS = {'plain': ('vanilla',), 'plain_scaled': ('loop', '--ponder_steps=0'), 'depth_attn': ('depth_attn',),
+# name: its config file, and what differs from it. plain_scaled starts as loop, chain and latent do, with their embedding scale and
+# initial weights, plain_ponderlm as embedding, gate and pause. A run of your own is one more line
+RUNS = {'plain': ('vanilla',), 'plain_scaled': ('loop', '--ponder_steps=0'), 'plain_ponderlm': ('ponder', '--ponder_steps=0'),
+        'depth_attn': ('depth_attn',),
         'depth_uniform': ('depth_attn', '--depth_mode=uniform'), 'depth_stride1': ('depth_attn', '--depth_stride=1'),
         'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',), 'pause': ('pause',), 'latent': ('latent',),
         'gate': ('halting_gate',), 'router': ('halting_router',), 'mask': ('halting_mask', '--ponder_steps=1')}
@@ -139,25 +141,26 @@ def record(name, seed, args, settings, flops, folder):
 
 
 def table(records):
-    """Markdown, a row per name. Differences are between runs of the same seed: their mean (and lowest to highest)."""
+    """Markdown, a row per name, set against a plain run. Differences are between equal seeds: their mean (and lowest to highest)."""
     runs = {}
     for r in records: runs.setdefault(r['name'], []).append(r)
     mean = {name: {key: statistics.mean(r[key] for r in rs) for key in (LOSS, 'flops', 'seconds')} for name, rs in runs.items()}
 
     def difference(name, other):
-        base = {r['seed']: r[LOSS] for r in runs.get(other, ()) if name != other}
-        by_seed = [r[LOSS] - base[r['seed']] for r in runs[name] if r['seed'] in base]
+        theirs = {r['seed']: r[LOSS] for r in runs.get(other, ()) if name != other}
+        by_seed = [r[LOSS] - theirs[r['seed']] for r in runs[name] if r['seed'] in theirs]
         return f"{statistics.mean(by_seed):+.4f} ({min(by_seed):+.4f} to {max(by_seed):+.4f})" if by_seed else ''
 
-    rows = ["| run | seeds | nats per byte | lowest to highest | minus plain | minus plain of equal FLOPs | x FLOPs | x time |",
+    base = next((name for name in ('plain', 'plain_scaled', 'plain_ponderlm') if name in runs), next(iter(runs)))
+    rows = [f"| run | seeds | nats per byte | lowest to highest | minus {base} | minus plain of equal FLOPs | x FLOPs | x time |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for name, rs in runs.items():
         losses = [r[LOSS] for r in rs]
         off = {n: abs(mean[n]['flops'] / mean[name]['flops'] - 1) for n in runs if n.startswith('plain')}
         peer = min((n for n in off if off[n] <= 0.05), key=off.get, default=None)
-        times = [f"{mean[name][key] / mean['plain'][key]:.2f}" if 'plain' in runs else '' for key in ('flops', 'seconds')]
+        times = [f"{mean[name][key] / mean[base][key]:.2f}" for key in ('flops', 'seconds')]
         rows.append(f"| {name} | {len(rs)} | {mean[name][LOSS]:.4f} | {min(losses):.4f} to {max(losses):.4f} | "
-                    f"{difference(name, 'plain')} | {difference(name, peer)} | {times[0]} | {times[1]} |")
+                    f"{difference(name, base)} | {difference(name, peer)} | {times[0]} | {times[1]} |")
     about = {key: ', '.join(sorted({str(r[key]) for r in records})) for key in ('hardware', 'torch', 'commit', 'date')}
     return '\n'.join([*rows, '', "{hardware}; torch {torch}; commit {commit}; {date}. Equal FLOPs: within 5 %.".format(**about)])
 

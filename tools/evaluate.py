@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+from checkpoint import CHECKPOINTS
 from configurator import UserError, build, check_range, read, run
 from data import count_tokens, encode, open_shard, read_meta
 from hardware import pick_device, tune_cpu
-from sample import load_model
+from sample import load_model, override
 
 
 @dataclass
@@ -45,6 +46,8 @@ class EvaluateSettings:
     cache: Optional[str] = None         # lm_eval: file that keeps answers, so that a stopped run goes on; one per checkpoint
     batch_size: int = 16                # sequences computed together
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
+    ponder_steps: Optional[int] = None  # other than in training (None: as there)
+    halt_tau: Optional[float] = None    # with halting: a larger one stops earlier (None: as trained)
     dtype: str = 'float32'              # 'bfloat16' is faster where the hardware has it; changes the third decimal or so
 
     def __post_init__(self):
@@ -71,6 +74,7 @@ def nats(model, tokens, batch_size):
 
 def token_arrays(path, tokenizer):
     """The token arrays of a text file, of a shard, or of the validation shards of a data folder."""
+    if os.path.exists(os.path.join(path, CHECKPOINTS[0])): raise UserError(f"{path}: a checkpoint; only the first folder is one")
     if os.path.isdir(path):
         shards = [os.path.join(path, shard['name']) for shard in read_meta(path, tokenizer)['val']['shards']]
     else: shards = [path] if path.endswith('.bin') else []
@@ -186,6 +190,7 @@ def main(argv):
     device, dtype = pick_device(s.device), getattr(torch, s.dtype)
     model, tokenizer, settings = load_model(paths[0], device)
     model.to(dtype)
+    override(model.config, s)
     if device.type == 'cpu': tune_cpu(model.config.block_size, dtype)
     texts = paths[1:] or ([] if s.tasks or s.functions else [settings['data_dir']])
     for path in texts:

@@ -10,6 +10,7 @@ The two layouts hold the same numbers. Here queries, keys and values are one mat
 import json
 import os
 import sys
+from dataclasses import asdict
 
 import torch
 
@@ -113,6 +114,12 @@ def load_hf(folder):
         raise UserError(f"{folder}: no tensor {error} in its .safetensors files") from None
     except Exception as error:  # safetensors has error types of its own
         raise UserError(f"{folder}: not a readable Hugging Face folder ({' '.join(str(error).split())[:120]})") from None
+
+
+def load_state(folder):
+    """The same as `load_checkpoint` gives it: a dict of config, model and step."""
+    model = load_hf(folder)
+    return dict(config=asdict(model.config), model=model.state_dict(), step=0)
 
 
 def save_hf(model, folder):
