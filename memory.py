@@ -1,7 +1,7 @@
 """
 What attention may read. Attention asks one object:
 
-    k, v = memory.update(layer, k, v)    this pass's keys and values (B, nkv, S, hd) in, all that the pass may read out
+    k, v = memory.update(layer, k, v)    stores this pass's keys and values (B, nkv, S, hd), returns all it has for reading
     memory.mask(S, device)               which of those each of the S queries reads: bool (B or 1, 1, S, readable), or what
                                          is added to the scores; or None for "itself and all before it"; or
                                          [(n, bool (s, n)), ...]: for the first s queries, the next, .., which of the first n
@@ -39,7 +39,7 @@ class KVCache:
 
     def __init__(self, n_layer, capacity, start=None, slots=1):
         self.capacity, self.start, self.slots = capacity, start, slots
-        self.now = slots  # of each token in the pass under way: `latent` begins with fewer
+        self.now = slots  # per token in this pass: `latent` begins with fewer
         self.k, self.v = [None] * n_layer, [None] * n_layer
         self.length = self.tokens = 0  # slots and tokens in use
 
@@ -173,7 +173,7 @@ class RaggedCache:
         self.used = (self.time < NEVER).sum(1)
 
     def keep(self, rows):
-        """Go on with these rows of the batch, bool (B,). Otherwise each pass over some rows copies what it reads of them."""
+        """Drop all other rows; rows: bool (B,). Without this, every pass over some rows would copy their keys and values."""
         self.k, self.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
         self.used, self.time, self.step, self.until = (t[rows] for t in (self.used, self.time, self.step, self.until))
         self.bias = self.bias[rows] if self.bias is not None else None

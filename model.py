@@ -59,7 +59,7 @@ class GPTConfig:
 
     # pondering: several passes, or slots, for each token before its successor is predicted
     ponder: str = 'none'                # 'embedding', 'latent', 'chain', 'loop', 'pause': see the functions of these names
-    ponder_steps: int = 3               # extra passes, or slots, per token; 0 is the plain GPT
+    ponder_steps: int = 3               # extra passes, or slots, per token; 0: one plain pass (initial weights stay the mode's)
     ponder_topk: Optional[int] = None   # embedding: mix only the k likeliest tokens (None: all, as the authors' code)
     jacobi_iters: int = 3               # latent: refinement passes when evaluating; training draws this or one less
 
@@ -153,7 +153,7 @@ def apply_rope(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. What it may read comes from `memory`; what it may not, from `mask`."""
+    """Causal grouped-query attention. Keys and values come from `memory` (None: this pass's own), `mask` says which a slot reads."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -236,7 +236,7 @@ class Block(nn.Module):
 # the place of v, so it is the plain GPT's byte for byte.
 # Where this differs from the authors' code: keys are normed before they are rotated (the paper's "Qwen3-style" order),
 # not after, so that weights depend on no absolute position; and the mixed value is cached, which makes decoding exact.
-# Anchors are absolute, as in their code; counted from the layer down (a sentence of the paper), half the layers had none.
+# Anchors are absolute, as in their code; if strides were counted down from the layer (a sentence of the paper), half would have none.
 
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
@@ -301,7 +301,7 @@ def embedding(gpt, x, pos, memory, jacobi):
 #
 # One token's slots share its position, and attention is causal over the flat sequence, so the latents of t depend on all before
 # them: exact, but sequential. Training solves the recursion by Jacobi iteration instead. The first K passes add one guess each
-# (first: a plain pass's hidden state), R more refresh all, a last one gives the output. Latent n in flat order is exact after n.
+# (first: a plain pass's hidden state), R more refresh all, a last one gives the output. Latent t K + k is exact after as many.
 # Cost: K (K + 1) / 2 + (R + 1)(K + 1) times T slots, 9 T for K = 1, R = 3, which read up to K + 1 times the keys: 9.9 plain passes
 # at 362M (K = 3: 32). Decoding: K + 1 passes of one slot. Where this differs from the authors' code: train.py draws R for each
 # optimizer step, theirs for each forward; a prompt can also be read exactly (`exact` in GPT.stream, or R = K (T - 1)).
@@ -376,7 +376,7 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 # halting: three of the modes above with a number of steps for each token. The functions have the same arguments, but return a
 # Thinking (thinking.py): it calls their `think`, one pass over the slots that go on, until none does (`mask` does so where it
 # decodes token by token; elsewhere it iterates, as `latent` does). That leaves gpt.steps (B,T), the passes each token took, and
-# without a cache gpt.trace, for `penalty`. With one, no token computes more than its passes (prompts read by `mask` apart).
+# without a cache gpt.trace, for `penalty`. With one, no token computes passes it does not take (`mask`'s prompts apart).
 
 # AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
 #
@@ -385,7 +385,7 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 #     E^{i+1} = E^i + m^{i+1} s^i P^i W_in                  PonderLM's step, scaled by the gate          (6) to (9)
 #     K^i, V^i of a token with m^i = 0 are those of its last pass, in every layer                        (10)
 #
-# The loss gains halt_lambda times the mean of the lowest share of all gates (13), which grows to halt_share between
+# The loss gains halt_lambda times the mean of the lowest gates (13); their share of all gates grows to halt_share between
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
 # Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
 # Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping cannot),
@@ -419,7 +419,7 @@ def gate(gpt, x, pos, memory, jacobi):
 #     output  = sum_k s_{t,k} h_t^(k)                 h_t^(k): hidden state at slot (t, k)
 #
 # Training computes all slots and refreshes s in every Jacobi sweep. Outside of training, slots with w < tau do not exist.
-# Cost: `latent` in training; 1 + (thoughts with w >= tau) slots per token in decoding, more than the sum of w. The text of the
+# Cost: `latent` in training; in decoding 1 + (the number of thoughts with w >= tau) slots, more than the sum of w. The text of the
 # paper could not be had: the equations are those of its figure and of a reader's notes. The term that asks for fewer steps is
 # ours: halt_lambda times the expected thoughts, sum_{k >= 1} w_{t,k}, from halt_start on.
 
@@ -476,7 +476,7 @@ def mask(gpt, x, pos, memory, jacobi):
 #                                                                                step k, a constant for the gradient (9), (10)
 #
 # Cost: the mean of steps in plain passes, in training too, where p_k takes one head per step. Where the paper is silent: tau
-# is its siblings', embeddings are scaled as in PonderLM-2, the router starts near 1/2, sums over t are means. No code was found.
+# is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the router starts near 1/2, sums over t are means. No code was found.
 
 def router(gpt, x, pos, memory, jacobi):
     """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
@@ -639,7 +639,7 @@ class GPT(nn.Module):
 
     def hidden(self, idx, memory=None, jacobi=None):
         """
-        Tokens (B,T) -> the hidden states (B,T,C) that predict their successors, by the way of `config.ponder` and `config.halting`.
+        Tokens (B,T) -> the hidden states (B,T,C) that predict their successors, as `config.ponder` and `config.halting` say.
         memory: from `new_memory`; the tokens then follow those it holds. jacobi: iterations of 'latent' (None: jacobi_iters).
         """
         c = self.config
@@ -655,7 +655,7 @@ class GPT(nn.Module):
         return new_caches(self.config, capacity, start, self.mechanism in (chain, *HALTING.values()), self.decode_layers is not None)
 
     def wide(self, module, h):
-        """module(h) in the type of its weights, whatever autocast says, as fp32 (or float64): halting compares with 1e-4."""
+        """module(h), computed in the type of its weights without autocast, returned as fp32 or wider: halting compares with 1e-4."""
         with torch.autocast(h.device.type, enabled=False): out = module(h.to(next(module.parameters()).dtype))
         return out.to(torch.promote_types(out.dtype, torch.float32))
 

@@ -192,7 +192,7 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
         for text, tokens in encode_all(tokenizer, texts):
             position = int.from_bytes(hashlib.sha256(text).digest()[:8], 'big') / 2 ** 64  # uniform in [0, 1)
             (val if position < val_fraction else train).add(tokens, len(text))
-        if not train.bytes + val.bytes: raise UserError(f"{source}: there is no text")
+        if not train.bytes + val.bytes: raise UserError(f"{source}: there is no text (files with NUL bytes, as in UTF-16, are left out)")
         if not 0 < val.bytes < train.bytes:
             raise BadSplit(f"{source}: no sensible split, {train.bytes:,} bytes to train and {val.bytes:,} to val; give more text")
         meta = dict(tokenizer=tokenizer.name, n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token, source=source,

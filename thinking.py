@@ -20,7 +20,7 @@ def awake(x, pos, cache):
 
 class Active:
     """
-    The slots of (B,S) where `active` is True, as a rectangle (r,n): row i holds those of one row in their order, and
+    The slots of (B,S) where `active` is True, as a rectangle (r,n): each of its rows holds those of one row in order, and
     padding where `valid` is False. drop_rows leaves out rows without any; otherwise r = B. With gather=False the
     rectangle is (B,S) itself: nothing is saved, but shapes stay the same.
     """
@@ -65,8 +65,8 @@ class Thinking:
     (r,n,..): first the input of the next one, last the hidden state that predicts. on (r,n): who goes on.
 
     kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped instead of
-    computing them too; with a cache that is always so. flat: a token's passes are slots of one causal sequence, not steps
-    that read up to themselves.
+    computing them too; with a cache that is always so. flat: a token's passes are slots of one causal sequence; else
+    pass k reads passes up to k.
     """
 
     def __init__(self, gpt, think, pos, cache, state, kind=None, gather=True, flat=False):

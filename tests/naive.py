@@ -174,5 +174,6 @@ def logits(model, tokens, wrong=None, passes=None, **variants):
         elif c.ponder == 'pause':
             h = first.norm(first.read(x, t))
             for _ in range(s): h = first.norm(first.read(w['pause'] * c.embed_scale, t))
+        else: raise NotImplementedError(f"ponder={c.ponder!r} has no slow version here yet")
         rows.append(head(h))
     return torch.stack(rows)

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from memory import RaggedCache
-from model import GPT, GPTConfig
+from model import HALTING, PONDER, GPT, GPTConfig
 
 
 def differ(a, b, by=1e-4):
@@ -18,6 +18,11 @@ def differ(a, b, by=1e-4):
 
 def targets(idx):
     return torch.roll(idx, -1, 1)
+
+
+def test_every_mechanism_is_under_these_tests():
+    for toggles in TOGGLES.values(), [TOGGLES[name] for name in ONE_EACH]:
+        assert {t.get('ponder', 'none') for t in toggles} == set(PONDER) and {t.get('halting', 'none') for t in toggles} == {'none', *HALTING}
 
 
 def test_initial_loss_and_gradients(toggle):
@@ -146,7 +151,7 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
     for a, b in zip(got, want): close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize('name', ['depth', 'embedding', 'latent', 'chain', 'loop_depth', 'pause', 'gate', 'mask', 'router'])
+@pytest.mark.parametrize('name', ONE_EACH)
 def test_compiled_blocks_change_nothing(name, idx):
     toggle = TOGGLES[name]
     layers = 3 if 'depth_attn' in toggle else 2
@@ -189,7 +194,7 @@ def test_a_toggle_adds_no_parameters_but_its_own(name):
     assert {k: v.shape for k, v in own.items()} == want
 
 
-@pytest.mark.parametrize('ponder, halting', [('embedding', 'none'), ('latent', 'none'), ('chain', 'none'), ('loop', 'none'), ('pause', 'none'),
+@pytest.mark.parametrize('ponder, halting', [*((ponder, 'none') for ponder in PONDER if ponder != 'none'),
                                              ('embedding', 'gate'), ('latent', 'mask'), ('chain', 'router')])
 @pytest.mark.parametrize('depth_attn', [False, True])
 def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx):
