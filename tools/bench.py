@@ -146,6 +146,7 @@ def main(argv):
         raise UserError(f"json={b.json}: cannot be written; see to its folder")
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
+    torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA, as train.py
     if device.type == 'cpu': given = {'vocab_size': 320, **given}  # bytes; on a GPU the table of the larger tokenizers
     if given.get('block_size', 4) < 4:
         raise UserError(f"block_size={given['block_size']}: at least 4 are needed, to read half of them and decode")
