@@ -103,7 +103,7 @@ def compare(name, got, want, axes, mistakes=None, more=None):
     for sentence, wrong in (mistakes() if callable(mistakes) else mistakes or {}).items():
         expect(same(wrong, want) or not same(got, wrong), sentence)
     off = float((got - want).norm() / want.norm())
-    expect(off > 0.01, f"{name} is right but for {100 * off:.2g} %: are numbers rounded to 16 bits on the way (bfloat16, half), or is "
+    expect(off > 0.005, f"{name} is right but for {100 * off:.2g} %: are numbers rounded to 16 bits on the way (bfloat16, half), or is "
            "something small let in that should be left out?")
     expect(got.abs().max() > 0, f"{name} is all zeros: was it made with torch.zeros and never filled?")
     factor = float((got * want).sum() / (want * want).sum())

@@ -85,7 +85,8 @@ def parts(c, T):
     C, L, width = c.n_embd, c.n_layer, c.n_head * c.head_dim
     return {'the queries': 2 * L * C * width, 'the keys': 2 * L * C * c.n_kv_head * c.head_dim,
             'the values': 2 * L * C * c.n_kv_head * c.head_dim, "the projection of the heads' results": 2 * L * width * C,
-            'the scores with T keys': 2 * L * T * width, 'the sum over T values': 2 * L * T * width, 'the MLP': 6 * L * C * c.mlp_hidden, 'the head': 2 * C * c.vocab_size}
+            'the scores with T keys': 2 * L * T * width, 'the sum over T values': 2 * L * T * width,
+            'the MLP': 6 * L * C * c.mlp_hidden, 'the head': 2 * C * c.vocab_size}
 
 
 def check_forward(c, T, want):
@@ -138,7 +139,8 @@ def check():
 def conclusion(tokens):
     """What the count means for the losses in docs/results.md, measured at this size."""
     return ("Now use it. docs/results.md has one seed in which pondering wins at equal tokens: after 0.82M bytes the plain model is at "
-            "1.6186 nats per byte and the pondering one at 1.5595 (with three seeds of 0.98M bytes the two are level). But its work "
+            "1.6186 nats per byte and the pondering one at 1.5595 (with three seeds of 0.98M bytes the two are level, and a plain one "
+            "that starts as loop does, with scaled embeddings and small c_proj, is ahead of both: compare equal starts). But its work "
             f"would have paid for {tokens / 1e6:.2f}M bytes of the plain model, which is at 1.2892 after 2.46M. At equal FLOPs it loses, "
             "at this size and for so short a training. Which of the two comparisons does a paper's plot show?")
 
