@@ -93,7 +93,7 @@ def check():
 
     into_the_model = patch.object(F, 'scaled_dot_product_attention', lambda q, k, v, **options: attention(q, k, v))
     inside("your attention()", tiny(n_kv_head=2), into_the_model)
-    return "A GPT of model.py gives the same logits with your attention() inside. Now read class Attention there."
+    return "A GPT of model.py gives the same logits and gradients with your attention() inside. Now read class Attention there."
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

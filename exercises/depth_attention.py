@@ -129,8 +129,8 @@ def check():
     for stride in (3, 2): check_mix_all(stride)
     student = lambda q, k, v, sources, mode: mix(q, k, v, list(sources)) if sources else v
     inside("your mix()", tiny(depth_attn=True), patch.object(model, 'depth_attention', student))
-    return ("A GPT of model.py gives the same logits with your mix() inside. Now read depth_attention there: it never stacks its "
-            "sources, and says why.")
+    return ("A GPT of model.py gives the same logits and gradients with your mix() inside. Now read depth_attention there: it never stacks "
+            "its sources, and says why.")
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

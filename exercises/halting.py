@@ -21,8 +21,8 @@ And in each layer a halted token keeps the keys and values of its last active pa
 Training runs all passes on all tokens, with `where` in three places, and so knows exactly what generation does, which
 really stops: there a halted token costs no pass any more. The paper leaves open what becomes of a halted token's
 readout; frozen, as here, is the only choice with which both agree. You are compared with a loop that does it the
-other way: token by token, with caches, and a `break` when the gate says so. Afterwards, think about this: with all
-three frozen, would it matter if a halted token's E moved on?
+other way: token by token, with caches, and a `break` when the gate says so; your gradients, with model.py's. Afterwards,
+think about this: with all three frozen, would it matter if a halted token's E moved on?
 
     shape letters    B rows    T positions    C width of the model    nkv key/value heads    hd width of a head
 """

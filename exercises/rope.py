@@ -103,8 +103,8 @@ def check():
     score = lambda t, u: float((rotate(q, torch.tensor([t]), theta) * rotate(k, torch.tensor([u]), theta)).sum())
     near, far, back = score(7, 4), score(107, 104), score(4, 7)
     expect(abs(near - far) < 1e-3 < abs(near - back), "only distances should count, and their direction")
-    return ("A GPT of model.py gives the same logits with your rotate() inside. And only distances count: a query at 7 with a key "
-            f"at 4 scores {near:.3f}, at 107 with 104 {far:.3f}, but at 4 with 7 {back:.3f}.")
+    return ("A GPT of model.py gives the same logits and gradients with your rotate() inside. And only distances count: a query at 7 with "
+            f"a key at 4 scores {near:.3f}, at 107 with 104 {far:.3f}, but at 4 with 7 {back:.3f}.")
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)
