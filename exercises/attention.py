@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from check import call, causal, compare, expect, inside, run, same, tiny
+from check import call, causal, compare, expect, forbid, inside, run, same, tiny
 
 
 def attention(q, k, v):
@@ -69,6 +69,10 @@ def check():
             sdpa(q, k, v, is_causal=True, scale=1 / 16),
         f"{name} multiplies the scores by sqrt(hd) where it should divide":
             sdpa(q, k, v, is_causal=True, scale=4.0),
+        f"{name} has queries and keys swapped: row t of the scores belongs to query t":
+            sdpa(k, q, v, is_causal=True),
+        f"{name} sums up keys instead of values":
+            sdpa(q, k, k, is_causal=True),
     }
 
     def more():
@@ -76,7 +80,10 @@ def check():
         expect(same(attention(q, k, ones), ones), "the weights of a position do not sum to 1 over the positions it reads: the mask "
                "belongs before the softmax, and the softmax runs over the keys, the last axis")
         causal(name, lambda x: attention(q, x, x), v, axis=2)
-    compare(name, call(attention, q, k, v), sdpa(q, k, v, is_causal=True), AXES, mistakes, more)
+    with forbid(F, 'scaled_dot_product_attention'): y = call(attention, q, k, v)
+    compare(name, y, sdpa(q, k, v, is_causal=True), AXES, mistakes, more)
+    expect(same(attention(200 * q, k, v), sdpa(200 * q, k, v, is_causal=True)), f"{name} is right only while the scores are small: the "
+           "mask should be -inf, which no score is below, and the softmax torch's, whose exp() does not overflow")
 
     q, k, v = heads(4, 2)
     name, order = "with 4 query heads and 2 key/value heads, attention()", [0, 1, 0, 1]
@@ -86,7 +93,7 @@ def check():
 
     into_the_model = patch.object(F, 'scaled_dot_product_attention', lambda q, k, v, **options: attention(q, k, v))
     inside("your attention()", tiny(n_kv_head=2), into_the_model)
-    return "A GPT of model.py gives the same logits with your attention() inside. Now read class Attention there."
+    return "A GPT of model.py gives the same logits and gradients with your attention() inside. Now read class Attention there."
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

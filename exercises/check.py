@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import traceback
+from unittest.mock import patch
 
 import torch
 
@@ -24,9 +25,11 @@ from model import GPT, GPTConfig
 
 NAMES = ('attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops')
 ADVICE = {  # words in an error message: what they usually mean here
-    'same dtype': "Make new tensors with dtype=x.dtype, as the tensor they meet has it.",
+    'same dtype|expected scalar type': "Make new tensors with dtype=x.dtype, as the tensor they meet has it.",
+    'inplace operation': "Backward needs what was overwritten there (x += y does that): make a new tensor, as in x = x + y.",
     'NoneType': "Something is None there: a function without `return`, or a value that was never set.",
     'is not defined': "A typo, a missing import, or a function that was renamed?",
+    'has no attribute': "That value is of another type than the line expects: print(type(x)) shows it.",
     'out of (range|bounds)': "Count again: indices start at 0, and torch's axes also count from -1 backwards.",
     'shape|size|dimension|broadcast|unpack': "Shapes do not fit: print(x.shape) in the line before shows them.",
 }
@@ -55,14 +58,21 @@ def call(function, *args, name=None):
     name, before = name or function.__name__, [t.clone() for t in tensors(args)]
     result = function(*args)
     expect(result is not None, f"{name}() returned None: does its last line say `return`?")
-    expect(all(map(torch.equal, before, tensors(args))), f"{name}() changed one of its arguments in place (x += y does, and "
-           "so does every method that ends with _): make a new tensor, as in x = x + y")
+    after = tensors(args)
+    expect(len(before) == len(after) and all(map(torch.equal, before, after)), f"{name}() changed one of its arguments in place "
+           "(x += y does, every method that ends with _, and append on a list): make a new one, as in x = x + y")
     return result
+
+
+def forbid(owner, name):
+    """A patch: while it lasts, calling owner.name is answered with NotYet."""
+    def stop(*args, **options): raise NotYet(f"{name}() is what you are to write yourself: use its parts instead")
+    return patch.object(owner, name, stop)
 
 
 def same(a, b):
     """Two tensors of one shape agree, up to the rounding of a few operations in float32."""
-    return a.shape == b.shape and torch.allclose(a.detach().to(b.dtype), b.detach(), rtol=1e-3, atol=1e-4 * float(b.abs().max()))
+    return a.shape == b.shape and torch.allclose(a.detach().to(b.dtype), b.detach(), rtol=1e-3, atol=1e-4 * float(b.detach().abs().max()))
 
 
 def shaped(name, got, shape, axes):
@@ -75,8 +85,8 @@ def shaped(name, got, shape, axes):
     expect(got.shape == shape, sentence)
     wrong = (~got.isfinite()).nonzero()
     expect(len(wrong) == 0, f"{name} is NaN or infinite in {len(wrong)} of {got.numel()} places, first at "
-           f"{wrong[:1].flatten().tolist()}: a softmax over nothing but -inf does that (may each position read itself?), and "
-           "so does a division by 0")
+           f"{wrong[:1].flatten().tolist()}: a softmax over nothing but -inf does that (does it run over the right axis, and "
+           "may each position read itself?), and so does a division by 0")
 
 
 def compare(name, got, want, axes, mistakes=None, more=None):
@@ -87,16 +97,22 @@ def compare(name, got, want, axes, mistakes=None, more=None):
     """
     shaped(name, got, want.shape, axes)
     if same(got, want): return
+    expect(got.dtype in (want.dtype, torch.float64), f"{name} holds numbers of type {got.dtype}, and should hold {want.dtype}: keep "
+           "the dtype of the tensors that came in")
     got, want = got.detach().to(want.dtype), want.detach()
     for sentence, wrong in (mistakes() if callable(mistakes) else mistakes or {}).items():
         expect(same(wrong, want) or not same(got, wrong), sentence)
+    off = float((got - want).norm() / want.norm())
+    expect(off > 0.005, f"{name} is right but for {100 * off:.2g} %: are numbers rounded to 16 bits on the way (bfloat16, half), or is "
+           "something small let in that should be left out?")
     expect(got.abs().max() > 0, f"{name} is all zeros: was it made with torch.zeros and never filled?")
     factor = float((got * want).sum() / (want * want).sum())
     expect(not same(got, factor * want), f"{name} is right but for a factor: all numbers are {factor:.4g} times what they should be")
     for i, j in pairs(want.dim()):
         expect(not same(got.transpose(i, j), want), f"{name} has its axes {i} and {j} swapped")
     expect(not same(got.flatten().sort().values, want.flatten().sort().values),
-           f"{name} holds the right numbers in the wrong places: view and reshape never swap axes, transpose does")
+           f"{name} holds the right numbers in the wrong places: look at the order in which things are put together; and view and "
+           "reshape never swap axes, transpose does")
     if more: more()
     ok = (got - want).abs() <= 1e-3 * want.abs().max()
     for axis in sorted(range(want.dim()), key=lambda i: axes[i] != 'position'):
@@ -131,18 +147,30 @@ def causal(name, function, x, axis=1, at=4):
 def tiny(**settings):
     """A real model of model.py, small enough for milliseconds, with weights large enough that every part matters."""
     torch.manual_seed(0)
-    small = dict(vocab_size=32, n_tokens=30, block_size=32, n_layer=4, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2)
+    small = dict(vocab_size=40, n_tokens=30, block_size=32, n_layer=4, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2)
     return GPT(GPTConfig(**{**small, **settings})).eval().requires_grad_(False)
 
 
 def inside(name, gpt, *patches):
-    """NotYet unless the model's logits stay what they are while the patches put the student's function into it."""
+    """NotYet unless the model's logits and gradients stay what they are while the patches put the student's function into it."""
     idx = torch.randint(0, 30, (2, 11))
-    logits = [gpt(idx)[0][..., :30]]
-    with contextlib.ExitStack() as stack:
-        for patch in patches: stack.enter_context(patch)
-        logits.append(gpt(idx)[0][..., :30])
-    compare(f"{name} is right alone, but a GPT with it inside is not: its logits", *logits[::-1], ('row', 'position', 'token'))
+    with torch.enable_grad(), contextlib.ExitStack() as stack:
+        want = gpt.requires_grad_(True)(idx)[0][..., :30]
+        for each in patches: stack.enter_context(each)
+        got = gpt(idx)[0][..., :30]
+    compare(f"{name} is right alone, but a GPT with it inside is not: the tensor of its logits", got, want, ('row', 'position', 'token'))
+    gradients(f"{name} inside a GPT", gpt, got, want)
+
+
+@torch.enable_grad()
+def gradients(name, gpt, got, want):
+    """NotYet unless a loss of got, computed by the student's code, has the same gradients as one of want, for all parameters of gpt."""
+    expect(got.requires_grad, f"{name}: the values are right, but no gradient can flow: is there a detach() or torch.no_grad()?")
+    weights, factors = dict(gpt.named_parameters()), torch.linspace(-1, 1, want.numel()).view_as(want)
+    mine, right = (torch.autograd.grad((h * factors).sum(), list(weights.values()), materialize_grads=True) for h in (got, want))
+    for weight, a, b in zip(weights, mine, right):
+        expect(same(a, b), f"{name}: the values are right, but a part of the gradient is lost on its way to {weight}: detach(), .data, "
+               ".item() or torch.no_grad() inside?")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -173,6 +201,7 @@ def main(argv, path, check, hints):
         right, words = verdict(check)
         print(f"right. {words}" if right else f"not yet: {words}\n(python {os.path.relpath(path)} --hint gives a hint)")
         sys.exit(0 if right else 1)
+    if argv in (['-h'], ['--help']): return print(inspect.unwrap(check).__globals__['__doc__'].strip())
     wanted = re.fullmatch(r'--hint(?:=(\d+))?', argv[0]) if len(argv) == 1 else None
     if not wanted: raise configurator.UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
     n = int(wanted[1] or 1)
@@ -208,6 +237,7 @@ def check_all(folder=HERE):
 
 def mark(argv):
     """Mark the exercises in the folder named, or in this one; exit status 0 if all are right, 1 if not."""
+    if argv in (['-h'], ['--help']): return print(__doc__.strip())
     if len(argv) > 1 or argv and not os.path.isfile(os.path.join(argv[0], NAMES[0] + '.py')):
         raise configurator.UserError(f"{' '.join(argv)}: name one folder with exercises, or none for {HERE}")
     sys.exit(0 if check_all(*argv) else 1)

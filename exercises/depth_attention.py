@@ -109,7 +109,7 @@ def check_mix_all(stride):
     wrong = {
         f"{name} mixes raw values of earlier layers; Eq. 3 takes their mixed ones":
             walk(layers, lambda l, j: j % stride == 0, raw=True),
-        f"{name} counts strides down from the layer, l - s, l - 2s, ..; the anchors are fixed: 0, s, 2s, ..":
+        f"{name} has the wrong sources: the anchors are fixed, 0, s, 2s, .., not l - s, l - 2s, .., and layer l reads each j < l of them":
             walk(layers, lambda l, j: (l - j) % stride == 0),
         f"{name} reads all layers below; only multiples of the stride are sources":
             walk(layers, lambda l, j: True),
@@ -129,8 +129,8 @@ def check():
     for stride in (3, 2): check_mix_all(stride)
     student = lambda q, k, v, sources, mode: mix(q, k, v, list(sources)) if sources else v
     inside("your mix()", tiny(depth_attn=True), patch.object(model, 'depth_attention', student))
-    return ("A GPT of model.py gives the same logits with your mix() inside. Now read depth_attention there: it never stacks its "
-            "sources, and says why.")
+    return ("A GPT of model.py gives the same logits and gradients with your mix() inside. Now read depth_attention there: it never stacks "
+            "its sources, and says why.")
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

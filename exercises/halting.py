@@ -21,13 +21,13 @@ And in each layer a halted token keeps the keys and values of its last active pa
 Training runs all passes on all tokens, with `where` in three places, and so knows exactly what generation does, which
 really stops: there a halted token costs no pass any more. The paper leaves open what becomes of a halted token's
 readout; frozen, as here, is the only choice with which both agree. You are compared with a loop that does it the
-other way: token by token, with caches, and a `break` when the gate says so. Afterwards, think about this: with all
-three frozen, would it matter if a halted token's E moved on?
+other way: token by token, with caches, and a `break` when the gate says so; your gradients, with model.py's. Afterwards,
+think about this: with all three frozen, would it matter if a halted token's E moved on?
 
     shape letters    B rows    T positions    C width of the model    nkv key/value heads    hd width of a head
 """
 import torch
-from check import NotYet, call, compare, expect, run, same, shaped, tensors, tiny
+from check import NotYet, call, compare, expect, gradients, run, same, shaped, tensors, tiny
 
 from memory import KVCache
 
@@ -93,25 +93,29 @@ def one_by_one(gpt, gates, x, pos, tau):
 def check_frozen():
     k, v = torch.randn(2, 3, 2, 2, 5, 4)  # of three passes, each (2 rows, 2 heads, 5 positions, 4 channels)
     active = torch.tensor([[[1, 1, 1, 1, 1]] * 2, [[1, 1, 0, 0, 1], [1, 0, 1, 0, 1]], [[1, 0, 0, 0, 1]] * 2]).bool()
-    before, right = None, (k[0], v[0])
-    for i in range(3):
-        memory = Frozen(1, active[i] if i else None, before)
-        got = call(memory.update, 0, k[i], v[i], name='Frozen.update')
+    before, right = None, [(k[0], v[0]), (-k[0], -v[0])]  # layer 1 gets other numbers than layer 0
+    for i, layer in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
+        if layer == 0: memory = Frozen(2, active[i] if i else None, before)
+        keep, sign, old = active[i][:, None, :, None], 1 - 2 * layer, right[layer]
+        got = call(memory.update, layer, sign * k[i], sign * v[i], name='Frozen.update')
         expect(isinstance(got, (tuple, list)) and len(got) == 2, "Frozen.update() should return two tensors, keys and values")
-        keep, old = active[i][:, None, :, None], right
-        right = torch.where(keep, k[i], old[0]), torch.where(keep, v[i], old[1])
-        for n, what, new in ((0, 'keys', k), (1, 'values', v)):
-            name, stored = f"in pass {i}, Frozen.update()", (memory.k, memory.v)[n][0]
-            compare(f"{name} returns {what}, which", got[n], right[n], ('row', 'head', 'position', 'channel'), {
+        right[layer] = torch.where(keep, sign * k[i], old[0]), torch.where(keep, sign * v[i], old[1])
+        for n, what, new in ((0, 'keys', sign * k), (1, 'values', sign * v)):
+            name, want, stored = f"in pass {i}, Frozen.update()", right[layer][n], (memory.k, memory.v)[n][layer]
+            compare(f"{name} returns {what} in a tensor that", got[n], want, ('row', 'head', 'position', 'channel'), {
                 f"{name} returns all {what} anew; halted tokens should keep those of their last active pass":
                     new[i],
                 f"{name} has it the wrong way round: active tokens get new {what}, halted ones keep theirs":
                     torch.where(keep, old[n], new[i]),
                 f"{name} gives halted tokens the {what} that the pass before made, not those it read: store the frozen ones":
-                    torch.where(keep, new[i], new[max(0, i - 1)])})
-            expect(tensors(stored) and same(stored, right[n]), f"{name} returns the right {what}, but self.{what[0]}[layer] should "
+                    torch.where(keep, new[i], new[max(0, i - 1)]),
+                f"{name} gives halted tokens the {what} of another layer":
+                    torch.where(keep, new[i], -old[n])})
+            expect(tensors(stored) and same(stored, want), f"{name} returns the right {what}, but self.{what[0]}[layer] should "
                    "hold them too: the next pass looks there")
-        before = memory
+        expect(not i or same(before.k[layer], old[0]) and same(before.v[layer], old[1]), f"in pass {i}, Frozen.update() writes into "
+               "self.before: make new tensors, and leave those of the pass before as they are")
+        if layer == 1: before = memory
 
 
 def check_think(what, gpt, x, gates, about_passes, mistakes=None):
@@ -122,6 +126,7 @@ def check_think(what, gpt, x, gates, about_passes, mistakes=None):
     readout, passes = got
     shaped("the first result of think(), the readout,", readout, x.shape, AXES)
     shaped("the second result of think(), the number of passes,", passes, x.shape[:2], AXES[:2])
+    expect(passes.dtype == torch.long, f"the second result of think() counts passes, in dtype=torch.long, and not in {passes.dtype}")
     want, counts = one_by_one(gpt, gates, x, pos, tau)
     for row, t in (passes != counts).nonzero().tolist():
         raise NotYet(f"with {what}, think() counts {int(passes[row, t])} for the passes of position {t} in row {row}, and "
@@ -136,20 +141,38 @@ def check_think(what, gpt, x, gates, about_passes, mistakes=None):
     compare(f"with {what}, the readout of think()", readout, want, AXES, mistakes, more)
 
 
+def always(gpt, idx, factor):
+    """Three steps for everybody, with this factor on every mean embedding."""
+    x, pos = gpt.embed(idx), torch.arange(idx.size(1))
+    for _ in range(3): x = x + factor * gpt.mixture(gpt.trunk(x, pos))
+    return gpt.trunk(x, pos)
+
+
+def check_gradients(idx):
+    """Training runs think() too: its gradients are those of model.py's halting='gate'."""
+    gpt, pos = tiny(ponder='embedding', n_layer=3, halting='gate', halt_tau=0.5), torch.arange(idx.size(1))
+    for gate in gpt.gates: gate[-1].weight.normal_(), gate[-1].bias.fill_(1)
+    with torch.enable_grad():
+        want = gpt.requires_grad_(True).hidden(idx)
+        gradients("think()", gpt, think(gpt, gpt.gates, gpt.embed(idx), pos, 0.5)[0], want)
+
+
 @torch.no_grad()
 def check():
     torch.manual_seed(0)
     check_frozen()
     gpt, idx = tiny(ponder='embedding', n_layer=3), torch.randint(0, 30, (2, 8))
-    x, shut, half, wide = gpt.embed(idx), *(lambda h, z=z: torch.full_like(h[..., :1], z) for z in (-9.0, 1.0, 30.0))
-    check_think("all gates wide open", gpt, x, [wide] * 3, "with s gates there are s + 1 passes, the first one included")
-    check_think("all gates at g = 0.73, above tau = 0.5,", gpt, x, [half] * 3, "nobody halts while g >= tau", {
-        "with all gates at g = 0.73, think() adds the whole mean embedding; the gate should scale it": gpt.hidden(idx)})
+    x, shut, half, wide = gpt.embed(idx), *(lambda h, z=z: torch.full_like(h[..., :1], z) for z in (-9.0, 0.0, 30.0))
+    check_think("all gates wide open", gpt, x, [wide] * 3, "s gates are s + 1 passes, the first one included; who has g >= tau goes on", {
+        "with all gates wide open, think() scales by what gates return; the sigmoid of it is g": always(gpt, idx, 30.0)})
+    check_think("all gates at g = tau = 0.5", gpt, x, [half] * 3, "nobody halts while g >= tau, and g = sigmoid(gate_i(h))", {
+        "with all gates at g = 0.5, think() adds the whole mean embedding; the gate should scale it": always(gpt, idx, 1.0)})
     check_think("all gates shut", gpt, x, [shut] * 3, "a token halts when g < tau, and the pass it halts after counts")
     check_think("gate 0 shut and the later ones open", gpt, x, [shut, wide, wide], "who has halted never wakes up again")
-    torch.manual_seed(3)  # tokens of 1, 2, 3 and 4 passes, and no gate so close to tau that rounding could decide
+    torch.manual_seed(8)  # tokens of 1, 2, 3 and 4 passes, and no gate so close to tau that rounding could decide
     looks = [lambda h, w=torch.randn(32, 1): h @ w / 2 + 1 for _ in range(3)]
     check_think("gates that look at the token", gpt, x, looks, "compare with the equations, line by line")
+    check_gradients(idx)
     passes = think(gpt, looks, x, torch.arange(8), 0.5)[1]
     return (f"Masked training and a loop that really stops agree, and here {int(passes.sum())} token passes are enough where 4 for "
             f"everybody would be {4 * passes.numel()}. The tokens of row 0 took {', '.join(map(str, passes[0].tolist()))} passes.")

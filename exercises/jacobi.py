@@ -30,7 +30,7 @@ final norm.
 from unittest.mock import patch
 
 import torch
-from check import call, causal, compare, expect, run, tiny
+from check import call, causal, compare, expect, gradients, run, tiny
 
 from memory import KVCache
 from model import latent
@@ -135,6 +135,9 @@ def check():
     x = gpt.embed(torch.randint(0, 30, (2, T)))
     check_sequential(gpt, x)
     for R in (0, 1, 3): check_jacobi(gpt, x, R)
+    with torch.enable_grad():  # training goes through it
+        gpt.requires_grad_(True)
+        gradients("jacobi()", gpt, jacobi(gpt, x, 2), library(gpt, x, 2))
     exact = library_sequential(gpt, x)
     error = lambda R, t: float((jacobi(gpt, x, R) - exact)[:, t].abs().max())
     for n in (1, 2, T): check_needed(n, error)

@@ -82,17 +82,19 @@ def check_update():
                    "it should remember those of before, and return them too")
             expect(not layer or not tensors(mine) or mine.shape[2:3] != (2 * end,), "Cache.update() gives layer 1 what layer 0 stored: "
                    "each layer has its own keys and values")
-            name, upto = f"layer {layer}: the {what} that Cache.update() returns after {end} positions", slice(0, end)
+            name, upto = f"layer {layer}: the tensor of {what} that Cache.update() returns after {end} positions", slice(0, end)
             compare(name, mine, sign * right[:, :, upto], AXES, {
                 "Cache.update() mixes up the layers: each has its own keys and values": -sign * right[:, :, upto],
-                "Cache.update() returns values where keys should be, or the other way round": sign * other[:, :, upto]})
+                "Cache.update() returns values where keys should be, or the other way round": sign * other[:, :, upto],
+                "Cache.update() stores keys where values should be, or the other way round":
+                    sign * torch.cat((other[:, :, :begin], right[:, :, begin:end]), 2)})
 
 
 def check_mask():
     for n, S in ((0, 4), (4, 1), (5, 3)):
-        cache, real = Cache(1), KVCache(1, 10)
+        cache, real = Cache(2), KVCache(2, 10)
         for memory in (cache, real):
-            if n: memory.update(0, torch.ones(1, 1, n, 2), torch.ones(1, 1, n, 2))
+            for layer in range(2 if n else 0): memory.update(layer, torch.ones(1, 1, n, 2), torch.ones(1, 1, n, 2))
         got, want = cache.mask(S, torch.device('cpu')), real.mask(S, torch.device('cpu'))
         if want is None:  # model.py leaves the mask out where "all up to oneself" says it all
             if got is None: continue
@@ -102,6 +104,8 @@ def check_mask():
                "here attention would line up the first new position with the first key")
         expect(tensors(got) and got.dtype == torch.bool, f"{name} should be a tensor of True and False: dtype=torch.bool")
         if got.dim() == 4: got = got[0, 0]
+        expect(not n or got.shape[-1:] != (2 * n + S,), f"{name} is as wide as {2 * n} positions in the cache: its layers hold the same "
+               "positions, count them once")
         compare(name, got.float(), want, ('new position', 'readable position'), {
             f"{name} lets every new position read all others, later ones too": torch.ones(S, n + S),
             f"{name} has its diagonal in the wrong place: new position i stands at {n} + i": torch.ones(S, n + S).tril(),
@@ -114,8 +118,8 @@ def check_reading(gpt, idx):
     for sizes in ((12,), (5,) + (1,) * 7, (4, 3, 5)):
         cache = Cache(gpt.config.n_layer)
         parts = [gpt.trunk(a, p, cache) for a, p in zip(x.split(sizes, 1), pos.split(sizes))]
-        compare(f"a text read with your cache in pieces of {', '.join(map(str, sizes))} gives hidden states that", torch.cat(parts, 1),
-                want, ('row', 'position', 'channel'))
+        compare(f"a text read with your cache in pieces of {', '.join(map(str, sizes))} gives a tensor of hidden states that",
+                torch.cat(parts, 1), want, ('row', 'position', 'channel'))
 
 
 def check_generate(gpt, prompt, n):
@@ -130,6 +134,8 @@ def check_generate(gpt, prompt, n):
 
     with patch.object(gpt, 'trunk', spy): got = call(generate, gpt, prompt, n)
     shaped("what generate() returns, prompt and new tokens,", got, (len(prompt), T + n), ('row', 'position'))
+    expect(got.max() < gpt.config.n_tokens, f"generate() chose token {int(got.max())}, which is padding of the vocabulary: gpt.head masks "
+           "it, gpt.lm_head does not")
     expect(len(read) <= T + n, f"generate() ran {len(read)} positions through the trunk, and {T + n - 1} are enough: read only what "
            "the cache does not hold yet")
     expect(read == list(range(len(read))), f"generate() tells the trunk the positions {read}: they should count on, {T} after "

@@ -23,7 +23,7 @@ or gpt.hidden: you are compared with them. Afterwards, think about this: to gene
 many caches does a model with s steps need?
 """
 import torch
-from check import call, compare, expect, run, same, tiny
+from check import call, causal, compare, forbid, gradients, run, tiny
 
 
 def ponder(gpt, idx, steps):
@@ -59,6 +59,8 @@ def mistakes(name, gpt, idx, steps):
             walk(gpt, idx, max(0, steps - 1)),
         f"{name} ran one pass too many: s steps are s + 1 passes":
             walk(gpt, idx, steps + 1),
+        f"{name} reads gpt.config.ponder_steps, which is 5 here; the argument `steps` says how many":
+            walk(gpt, idx, 5),
         f"{name} replaces the input by the mean embedding; it should add it":
             walk(gpt, idx, steps, feed=lambda start, x, e: e),
         f"{name} adds the new mean to the token embedding; it should join the running sum, E_j + e_j":
@@ -78,24 +80,16 @@ def mistakes(name, gpt, idx, steps):
     }
 
 
-def check_gradient(gpt, idx):
-    """The gradient of a loss must go through every mixture, not only through the last pass."""
-    gpt.requires_grad_(True)
-    grads = []
-    for h in (ponder(gpt, idx, 2), gpt.hidden(idx)):
-        expect(h.requires_grad, "the values are right, but no gradient can flow: is there a detach() or torch.no_grad()?")
-        grads.append(torch.autograd.grad(gpt.loss(h, idx.roll(-1, 1)), gpt.wte.weight)[0])
-    expect(same(*grads), "the values are right, but a part of the gradient is lost on its way to the embedding table: detach(), .data, "
-           ".item() or torch.no_grad() inside a step?")
-
-
 def check():
     torch.manual_seed(0)
-    gpt, idx = tiny(ponder='embedding'), torch.randint(0, 30, (2, 9))
+    gpt, idx = tiny(ponder='embedding', embed_scale=4.0).requires_grad_(True), torch.randint(0, 29, (2, 9))
     for steps in (0, 1, 2):
-        gpt.config.ponder_steps, name = steps, f"ponder() with steps={steps}"
-        compare(name, call(ponder, gpt, idx, steps), gpt.hidden(idx), AXES, lambda: mistakes(name, gpt, idx, steps))
-    check_gradient(gpt, idx)
+        gpt.config.ponder_steps, name = 5, f"ponder() with steps={steps}"
+        with forbid(gpt, 'mixture'), forbid(gpt, 'hidden'): got = call(ponder, gpt, idx, steps)
+        gpt.config.ponder_steps = steps
+        compare(name, got, gpt.hidden(idx), AXES, lambda: mistakes(name, gpt, idx, steps),
+                lambda: causal(name, lambda x: ponder(gpt, x, steps), idx))
+    gradients("ponder()", gpt, got, gpt.hidden(idx))
     return ("It equals GPT.hidden with ponder='embedding', gradients included. Now read embedding and GPT.mixture in model.py: the "
             "mixture goes through the rows in parts, so that (B, T, V) is never held as a whole.")
 

@@ -65,6 +65,8 @@ def check_angles(pos, hd, theta):
     compare(name, call(angles, pos, hd, theta), turn(pos, -2 * i / hd), ('position', 'pair'), {
         f"{name} ignores pos and counts 0, 1, 2, ..: positions may repeat and jump":
             turn(torch.arange(len(pos)), -2 * i / hd),
+        f"{name} counts from the smallest position in pos; angles are those of pos itself":
+            turn(pos - pos.min(), -2 * i / hd),
         f"{name} has the exponent -i / hd; it should be -2i / hd":
             turn(pos, -i / hd),
         f"{name} has the exponent -2i / (hd/2): hd is the width of the head, not the number of pairs":
@@ -78,7 +80,7 @@ def check_rotate(x, pos, theta):
 
     def more():
         y = rotate(x, pos, theta)
-        expect(same(y[:, 0], x[:, 0]), f"{name} changes what stands at position 0, where all angles are 0")
+        expect(pos[0] or same(y[:, 0], x[:, 0]), f"{name} changes what stands at position 0, where all angles are 0")
         expect(same(y.norm(dim=-1), x.norm(dim=-1)), f"{name} changes the length of vectors, and a rotation never does: check the "
                "signs, and that each half of the result uses both old halves")
     compare(name, call(rotate, x, pos, theta), library(x, pos, theta), AXES, {
@@ -92,15 +94,17 @@ def check_rotate(x, pos, theta):
 
 def check():
     torch.manual_seed(0)
-    pos, theta = torch.tensor([0, 1, 1, 5, 30, 2]), 100.0
-    check_angles(pos, 8, theta)
-    check_rotate(torch.randn(2, 6, 3, 8), pos, theta)
+    places, theta = (torch.tensor([0, 1, 1, 5, 30, 2]), torch.tensor([9, 4, 107])), 100.0
+    for pos in places: check_angles(pos, 8, theta)
+    for pos in places: check_rotate(torch.randn(2, len(pos), 3, 8), pos, theta)
     inside("your rotate()", tiny(), patch.object(model, 'rope_table', lambda pos, hd, theta, dtype: (pos, theta)),
            patch.object(model, 'apply_rope', rotate))
     q, k = torch.randn(2, 1, 1, 1, 8)
     score = lambda t, u: float((rotate(q, torch.tensor([t]), theta) * rotate(k, torch.tensor([u]), theta)).sum())
-    return ("A GPT of model.py gives the same logits with your rotate() inside. And only distances count: a query at 7 with a key "
-            f"at 4 scores {score(7, 4):.4f}, at 107 with 104 {score(107, 104):.4f}, but at 4 with 7 {score(4, 7):.4f}.")
+    near, far, back = score(7, 4), score(107, 104), score(4, 7)
+    expect(abs(near - far) < 1e-3 < abs(near - back), "only distances should count, and their direction")
+    return ("A GPT of model.py gives the same logits and gradients with your rotate() inside. And only distances count: a query at 7 with "
+            f"a key at 4 scores {near:.3f}, at 107 with 104 {far:.3f}, but at 4 with 7 {back:.3f}.")
 
 
 if __name__ == '__main__': run(__file__, check, HINTS)

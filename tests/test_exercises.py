@@ -21,13 +21,13 @@ from model import GPT, GPTConfig, apply_rope, depth_attention, latent, rope_tabl
 sdpa = F.scaled_dot_product_attention
 
 
-def attention(q, k, v, dim=-1, scale=True, diagonal=0, late=False, groups='repeat_interleave'):
+def attention(q, k, v, dim=-1, scale=True, diagonal=0, late=False, groups='repeat_interleave', fill=-math.inf):
     """What a student writes, with switches for what goes wrong."""
     g, T = q.size(1) // k.size(1), q.size(2)
     k, v = (x.repeat_interleave(g, 1) if groups == 'repeat_interleave' else x.repeat(1, g, 1, 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) / (math.sqrt(q.size(-1)) if scale else 1)
     seen = torch.ones(T, T, dtype=torch.bool).tril(diagonal)
-    return (scores.softmax(dim) * seen if late else scores.masked_fill(~seen, -math.inf).softmax(dim)) @ v
+    return (scores.softmax(dim) * seen if late else scores.masked_fill(~seen, fill).softmax(dim)) @ v
 
 
 def angles(pos, hd, theta, power=-1.0):
@@ -54,7 +54,7 @@ class Cache(KVCache):
 
 class CatCache:
     """What a student writes, with switches for what goes wrong."""
-    keep, own_layers, shift = True, True, True
+    keep, own_layers, shift, dtype = True, True, True, torch.float32
 
     def __init__(self, n_layer):
         self.k, self.v = [None] * n_layer, [None] * n_layer
@@ -62,7 +62,7 @@ class CatCache:
     def update(self, layer, k, v):
         if not self.own_layers: layer = 0
         if self.keep and self.k[layer] is not None: k, v = torch.cat((self.k[layer], k), 2), torch.cat((self.v[layer], v), 2)
-        self.k[layer], self.v[layer] = k, v
+        self.k[layer], self.v[layer] = k.to(self.dtype).float(), v
         return k, v
 
     def mask(self, S, device):
@@ -70,12 +70,12 @@ class CatCache:
         return torch.ones(S, n + S, dtype=torch.bool).tril(n if self.shift else 0)
 
 
-def generate(gpt, prompt, n, restart=False, again=False, last=-1):
+def generate(gpt, prompt, n, restart=False, again=False, last=-1, head='head'):
     cache, new, out = CatCache(gpt.config.n_layer), prompt, prompt
     for _ in range(n):
         begin = 0 if restart else out.size(1) - new.size(1)
         h = gpt.trunk(gpt.embed(new), torch.arange(begin, begin + new.size(1)), CatCache(gpt.config.n_layer) if again else cache)
-        token = gpt.head(h)[:, last].argmax(-1, keepdim=True)
+        token = getattr(gpt, head)(h)[:, last].argmax(-1, keepdim=True)
         out = torch.cat((out, token), 1)
         new = out if again else token
     return out
@@ -104,17 +104,21 @@ def ponder(gpt, idx, steps):
     return gpt.hidden(idx)
 
 
-def ponder_by(rule, extra=0):
+def ponder_by(rule, extra=0, head=lambda gpt, h: gpt.head(h)):
     def ponder(gpt, idx, steps):
         pos, start = torch.arange(idx.size(1)), gpt.embed(idx)
         x = start
-        for _ in range(steps + extra): x = rule(gpt, start, x, gpt.head(gpt.trunk(x, pos)).softmax(-1))
+        for _ in range(steps + extra): x = rule(gpt, start, x, head(gpt, gpt.trunk(x, pos)).softmax(-1))
         return gpt.trunk(x, pos)
     return ponder
 
 
 def table(gpt):
     return gpt.wte.weight * gpt.config.embed_scale
+
+
+add = lambda gpt, start, x, p: x + p @ table(gpt)[:p.size(-1)]
+pondered = ponder_by(add)
 
 
 def sequential(gpt, x):
@@ -126,7 +130,7 @@ def jacobi(gpt, x, R):
     return latent(gpt, x, torch.arange(x.size(1)), [None], R)
 
 
-def jacobi_by(zeros=False, block=False, own=False, read=1):
+def jacobi_by(zeros=False, block=False, own=False, read=1, kept=lambda z: z):
     def jacobi(gpt, x, R):
         T = x.size(1)
         pos = torch.arange(T)
@@ -134,14 +138,14 @@ def jacobi_by(zeros=False, block=False, own=False, read=1):
         where = torch.arange(2 * T) if own else pos.repeat(2) if block else pos.repeat_interleave(2)
         half = (lambda h, i: h[:, i * T:(i + 1) * T]) if block else (lambda h, i: h[:, i::2])
         z = torch.zeros_like(x) if zeros else gpt.trunk(x, pos)
-        for _ in range(R): z = half(gpt.trunk(join(z), where), 0)
+        for _ in range(R): z = kept(half(gpt.trunk(join(z), where), 0))
         return half(gpt.trunk(join(z), where), read)
     return jacobi
 
 
 class Frozen:
     """A student's memory, with switches for what goes wrong."""
-    freeze, store = True, 'frozen'
+    freeze, store, layer, kept = True, 'frozen', None, lambda self, x: x
 
     def __init__(self, n_layer, active=None, before=None):
         self.k, self.v, self.active, self.before = [None] * n_layer, [None] * n_layer, active, before
@@ -150,27 +154,29 @@ class Frozen:
         self.k[layer], self.v[layer] = k, v
         if self.freeze and self.before is not None:
             keep = self.active[:, None, :, None]
-            k, v = torch.where(keep, k, self.before.k[layer]), torch.where(keep, v, self.before.v[layer])
-        if self.store == 'frozen': self.k[layer], self.v[layer] = k, v
-        return k, v
+            old = layer if self.layer is None else self.layer
+            k, v = torch.where(keep, k, self.before.k[old]), torch.where(keep, v, self.before.v[old])
+        if self.store != 'raw': self.k[layer], self.v[layer] = k, v
+        if self.store == 'in place' and self.before: self.before.k[layer].copy_(k), self.before.v[layer].copy_(v)
+        return self.kept(k), self.kept(v)
 
     def mask(self, S, device):
         return None
 
 
-def think(gpt, gates, x, pos, tau, monotone=True, freeze=True, scale=True, count=True, memory=True, flip=False):
+def think(gpt, gates, x, pos, tau, monotone=True, freeze=True, scale=True, count=True, memory=True, go=torch.ge, gate=torch.sigmoid,
+          cls=Frozen):
     m, before = torch.ones(x.shape[:2], dtype=torch.bool), None
     passes = torch.zeros(x.shape[:2], dtype=torch.long)
     for i in range(len(gates) + 1):
-        frozen = Frozen(gpt.config.n_layer, m if before else None, before)
+        frozen = cls(gpt.config.n_layer, m if before else None, before)
         h = gpt.trunk(x, pos, frozen)
         if memory: before = frozen
         readout = h if i == 0 or not freeze else torch.where(m[..., None], h, readout)
         passes = passes + (m if count or i else 0)
         if i == len(gates): break
-        g = gates[i](h).sigmoid().squeeze(-1)
-        go = (g < tau) if flip else (g >= tau)
-        m = m & go if monotone else go
+        g = gate(gates[i](h)).squeeze(-1)
+        m = m & go(g, tau) if monotone else go(g, tau)
         x = x + (m * (g if scale else 1))[..., None] * gpt.mixture(h)
     return readout, passes
 
@@ -208,7 +214,7 @@ SOLUTIONS = {  # the library, or the few lines around it that an exercise asks f
     'rope': dict(angles=angles, rotate=rotate),
     'kv_cache': dict(Cache=Cache, generate=lambda gpt, prompt, n: generate(gpt, prompt, n)),
     'depth_attention': dict(mix=depth_attention, mix_all=mix_all),
-    'pondering': dict(ponder=ponder),
+    'pondering': dict(ponder=pondered),
     'jacobi': dict(sequential=sequential, jacobi=jacobi, iterations_needed=lambda T: T - 1),
     'halting': dict(Frozen=Frozen, think=think),
     'flops': dict(forward_flops=forward_flops, ponder_flops=library_flops, fair_tokens=fair_tokens),
@@ -226,6 +232,16 @@ MISTAKES = [  # (exercise, what the student wrote, words of the sentence that an
     ('attention', dict(attention=lambda q, k, v: attention(q, k, v) / 2), 'all numbers are 0.5 times'),
     ('attention', dict(attention=lambda q, k, v: attention(q.mul_(1.5), k, v)), 'changed one of its arguments in place'),
     ('attention', dict(attention=lambda q, k, v: attention(q, k, v)[:, :, :1].expand_as(q)), 'right only at position 0'),
+    ('attention', dict(attention=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)), 'are to write yourself'),
+    ('attention', dict(attention=lambda q, k, v: attention(q.half(), k.half(), v.half())), 'numbers of type torch.float16'),
+    ('attention', dict(attention=lambda q, k, v: attention(q, k, v).half().float()), 'rounded to 16 bits'),
+    ('attention', dict(attention=lambda q, k, v: attention(k, q, v)), 'queries and keys swapped'),
+    ('attention', dict(attention=lambda q, k, v: attention(q, k, k)), 'keys instead of values'),
+    ('attention', dict(attention=but(attention, dim=1)), 'does it run over the right axis'),
+    ('attention', dict(attention=but(attention, fill=-100.0)), 'right only while the scores are small'),
+    ('attention', dict(attention=lambda q, k, v: attention(q, k, v.detach())), 'part of the gradient is lost'),
+    ('rope', dict(angles=lambda pos, hd, theta: angles(pos - pos.min(), hd, theta)), 'counts from the smallest position'),
+    ('rope', dict(rotate=lambda x, pos, theta: rotate(x, pos - pos.min(), theta)), 'rotate.. differs'),
     ('rope', dict(angles=lambda pos, hd, theta: angles(torch.arange(len(pos)), hd, theta)), 'ignores pos'),
     ('rope', dict(angles=but(angles, power=-0.5)), 'exponent -i / hd'),
     ('rope', dict(angles=but(angles, power=1.0)), 'the exponent should be negative'),
@@ -238,6 +254,12 @@ MISTAKES = [  # (exercise, what the student wrote, words of the sentence that an
     ('kv_cache', dict(Cache=sub(CatCache, own_layers=False)), 'each layer has its own'),
     ('kv_cache', dict(Cache=sub(CatCache, shift=False)), r'new position i stands at 4 \+ i'),
     ('kv_cache', dict(Cache=sub(CatCache, mask=lambda self, S, device: None)), 'returned None'),
+    ('kv_cache', dict(Cache=sub(CatCache, dtype=torch.half)), 'rounded to 16 bits'),
+    ('kv_cache', dict(Cache=sub(CatCache, update=lambda self, layer, k, v: CatCache.update(self, layer, k, k) and
+                                (self.k[layer], torch.cat((self.k[layer][:, :, :-k.size(2)], v), 2)))), 'keys where values should be'),
+    ('kv_cache', dict(Cache=sub(CatCache, mask=lambda self, S, device: torch.ones(
+        S, sum(k.size(2) for k in self.k if k is not None) + S, dtype=torch.bool).tril())), 'as wide as 8 positions'),
+    ('kv_cache', dict(generate=but(generate, head='lm_head')), 'padding of the vocabulary'),
     ('kv_cache', dict(generate=but(generate, restart=True)), 'positions .* count on'),
     ('kv_cache', dict(generate=but(generate, again=True)), 'ran 63 positions through the trunk, and 12 are enough'),
     ('kv_cache', dict(generate=but(generate, last=0)), 'is each new token the argmax'),
@@ -250,13 +272,23 @@ MISTAKES = [  # (exercise, what the student wrote, words of the sentence that an
     ('depth_attention', dict(mix_all=but(mix_all, raw=True)), 'mixes raw values'),
     ('depth_attention', dict(mix_all=but(mix_all, source=lambda l, j, s: (l - j) % s == 0)), 'the anchors are fixed'),
     ('depth_attention', dict(mix_all=but(mix_all, source=lambda l, j, s: True)), 'reads all layers below'),
+    ('depth_attention', dict(mix_all=but(mix_all, source=lambda l, j, s: j % s == 0 and j < l - 1)), 'layer l reads each j < l'),
+    ('depth_attention', dict(mix=lambda q, k, v, sources: sources.append((k, v)) or depth_attention(q, k, v, sources[:-1])), 'in place'),
+    ('depth_attention', dict(mix=lambda q, k, v, sources: depth_attention(q, k, v, [(a, b.detach()) for a, b in sources])), 'gradient'),
+    ('pondering', dict(ponder=ponder), r'hidden\(\) is what you are to write yourself'),
+    ('pondering', dict(ponder=lambda gpt, idx, steps: pondered(gpt, idx, gpt.config.ponder_steps)), 'reads gpt.config.ponder_steps'),
+    ('pondering', dict(ponder=lambda gpt, idx, steps: gpt.head(pondered(gpt, idx, steps))), r'shape \(2, 9, 40\)'),
+    ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: x + p.log().softmax(1) @ table(gpt))), 'does it run over the right axis'),
+    ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: x + (p @ table(gpt)).roll(-1, 1))), 'sees the future'),
+    ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: x.add_(p @ table(gpt)))), 'Backward needs what was overwritten'),
+    ('pondering', dict(ponder=ponder_by(add, head=lambda gpt, h: F.linear(h, gpt.lm_head.weight.detach()[:30]))), 'way to lm_head.weight'),
     ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: p @ table(gpt))), 'replaces the input'),
     ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: start + p @ table(gpt))), 'should join the running sum'),
     ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: x + p @ gpt.wte.weight)), 'without its scale'),
     ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: x + table(gpt)[p.argmax(-1)])), 'takes the likeliest token'),
-    ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: x + p @ table(gpt), extra=-1)), 'one pass too few'),
+    ('pondering', dict(ponder=ponder_by(add, extra=-1)), 'one pass too few'),
     ('pondering', dict(ponder=ponder_by(lambda gpt, start, x, p: x + p.detach() @ table(gpt))), 'part of the gradient is lost'),
-    ('pondering', dict(ponder=lambda gpt, idx, steps: ponder(gpt, idx, steps).detach()), 'no gradient can flow'),
+    ('pondering', dict(ponder=lambda gpt, idx, steps: pondered(gpt, idx, steps).detach()), 'no gradient can flow'),
     ('jacobi', dict(sequential=lambda gpt, x: gpt.trunk(x, torch.arange(x.size(1)))), 'what the plain model gives'),
     ('jacobi', dict(sequential=lambda gpt, x: jacobi_by(own=True)(gpt, x, 9)), 'a position of its own'),
     ('jacobi', dict(sequential=lambda gpt, x: jacobi_by(read=0)(gpt, x, 9)), 'outputs at the token slots'),
@@ -265,21 +297,30 @@ MISTAKES = [  # (exercise, what the student wrote, words of the sentence that an
     ('jacobi', dict(jacobi=jacobi_by(block=True)), 'sees the future'),
     ('jacobi', dict(jacobi=jacobi_by(zeros=True)), r'ran passes of \[12\] slots; asked for are \[6, 12\]'),
     ('jacobi', dict(jacobi=lambda gpt, x, R: jacobi(gpt, x, R + 1)), 'one iteration more than asked'),
+    ('jacobi', dict(jacobi=jacobi_by(kept=torch.detach)), 'part of the gradient is lost'),
     ('jacobi', dict(iterations_needed=lambda T: T), 'more than it takes'),
     ('jacobi', dict(iterations_needed=lambda T: 3), 'more than it takes'),
     ('jacobi', dict(iterations_needed=lambda T: min(T - 1, 3)), 'position 5 is still off by'),
     ('halting', dict(Frozen=sub(Frozen, freeze=False)), 'all keys anew'),
     ('halting', dict(Frozen=sub(Frozen, store='raw')), 'should hold them too'),
+    ('halting', dict(Frozen=sub(Frozen, store='in place')), 'writes into self.before'),
+    ('halting', dict(Frozen=sub(Frozen, layer=0)), 'of another layer'),
+    ('halting', dict(think=but(think, cls=sub(Frozen, kept=lambda self, x: x.detach()))), 'part of the gradient is lost'),
+    ('halting', dict(think=but(think, go=torch.gt)), 'nobody halts while g >= tau'),
+    ('halting', dict(think=but(think, gate=lambda z: z)), 'the sigmoid of it is g'),
+    ('halting', dict(think=but(think, gate=lambda z: z.sigmoid().detach())), 'part of the gradient is lost'),
+    ('halting', dict(think=lambda *args: [x.float() for x in think(*args)]), 'and not in torch.float32'),
     ('halting', dict(think=but(think, monotone=False)), 'never wakes up again'),
     ('halting', dict(think=but(think, freeze=False)), 'readout of halted tokens moves on'),
     ('halting', dict(think=but(think, scale=False)), 'the gate should scale it'),
     ('halting', dict(think=but(think, count=False)), 'the first one included'),
-    ('halting', dict(think=but(think, flip=True)), r'think\(\) counts 1 .* 4 is right'),
+    ('halting', dict(think=but(think, go=torch.lt)), r'think\(\) counts 1 .* 4 is right'),
     ('halting', dict(think=but(think, memory=False)), 'should read the frozen keys and values'),
     ('flops', dict(forward_flops=lambda c, T: forward_flops(c, T) / 2), 'half of what it should be'),
     ('flops', dict(forward_flops=lambda c, T: forward_flops(c, T) - 2 * c.n_layer * c.mlp_hidden * c.n_embd), 'two matrices in the MLP'),
     ('flops', dict(forward_flops=lambda c, T: forward_flops(c, T) + 2 * c.vocab_size * c.n_embd), 'it is a look-up'),
     ('flops', dict(forward_flops=lambda c, T: forward_flops(replace(c, n_kv_head=c.n_head), T)), 'they have n_kv_head'),
+    ('flops', dict(forward_flops=lambda c, T: forward_flops(c, T) - 2 * c.n_layer * c.n_embd * c.n_kv_head * c.head_dim), 'or the values'),
     ('flops', dict(ponder_flops=lambda c, T: library_flops(replace(c, ponder_steps=max(0, c.ponder_steps - 1)), T)), r's steps are s \+ 1 passes'),
     ('flops', dict(ponder_flops=lambda c, T: (c.ponder_steps + 1) * forward_flops(c, T)), 'and then a mixture'),
     ('flops', dict(fair_tokens=lambda c, T, tokens: tokens ** 2 / fair_tokens(c, T, tokens)), 'upside down'),
@@ -359,6 +400,8 @@ ANSWER = {
     'a name that is not there': ('    return softmax(q)', r"line \d+, `return softmax\(q\)`, stops with NameError: .*missing import"),
     'nothing returned': ('    y = q', r'returned None: does its last line say `return`\?'),
     'float64 in between': ('    return q @ torch.ones(16, 16, dtype=torch.float64)', 'Make new tensors with dtype=x.dtype'),
+    'float64 in a batched product': ('    return (q @ k.mT).double() @ v', 'Make new tensors with dtype=x.dtype'),
+    'an attribute that is not there': ('    return q.size(1).shape', 'of another type'),
     'leaves': ('    exit(0)', 'SystemExit'),
 }
 
@@ -408,8 +451,16 @@ def test_the_whole_set_is_a_program(capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as left: check.mark([str(tmp_path)])
     out = capsys.readouterr().out
     assert left.value.code == 1 and 'attention        not yet: ' in out and f"{tmp_path / 'rope.py'} is not there" in out
-    for wrong in (['nowhere'], [str(tmp_path), str(tmp_path)], ['--help']):
+    for wrong in (['nowhere'], [str(tmp_path), str(tmp_path)]):
         with pytest.raises(check.configurator.UserError, match='name one folder'): check.mark(wrong)
+
+
+def test_help_is_the_text_at_the_top(capsys):
+    exercise = check.load(os.path.join(ROOT, 'exercises', 'rope.py'))
+    check.main(['--help'], exercise.__file__, exercise.check, exercise.HINTS)
+    check.mark(['-h'])
+    out = capsys.readouterr().out
+    assert out.startswith('Exercise 2 of 8: rotary positions') and '\nChecks exercises' in out
 
 
 def test_status_is_0_for_a_right_answer(monkeypatch, capsys):

@@ -19,7 +19,7 @@ picks the last L entries is "sinks + sliding window" (StreamingLLM, arXiv 2309.1
 rotation, and a position is a place in the cache, so it stays below N. Old text is compressed again and again, the newest not.
 
 What it shows (config/size/tiny.py with n_layer=4, n_head=2, n_embd=128, mlp_hidden=352, block_size=128, batch_tokens=512: 0.9M
-parameters; one seed, nats per byte; "tuned": after 100 steps at 2 N; two cores of an Intel Xeon at 2.5 GHz, 2026-11-21):
+parameters, 2400 steps; one seed, nats per byte; "tuned": after 100 steps at 2 N; two cores of an Intel Xeon at 2.5 GHz, 2026-11-21):
 
                                   N     2 N     4 N  peak cache        tuned: N     2 N     4 N
     no compression           1.8663  1.8697  1.9084         512          1.8645  1.8473  1.8571
