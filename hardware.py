@@ -65,7 +65,7 @@ def expect_new_lengths():
 
 def compile_blocks(model):
     """torch.compile each block: one block's code serves all, so compile time does not grow with depth."""
-    torch._dynamo.config.optimize_ddp = False   # it cuts what DDP runs at its buckets' ends, here into pieces of a block
+    torch._dynamo.config.optimize_ddp = False   # it would cut each block where one of DDP's buckets ends
     torch._dynamo.config.recompile_limit = 128  # the variants are those of shapes, and of sources for Depth-Attention
     dynamic = None if model.config.halting == 'router' else False  # its rectangles of active slots change from step to step
     for block in model.h: block.compile(dynamic=dynamic)
@@ -100,7 +100,8 @@ def process_group(device):
     cuda = device.type == 'cuda'
     try:
         rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-        if 'RANK' in os.environ: dist.init_process_group('nccl' if cuda else 'gloo', device_id=device if cuda else None)
+        with explained():
+            if 'RANK' in os.environ: dist.init_process_group('nccl' if cuda else 'gloo', device_id=device if cuda else None)
     except ValueError as error:
         raise UserError(f"RANK and what goes with it do not fit ({error}): start with torchrun, or unset them") from None
     with explained():  # after a failure the group is left as it is: taking it down would wait for the others

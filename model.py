@@ -765,7 +765,7 @@ class GPT(nn.Module):
             likelier = ordered.cumsum(-1) - ordered  # a token stays if the likelier ones do not reach p without it
             drop = torch.zeros_like(order, dtype=torch.bool).scatter(1, order, likelier >= top_p)
             logits = logits.masked_fill(drop, -math.inf)
-        p = logits.softmax(-1)  # torch.multinomial does what follows, but first waits for a GPU, twice, to check its input
+        p = logits.softmax(-1)  # torch.multinomial does this, but first waits for a GPU, twice, to refuse NaN (here: token 0)
         return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
     # ---- accounting --------------------------------------------------------------------------------------------------

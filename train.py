@@ -158,7 +158,7 @@ class Trainer:
         else:
             state = state or (load_state(s.init_from[3:]) if s.init_from.startswith('hf:') else load_checkpoint(s.init_from))
             new = s.init_from != 'resume' and not s.eval_only
-            free = {name: asked.pop(name) for name in (START if new else FREE) if asked.get(name) is not None}
+            free = {n: asked.pop(n) for n in (START if new else FREE) if n in asked and (new or asked[n] is not None)}
             steps = free.pop('ponder_steps', None) if s.eval_only else None
             if not new: step = state['step']
             model = GPT(build(GPTConfig, {**state['config'], **free}))

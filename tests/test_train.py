@@ -14,7 +14,7 @@ from conftest import ONE_EACH, ROOT, TOGGLES, make, program, refused
 
 import train
 from checkpoint import load_checkpoint, save_checkpoint
-from configurator import UserError
+from configurator import UserError, build, read
 from data import Windows, alone, read_meta
 from model import GPT, GPTConfig
 from train import Settings, Trainer
@@ -242,12 +242,41 @@ def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path
         with pytest.raises(UserError, match='do not fit.*gates'): run_train('third', f'--init_from={tmp_path / "second4"}', '--halting=none', shape=[])
 
 
+def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
+    run_train('first', '--depth_attn=True', '--depth_stride=2')
+    start = f'--init_from={tmp_path / "first"}'
+    for args, stride in [([], 2), (['--depth_stride=None'], 1)]:
+        assert run_train(f'second{stride}', start, '--max_steps=1', *args, shape=[])['config']['depth_stride'] == stride
+
+
+@pytest.fixture
+def with_ddp(small_data, tmp_path):
+    """A Trainer that adds up two micro-batches in bf16, and whose model is in DDP, with one rank."""
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path / "store"}', rank=0, world_size=1)
+    args = [*SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', '--dtype=bfloat16', '--ponder=chain', '--halting=router']
+    given = read(args, '', Settings, GPTConfig)[0]
+    trainer = Trainer(build(Settings, given), given, None, 0, 1, torch.device('cpu'))
+    trainer.ddp = torch.nn.parallel.DistributedDataParallel(trainer.model, gradient_as_bucket_view=True)
+    assert trainer.accumulation == 2
+    yield trainer
+    torch.distributed.destroy_process_group()
+
+
+def test_gradients_stay_in_ddps_buckets_and_backward_is_not_autocast(with_ddp, monkeypatch):
+    model, autocast, where, backward = with_ddp.model, [], [], torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, 'backward', lambda loss: (autocast.append(torch.is_autocast_enabled('cpu')), backward(loss))[1])
+    model.register_forward_pre_hook(lambda *_: where.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None]))
+    for _ in range(3): with_ddp.train_step()
+    assert autocast == [False] * 6
+    assert where[2] == where[3] == where[4] == where[5] and len(where[2]) == len(list(model.parameters()))
+
+
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, tmp_path, capsys):
     run_train('plain', '--depth_stride=1', '--halt_tau=0.5', '--ponder_steps=2', '--ponder=none')
-    assert capsys.readouterr().err == 'warning: depth_stride, halt_tau, ponder_steps: without effect, the mechanism is off\n'
+    assert 'warning: depth_stride, halt_tau, ponder_steps: without effect' in capsys.readouterr().err
     train.main([str(tmp_path / 'plain' / 'settings.json'), f'--out_dir={tmp_path / "again"}', '--depth_stride=None', '--halt_tau=1e-4', '--ponder_steps=3'])
     run_train('on', '--depth_attn=True', '--depth_stride=1', '--ponder=chain', '--halting=router', '--halt_tau=0.5', '--ponder_steps=2')
-    assert capsys.readouterr().err == ''
+    assert 'without effect' not in capsys.readouterr().err
 
 
 def test_bad_numbers_stop_the_run_and_keep_the_checkpoint(run_train, monkeypatch, tmp_path, capsys):

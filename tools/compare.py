@@ -4,7 +4,7 @@ A fair comparison: the same data, tokens, batches and optimiser for every mechan
     python tools/compare.py config/size/tiny.py                             every mechanism, three seeds: hours on a laptop
     python tools/compare.py config/size/tiny.py --names=plain_scaled,loop,plain_scaled_as_loop --seeds=1,2
 
-A name is one of RUNS, several joined by + (loop+depth_attn), or plain_scaled_as_NAME: as many training FLOPs, by more steps.
+A name is one of RUNS, several joined by + (loop+depth_attn), or PLAIN_as_NAME: a plain run of as many training FLOPs, by more steps.
 Files and settings of train.py hold for all: of a mechanism's own file its learning rate and number of steps do not count.
 Stopped, the same command goes on. Writes OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
 """
@@ -37,7 +37,7 @@ from train import Settings
 @dataclass
 class CompareSettings:
     """what to compare; every other setting is train.py's"""
-    names: str = 'all'                  # comma-separated (all: each of RUNS, and plain_scaled_as_NAME for those that cost more)
+    names: str = 'all'                  # comma-separated (all: each of RUNS, and a PLAIN_as_NAME for those that cost more)
     seeds: str = '1337,1,2'             # every name is run with the first seed, then with the next
     out: str = 'out/compare'            # folder of the runs
     table_only: bool = False            # print the table of the runs in `out` that are finished
@@ -50,7 +50,8 @@ RUNS = {'plain': ('vanilla',), 'plain_scaled': ('loop', '--ponder_steps=0'), 'pl
         'depth_uniform': ('depth_attn', '--depth_mode=uniform'), 'depth_stride1': ('depth_attn', '--depth_stride=1'),
         'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',), 'pause': ('pause',), 'latent': ('latent',),
         'gate': ('halting_gate',), 'router': ('halting_router',), 'mask': ('halting_mask', '--ponder_steps=1')}
-ALL = [*RUNS, *(f'plain_scaled_as_{name}' for name in RUNS if not name.startswith(('plain', 'depth')))]
+START = {name: 'plain_ponderlm' for name in ('embedding', 'gate', 'pause')}  # the others: plain_scaled
+ALL = [*RUNS, *(f"{START.get(name, 'plain_scaled')}_as_{name}" for name in RUNS if not name.startswith(('plain', 'depth')))]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # settings of train.py that are chosen here, for each run
 LOSS = 'val_nats_per_byte'
 
@@ -141,7 +142,7 @@ def record(name, seed, args, settings, flops, folder):
 
 
 def table(records):
-    """Markdown, a row per name, set against a plain run. Differences are between equal seeds: their mean (and lowest to highest)."""
+    """Markdown, a row per name, against a plain run if there is one. Differences are between equal seeds: mean (lowest to highest)."""
     runs = {}
     for r in records: runs.setdefault(r['name'], []).append(r)
     mean = {name: {key: statistics.mean(r[key] for r in rs) for key in (LOSS, 'flops', 'seconds')} for name, rs in runs.items()}
@@ -157,7 +158,7 @@ def table(records):
     for name, rs in runs.items():
         losses = [r[LOSS] for r in rs]
         off = {n: abs(mean[n]['flops'] / mean[name]['flops'] - 1) for n in runs if n.startswith('plain')}
-        peer = min((n for n in off if off[n] <= 0.05), key=off.get, default=None)
+        peer = min((n for n in off if off[n] <= 0.05), key=lambda n: (off[n], n != base), default=None)
         times = [f"{mean[name][key] / mean[base][key]:.2f}" for key in ('flops', 'seconds')]
         rows.append(f"| {name} | {len(rs)} | {mean[name][LOSS]:.4f} | {min(losses):.4f} to {max(losses):.4f} | "
                     f"{difference(name, base)} | {difference(name, peer)} | {times[0]} | {times[1]} |")

@@ -43,7 +43,7 @@ class EvaluateSettings:
     num_fewshot: Optional[int] = None   # examples before each question (None: what the task says)
     limit: Optional[int] = None         # questions per task, for a quick look (None: all)
     include_path: Optional[str] = None  # folder with your own tasks' .yaml files
-    cache: Optional[str] = None         # lm_eval: file that keeps answers, so that a stopped run goes on; one per checkpoint
+    cache: Optional[str] = None         # lm_eval: file that keeps answers, so that a stopped run goes on; one per checkpoint and setting
     batch_size: int = 16                # sequences computed together
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     ponder_steps: Optional[int] = None  # other than in training (None: as there)
@@ -55,6 +55,7 @@ class EvaluateSettings:
             raise ValueError("batch_size and max_new_tokens must be at least 1, functions not negative")
         if self.temperature: check_range(self, 1e-6, 1e6, 'temperature')  # as in sample.py
         check_range(self, 0, 2 ** 31 - 1, 'seed')
+        check_range(self, 0, math.inf, 'halt_tau')
         if self.tokens is not None and self.tokens < 2: raise ValueError(f"tokens={self.tokens} must be at least 2")
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")

@@ -84,8 +84,8 @@ def activations(config, s, dtype, accumulates):
             for p in model.parameters(): p.grad = torch.zeros_like(p)
         before = live.now
         x = torch.zeros(s.micro_batch, config.block_size, dtype=torch.long)
-        with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):  # 'cpu' stands for any device
-            model(x, x)[1].backward()
+        with torch.autocast('cpu', dtype, enabled=dtype != torch.float32): loss = model(x, x)[1]  # 'cpu' stands for any device
+        loss.backward()
     return live.peak - before
 
 
