@@ -326,12 +326,12 @@ class Trainer:
 
     def report_evaluation(self):
         """Evaluate and say so; nats per byte can be compared between tokenizers."""
-        result = self.evaluate()
-        if result is None: return self.say(f"step {self.step}: evaluation left out, the run was told to stop")
+        if (result := self.evaluate()) is None: return self.say(f"step {self.step}: evaluation left out, the run was told to stop")
         loss, passes = result
         per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']
         record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte, val_passes=passes)
-        self.say((f"{self.s.data_dir}, " if self.s.eval_only else '') + f"step {self.step}: validation loss {loss:.4f} nats per token, "
+        where = f"{self.s.out_dir if self.s.init_from == 'resume' else self.s.init_from} on {self.s.data_dir}, " if self.s.eval_only else ''
+        self.say(f"{where}step {self.step}: validation loss {loss:.4f} nats per token, "
                  f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte"
                  + (f", {passes:.3f} passes per token" if passes else '')
                  + (f", Jacobi change {self.model.jacobi_change:.1e}" if self.model.jacobi_change is not None else ''),

@@ -510,7 +510,7 @@ def test_evaluating_another_folder(run_train, small_data, tmp_path, capsys):
     capsys.readouterr()
     for data in [f'--data_dir={small_data}'], []:  # without: the data of that run
         train.main([f'--init_from={tmp_path / "out"}', *data, '--eval_only=True', '--eval_tokens=512', '--batch_tokens=7', '--device=cpu'])
-        assert f'{small_data}, step 10: validation loss' in capsys.readouterr().out
+        assert f'{tmp_path / "out"} on {small_data}, step 10: validation loss' in capsys.readouterr().out
 
 
 def test_a_dry_run_plans_the_model_that_is_loaded(run_train, tmp_path, capsys):
