@@ -514,10 +514,10 @@ def test_evaluating_another_folder(run_train, small_data, tmp_path, capsys):
 
 
 def test_a_dry_run_plans_the_model_that_is_loaded(run_train, tmp_path, capsys):
-    state = run_train('out', '--ponder=loop')
+    state = run_train('out', '--ponder=loop', '--n_kv_head=1')
     for start in 'resume', tmp_path / 'out':
         capsys.readouterr()
-        train.main([f'--out_dir={tmp_path / "out"}', f'--init_from={start}', '--batch_tokens=256', '--micro_batch=4', '--dry_run=True'])
+        train.main([f'--out_dir={tmp_path / "out"}', f'--init_from={start}', '--n_kv_head=None', '--batch_tokens=256', '--micro_batch=4', '--dry_run=True'])
         assert f"parameters  {sum(p.numel() for p in state['model'].values()) / 1e6:,.2f}M" in capsys.readouterr().out
     with pytest.raises(UserError, match='nowhere: no checkpoint'): train.main([f'--init_from={tmp_path / "nowhere"}', '--dry_run=True'])
 

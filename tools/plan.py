@@ -27,7 +27,7 @@ from data import read_meta
 from hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from prepare_data import BUILTIN
-from train import accumulation
+from train import START, accumulation
 
 
 class LiveBytes(TorchDispatchMode):
@@ -124,7 +124,8 @@ def loaded(s, state):
 
 def plan(s, given, state=None):
     """Print parameters, FLOPs, memory and days of a run with settings s; UserError if they do not fit together."""
-    given = {**loaded(s, state), **given}
+    old = loaded(s, state)  # its shape stays, also where a config file says None
+    given = {**old, **{name: value for name, value in given.items() if value is not None or name in START or not old}}
     known, where = vocabulary(s, given)
     config = build(GPTConfig, {**given, **known})
     here = None if s.device in (None, 'cuda') else pick_device(s.device)  # GPUs are planned without one
