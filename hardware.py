@@ -16,7 +16,7 @@ PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'R
 
 
 def pick_device(name, local_rank=0):
-    """The device to compute on; UserError if the one asked for is not there."""
+    """The device to compute on, of GPUs then the current one; UserError if the one asked for is not there."""
     if name is None: name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if name == 'cuda': name = f'cuda:{local_rank}'
     try:

@@ -152,8 +152,7 @@ class Trainer:
         torch.manual_seed(s.seed)
         if s.init_from == 'scratch':
             if s.eval_only: raise UserError("eval_only needs a trained model: add --init_from=resume or --init_from=FOLDER")
-            asked.setdefault('vocab_size', math.ceil(self.meta['n_tokens'] / 64) * 64)
-            asked.setdefault('n_tokens', self.meta['n_tokens'])
+            asked = {'n_tokens': (n := self.meta['n_tokens']), 'vocab_size': math.ceil(n / 64) * 64, **asked}
             model = GPT(build(GPTConfig, asked))
         else:
             state = state or (load_state(s.init_from[3:]) if s.init_from.startswith('hf:') else load_checkpoint(s.init_from))
@@ -162,7 +161,8 @@ class Trainer:
             steps = free.pop('ponder_steps', None) if s.eval_only else None
             if not new: step = state['step']
             model = GPT(build(GPTConfig, {**state['config'], **free}))
-            if new: state = {**state, 'model': {**model.state_dict(), **state['model']}}  # a mechanism's own weights begin afresh
+            fresh = {k: p for k, p in model.state_dict().items() if k.split('.')[0] not in ('wte', 'h', 'ln_f', 'lm_head')}
+            if new: state = {**state, 'model': {**fresh, **state['model']}}  # a mechanism's own weights, not the plain GPT's, may be new
             load_weights(model, state)
             if steps not in (None, model.config.ponder_steps): change_steps(model.config, steps)
         for name, value in asked.items():

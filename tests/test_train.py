@@ -242,6 +242,13 @@ def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path
         with pytest.raises(UserError, match='do not fit.*gates'): run_train('third', f'--init_from={tmp_path / "second4"}', '--halting=none', shape=[])
 
 
+def test_a_new_run_needs_all_weights_of_the_plain_gpt(run_train, tmp_path):
+    state = run_train('first')
+    del state['model']['h.1.ln_2.weight']
+    save_checkpoint(str(tmp_path / 'first'), state)
+    with pytest.raises(UserError, match='do not fit.*h.1.ln_2.weight'): run_train('second', f'--init_from={tmp_path / "first"}', '--ponder=loop', shape=[])
+
+
 def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
     run_train('first', '--depth_attn=True', '--depth_stride=2')
     start = f'--init_from={tmp_path / "first"}'

@@ -50,8 +50,9 @@ RUNS = {'plain': ('vanilla',), 'plain_scaled': ('loop', '--ponder_steps=0'), 'pl
         'depth_uniform': ('depth_attn', '--depth_mode=uniform'), 'depth_stride1': ('depth_attn', '--depth_stride=1'),
         'loop': ('loop',), 'embedding': ('ponder',), 'chain': ('chain',), 'pause': ('pause',), 'latent': ('latent',),
         'gate': ('halting_gate',), 'router': ('halting_router',), 'mask': ('halting_mask', '--ponder_steps=1')}
-START = {name: 'plain_ponderlm' for name in ('embedding', 'gate', 'pause')}  # the others: plain_scaled
-ALL = [*RUNS, *(f"{START.get(name, 'plain_scaled')}_as_{name}" for name in RUNS if not name.startswith(('plain', 'depth')))]
+PONDERLM = ('embedding', 'gate', 'pause')  # these start as plain_ponderlm
+ALL = [*RUNS, *(('plain_ponderlm' if name in PONDERLM else 'plain_scaled') + f'_as_{name}' for name in RUNS
+                if not name.startswith(('plain', 'depth')))]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # settings of train.py that are chosen here, for each run
 LOSS = 'val_nats_per_byte'
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import whole
+from checkpoint import load_weights, whole
 from configurator import UserError, read, run
 from model import GPT, GPTConfig
 
@@ -96,18 +96,20 @@ def read_config(folder):
         raise UserError(f"{folder}: not a readable Hugging Face folder ({error})") from None
 
 
-def load_hf(folder):
-    """A GPT in float32 with the weights of a Hugging Face folder; UserError if it is missing, damaged or not supported."""
+def load_state(folder):
+    """
+    A Hugging Face folder as `load_checkpoint` gives a checkpoint: a dict of config, model (weights in float32) and step. UserError if
+    the folder is missing, damaged or not supported.
+    """
     try:
         from safetensors.torch import load_file
     except ImportError:
         raise UserError(INSTALL) from None
     try:
-        model = GPT(read_config(folder))
+        config = read_config(folder)
         files = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors'))
         weights = {name: tensor.float() for f in files for name, tensor in load_file(os.path.join(folder, f)).items()}
-        model.load_state_dict(rename_from_hf(weights, model.config))
-        return model
+        return dict(config=asdict(config), model=rename_from_hf(weights, config), step=0)
     except UserError:
         raise
     except KeyError as error:
@@ -116,10 +118,12 @@ def load_hf(folder):
         raise UserError(f"{folder}: not a readable Hugging Face folder ({' '.join(str(error).split())[:120]})") from None
 
 
-def load_state(folder):
-    """The same as `load_checkpoint` gives it: a dict of config, model and step."""
-    model = load_hf(folder)
-    return dict(config=asdict(model.config), model=model.state_dict(), step=0)
+def load_hf(folder):
+    """A GPT with the weights of a Hugging Face folder; UserError as in `load_state`."""
+    state = load_state(folder)
+    model = GPT(GPTConfig(**state['config']))
+    load_weights(model, state)
+    return model
 
 
 def save_hf(model, folder):
