@@ -2,8 +2,8 @@
 Reading data: tokenizers, token shards, and the order in which training visits them.
 
 A data folder holds shards TRAIN_OR_VAL_000000.bin and meta.json; prepare_data.py writes both. A shard is 256 int32
-(magic 20240520, version 1, token count), then the tokens as uint16. Nothing here copies or maps a shard: windows are
-read from the file, so a process needs the same memory for one shard as for a thousand.
+(magic 20240520, version 1, token count), then the tokens as uint16. Training does not map shards: windows are read
+from the file, so a process needs the same memory for one shard as for a thousand.
 """
 
 import contextlib

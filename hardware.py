@@ -99,7 +99,7 @@ def process_group(device):
     """(rank, world) of this process, with a process group around them when torchrun started it."""
     cuda = device.type == 'cuda'
     try:
-        rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+        rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
         with explained():
             if 'RANK' in os.environ: dist.init_process_group('nccl' if cuda else 'gloo', device_id=device if cuda else None)
     except ValueError as error:

@@ -6,12 +6,12 @@ What attention may read. Attention asks one object:
                                          is added to the scores; or None for "itself and all before it"; or
                                          [(n, bool (s, n)), ...]: for the first s queries, the next, .., which of the first n
 
-    KVCache         generation where every token takes the same slots      plain, embedding, loop, pause, latent
-    StaticCache     the same for compiled code
-    RaggedCache     generation where not, or later steps are hidden        everything that halts; chain
-    ChainMemory     no cache, steps that read the steps before             chain
-    StepMemory      the same where tokens take different numbers of them   router
-    FrozenMemory    no cache, tokens that stopped and are still read       gate
+    KVCache         generation, the same number of slots per token         plain, embedding, loop, pause, latent
+    StaticCache     the same, for compiled code
+    RaggedCache     generation, else: slots vary, or some are hidden       everything that halts; chain
+    ChainMemory     no cache: steps read the steps before them             chain
+    StepMemory      the same, each token with its own number of steps      router
+    FrozenMemory    no cache: tokens that stopped are still read           gate
 
 The other half of halting is thinking.py: which slots still think.
 """
@@ -21,7 +21,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-NEVER = 2 ** 40  # the time of padding: later than everything, so that no slot reads it
+NEVER = 2 ** 40  # the time of padding: after every slot, so that none reads it
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class KVCache:
 
     def __init__(self, n_layer, capacity, start=None, slots=1):
         self.capacity, self.start, self.slots = capacity, start, slots
-        self.now = slots  # per token in this pass: `latent` begins with fewer
+        self.slots_now = slots  # in the current pass: `latent` starts with fewer
         self.k, self.v = [None] * n_layer, [None] * n_layer
         self.length = self.tokens = 0  # slots and tokens in use
 
@@ -71,7 +71,7 @@ class KVCache:
         seen = (key <= query)[None, None]
         if self.start is None: return seen
         padding = self.start[:, None, None, None] * self.slots
-        padding = padding.clamp(max=self.length) + (padding - self.length).clamp(min=0) // self.slots * self.now
+        padding = padding.clamp(max=self.length) + (padding - self.length).clamp(min=0) // self.slots * self.slots_now  # held + in this pass
         return seen & (key >= padding) | (key == query)  # padding reads itself: a softmax over nothing would be NaN
 
     def bytes(self):
@@ -82,20 +82,20 @@ class KVCache:
 class StaticCache(KVCache):
     """
     A KVCache whose shapes and addresses do not change from token to token: one compiled function, or one CUDA graph, then serves
-    all of them. It costs reading all `capacity` slots for each token. Prompts are read as from a KVCache. `whole` says which
-    kind of pass is under way, and so whether it is for GPT.decode_layers.
+    all of them. The price: each token reads all `capacity` slots. Prompts are read as by a KVCache. `compiled`: this pass is
+    one new token's, and so for GPT.decode_layers.
     """
 
     def mask(self, S, device):
-        self.whole = self.length > 0 and S <= self.now
-        if not self.whole: return super().mask(S, device)
+        self.compiled = self.length > 0 and S <= self.slots_now
+        if not self.compiled: return super().mask(S, device)
         end = self.after(S)
         self.place, seen = torch.arange(self.length, end, device=device), self.seen(S, self.capacity, device)
-        self.length = end  # here and not in update, which would be compiled again for each length
+        self.length = end  # here, because `update` would be recompiled for each length
         return torch.where(seen, self.k[0].new_zeros(()), -math.inf)
 
     def update(self, layer, k, v):
-        if not self.whole: return super().update(layer, k, v)
+        if not self.compiled: return super().update(layer, k, v)
         return self.k[layer].index_copy_(2, self.place, k), self.v[layer].index_copy_(2, self.place, v)
 
 
@@ -104,11 +104,11 @@ class RaggedCache:
     The cache where tokens have different numbers of slots, or slots may not read all before them: it holds what was computed,
     row by row, and no more. A query of time t in step k reads the slots of times up to t that were made in steps up to k and
     not replaced by then.
-    places: for compiled code, as in StaticCache: allocate so many slots per row at once, and let a token's pass read them all.
+    capacity: for compiled code, as in StaticCache: allocate this many slots per row at once; a new token's pass reads them all.
     """
 
-    def __init__(self, n_layer, start=None, places=0):
-        self.k, self.v, self.start, self.places = [None] * n_layer, [None] * n_layer, start, places
+    def __init__(self, n_layer, start=None, capacity=0):
+        self.k, self.v, self.start, self.capacity = [None] * n_layer, [None] * n_layer, start, capacity
         self.tokens, self.time, self.bias = 0, None, None
 
     def open(self, active, time, step=0, bias=None):
@@ -122,11 +122,11 @@ class RaggedCache:
         self.rows, time = active.rows, active.time(time)                                      # (r,), (r,n)
         step = torch.as_tensor(step, device=time.device).expand_as(time)
         self.place = self.used[self.rows, None] + torch.arange(time.size(1), device=time.device)  # (r,n)
-        self.now, self.index = step, None
-        self.whole = self.places > 0 and self.k[0] is not None and time.size(1) == 1
-        self.end = self.time.size(1) if self.whole else int(self.place.max()) + 1
+        self.step_now, self.index = step, None
+        self.compiled = self.capacity > 0 and self.k[0] is not None and time.size(1) == 1
+        self.end = self.time.size(1) if self.compiled else int(self.place.max()) + 1
         if self.end > self.time.size(1):                                                      # grow by doubling
-            more = max(self.end, 2 * self.time.size(1), self.places) - self.time.size(1)
+            more = max(self.end, 2 * self.time.size(1), self.capacity) - self.time.size(1)
             self.time, self.step, self.until = (F.pad(t, (0, more), value=NEVER) for t in (self.time, self.step, self.until))
             if self.bias is not None: self.bias = F.pad(self.bias, (0, more))
         self.some = slice(None) if len(self.rows) == len(self.used) else self.rows            # all rows: a view, not a copy
@@ -140,7 +140,7 @@ class RaggedCache:
             if self.bias is None: self.bias = bias.new_zeros(self.time.shape)
             self.bias[here] = bias
             self.seen = torch.where(self.seen, self.bias[self.some, None, None, :self.end], -math.inf)
-        elif self.k[0] is not None:  # numbers, or attention would make them of the mask in every layer again
+        elif self.k[0] is not None:  # as numbers: attention would convert a bool mask in every layer
             self.seen = torch.where(self.seen, self.k[0].new_zeros(()), -math.inf)
         return self
 
@@ -163,8 +163,8 @@ class RaggedCache:
         return readable
 
     def replace(self, which):
-        """Those of the last pass's slots (r,n) will have a successor in the next step, which is then read in their place."""
-        self.until[self.rows[:, None], self.place] = torch.where(which, self.now + 1, NEVER)
+        """Which (r,n) of the last pass's slots get a successor in the next step; from then on it is read in their place."""
+        self.until[self.rows[:, None], self.place] = torch.where(which, self.step_now + 1, NEVER)
 
     def forget(self, since):
         """Drop all slots of times from `since` on."""
@@ -183,7 +183,7 @@ class RaggedCache:
 
 def new_caches(config, capacity, start=None, ragged=False, static=False):
     """
-    What generation with a model of this config remembers: empty caches for `capacity` tokens, one for each pass where passes do
+    Empty caches for generating `capacity` tokens with a model of this config: one for each pass where passes do
     not read each other's keys, else one. start (B,): tokens of padding on the left of each row. ragged: tokens may take different
     numbers of slots, or later steps are hidden. static: for compiled code.
     """
@@ -199,13 +199,13 @@ def new_caches(config, capacity, start=None, ragged=False, static=False):
 # training, and any other forward without a cache
 
 class PassMemory:
-    """The memory of one pass without a cache: gradients forbid writing into a buffer; `before` is that of the pass before."""
+    """The memory of one pass without a cache: gradients forbid writing into a buffer. `before`: the memory of the pass before."""
 
     def __init__(self, n_layer, before=None):
         self.k, self.v, self.before, self.seen = [None] * n_layer, [None] * n_layer, before, None
 
-    # It changes state, which a compiled block would have to know for each layer apart. torch.compiler.disable does the same,
-    # but imports the compiler with this file: two seconds more before a sample's first word. (Not public; in 2.11 to 2.13.)
+    # It changes state, for which a compiled block would be specialised layer by layer. torch.compiler.disable does the same,
+    # but imports the compiler with this file: two more seconds before a sample starts. (Private API; in 2.11 to 2.13.)
     @torch._disable_dynamo
     def update(self, layer, k, v):
         """k, v (B, nkv, S, hd) of this pass -> what it may read, made from them and the pass before."""
@@ -232,8 +232,8 @@ class StepMemory(PassMemory):
 
 class ChainMemory(PassMemory):
     """
-    StepMemory where all T tokens take all steps. Keys stand in the order of time, x_0 z_0 .. x_1 z_1 .., so that QUERIES
-    tokens together read a prefix of them: half of the work at long T, and one mask of QUERIES times all keys.
+    StepMemory where all T tokens take all steps. Keys stand in the order of time, x_0 z_0 .. x_1 z_1 .., so that each group of QUERIES
+    tokens reads a prefix of them: half the work at long T, and one mask of QUERIES times all keys.
     """
     QUERIES = 256
 
@@ -241,7 +241,7 @@ class ChainMemory(PassMemory):
         super().__init__(n_layer, before)
         self.steps = n = before.steps + 1 if before else 1
         if not before or len(time) == 1: return  # one token reads all there is
-        last = time.repeat_interleave(n) <= time[-self.QUERIES:, None]  # what the last group reads; the others see the same, shifted
+        last = time.repeat_interleave(n) <= time[-self.QUERIES:, None]  # what the last group reads; shifted, the other groups' masks
         groups = zip(range(0, len(time), self.QUERIES), [*range(self.QUERIES, len(time), self.QUERIES), len(time)])
         self.seen = [(end * n, last[begin - end:, (len(time) - end) * n:]) for begin, end in groups]
 
@@ -252,7 +252,7 @@ class ChainMemory(PassMemory):
 class FrozenMemory(PassMemory):
     """Tokens that are not `active` keep the keys and values of the pass before."""
 
-    def __init__(self, n_layer, active, pos, before=None):  # pos as for StepMemory, since Thinking makes either
+    def __init__(self, n_layer, active, pos, before=None):  # pos: unused; Thinking makes this or a StepMemory
         super().__init__(n_layer, before)
         self.active = active.valid                                                      # (B,S)
 
@@ -263,8 +263,8 @@ class FrozenMemory(PassMemory):
 def with_key_bias(q, k, v, bias):
     """
     q, k, v with 8 more dimensions, so that q' k'^T / sqrt(hd) = q k^T / sqrt(hd) + bias: every query gets a 1, key s gets
-    sqrt(hd) bias[s]. For bias (B,S) this is what a mask (B,1,S,S) would do, but flash kernels can run it, and a cache keeps
-    it with the key. The other 7 dimensions are 0; those kernels want multiples of 8.
+    sqrt(hd) bias[s]. For bias (B,S) this is what a mask (B,1,S,S) would do, but flash kernels
+    can run it: they want multiples of 8, so the other 7 dimensions are 0.
     """
     own = (bias * math.sqrt(k.size(-1))).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)
     return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, own), -1), (0, 7)), F.pad(v, (0, 8))

@@ -1,5 +1,5 @@
 """
-nanoPonder: a GPT you can read in one sitting, with "think more per token" mechanisms as toggles.
+nanoPonder: a GPT you can read in one sitting, with toggles that let it think more per token.
 
 The plain model is a Qwen3-style decoder: RMSNorm before each block, rotary positions, QK-norm, grouped-query
 attention, SwiGLU, no biases. One seam carries every mechanism, "embeddings in, hidden states out":
@@ -7,7 +7,7 @@ attention, SwiGLU, no biases. One seam carries every mechanism, "embeddings in, 
     embed(idx) -> x (B,T,C)        trunk(x, pos) -> h (B,T,C)        head(h) -> logits (B,T,V)
 
 A mechanism is one block of code that decides how often, and on what, the trunk is called; Depth-Attention alone lives inside
-the trunk. What attention may read, such as a cache, is an object of memory.py; thinking.py keeps which tokens still think.
+the trunk. What attention may read, such as a cache, is an object of memory.py; thinking.py tracks which tokens go on thinking.
 
 Reading order: GPTConfig, Attention and Block (the plain GPT), depth_attention, the functions under "pondering" and "halting"
 (the mechanisms), GPT.blocks and GPT.layers, GPT.hidden, GPT.forward, GPT.stream (generation with a cache), and last the loss.
@@ -36,7 +36,7 @@ from thinking import Active, Thinking, awake, run_ahead, run_in_step
 class GPTConfig:
     """Shape and toggles of a model. The defaults are the 360M row of the Depth-Attention paper (its tables 8 and 9)."""
     vocab_size: int = 50304             # rows of the embedding table; a multiple of 64 keeps the matmuls fast
-    n_tokens: Optional[int] = None      # real tokens, the rest is padding and masked (None: vocab_size)
+    n_tokens: Optional[int] = None      # tokens the tokenizer has; the other rows are masked padding (None: vocab_size)
     block_size: int = 2048              # longest context, in tokens
     n_layer: int = 24                   # blocks
     n_head: int = 15                    # query heads
@@ -59,17 +59,17 @@ class GPTConfig:
 
     # pondering: several passes, or slots, for each token before its successor is predicted
     ponder: str = 'none'                # 'embedding', 'latent', 'chain', 'loop', 'pause': see the functions of these names
-    ponder_steps: int = 3               # extra passes, or slots, per token; 0: one plain pass (initial weights stay the mode's)
+    ponder_steps: int = 3               # extra passes, or slots, per token; 0: one plain pass (but the mode's initial weights)
     ponder_topk: Optional[int] = None   # embedding: mix only the k likeliest tokens (None: all, as the authors' code)
-    jacobi_iters: int = 3               # latent: refinement passes when evaluating; training draws this or one less
+    jacobi_iters: int = 3               # latent: refinement passes in evaluation; each training step draws this or one less
 
     # halting: each token takes as many of those steps as it needs; see the functions of these names
     halting: str = 'none'               # 'gate' (needs ponder='embedding'), 'mask' ('latent') or 'router' ('chain')
-    halt_tau: float = 1e-4              # a step is taken if its gate, or the probability that it is needed, reaches this
+    halt_tau: float = 1e-4              # a step is taken if its gate, or its probability of being needed, is at least this
     halt_lambda: Optional[float] = None # weight of the loss term that asks for fewer steps (None: gate 0.1, mask 0.01, router 0.4)
-    halt_start: float = 0.4             # gate, mask: share of the run after which that term, and the gates' halting, begins
-    halt_full: float = 0.48             # gate, mask: share of the run from which on it has its full weight
-    halt_share: float = 0.1             # gate: the term is the mean of this share of all gates, the lowest
+    halt_start: float = 0.4             # gate, mask: share of the run after which that term (and halting by gates) sets in
+    halt_full: float = 0.48             # gate, mask: share of the run from which the term has its full weight
+    halt_share: float = 0.1             # gate: the term averages the lowest gates, this share of them all
     halt_beta: float = 10.0             # router: the term weighs a step by p^beta, p the probability of the right token
 
     def __post_init__(self):
@@ -78,7 +78,7 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and not value > 0: raise ValueError(f"{name}={value} must be positive")
         C, own_head_dim, ponder, topk, jacobi = self.n_embd, self.head_dim is not None, self.ponder, self.ponder_topk, self.jacobi_iters
-        # with the default init_std embeddings then have size 0.6 (sqrt(C)) or 1, that of the normed hidden states fed in beside them
+        # with the default init_std, embeddings then have RMS 0.63 (sqrt(C)) or 1 (sqrt(2.5 C)), like normed hidden states
         scale = {'none': 1.0, 'embedding': math.sqrt(C), 'pause': math.sqrt(C)}.get(ponder, math.sqrt(2.5 * C))
         defaults = dict(n_tokens=self.vocab_size, n_kv_head=self.n_head, head_dim=C // self.n_head, embed_scale=scale,
                         mlp_hidden=math.ceil(8 * C / 3 / 64) * 64, init_std=math.sqrt(0.4 / C),
@@ -87,7 +87,7 @@ class GPTConfig:
         for name, value in defaults.items():
             if getattr(self, name) is None: setattr(self, name, value)
         needs = {'none': ponder, 'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}
-        problems = {  # message: whether it is true
+        problems = {  # message: whether it applies
             f"n_embd={C} is not a multiple of n_head={self.n_head}: change one, or set head_dim": not own_head_dim and C % self.n_head,
             f"head_dim={self.head_dim} is odd, but rotary positions turn pairs: change n_head or head_dim": self.head_dim % 2,
             f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: change one of them": self.n_head % self.n_kv_head,
@@ -96,8 +96,6 @@ class GPTConfig:
             f"dropout={self.dropout} must be at least 0 and below 1": not 0 <= self.dropout < 1,
             f"ponder={ponder!r} must be one of {', '.join(map(repr, PONDER))}": ponder not in PONDER,
             f"ponder_steps={self.ponder_steps} and jacobi_iters={jacobi} must not be negative": min(self.ponder_steps, jacobi) < 0,
-            f"jacobi_iters={jacobi} means nothing to ponder={ponder!r}: set ponder='latent'": jacobi != 3 and ponder != 'latent',
-            f"ponder_topk={topk} means nothing to ponder={ponder!r}: set ponder='embedding'": topk is not None and ponder != 'embedding',
             f"ponder_topk={topk} must be between 1 and n_tokens={self.n_tokens}": topk is not None and not 1 <= topk <= self.n_tokens,
             f"halting={self.halting!r} must be one of {', '.join(map(repr, needs))}": self.halting not in needs,
             f"halting={self.halting!r} does not work with ponder={ponder!r}: set ponder={needs.get(self.halting)!r}":
@@ -130,7 +128,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        # The weight follows x to bf16: with mixed dtypes PyTorch warns and leaves its fused kernel. Autocast on CUDA would hand on fp32.
+        # The weight follows x to bf16: on mixed dtypes PyTorch warns and drops its fused kernel. Autocast on CUDA would return fp32.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
@@ -153,7 +151,7 @@ def apply_rope(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. Keys and values come from `memory` (None: this pass's own), `mask` says which a slot reads."""
+    """Causal grouped-query attention. Keys and values come from `memory` (None: this pass's own), `mask` says which each slot reads."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -176,11 +174,11 @@ class Attention(nn.Module):
         if memory is not None: keys, values = memory.update(self.layer, keys, values)  # (B, nkv, everything readable, hd)
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5)
         shared = self.n_head > self.n_kv_head and S > 1
-        if shared and (mask is not None or q.is_cuda and q.dtype != torch.bfloat16):  # then CUDA's grouped kernels may hold all scores
+        if shared and (mask is not None or q.is_cuda and q.dtype != torch.bfloat16):  # or CUDA's grouped attention may hold all scores
             keys, values = (t.repeat_interleave(self.n_head // self.n_kv_head, 1) for t in (keys, values))
-        if S == 1:  # the queries that share a key head stand in the place of the sequence: nothing is repeated for them
+        if S == 1:  # the queries that share a key head become its sequence of queries, so no key is repeated
             y = attend(q.reshape(B, self.n_kv_head, -1, q.size(-1)), keys, values, attn_mask=mask).reshape(q.shape)
-        elif isinstance(mask, list):  # a group of queries after the other, each with as many keys as it can need (ChainMemory)
+        elif isinstance(mask, list):  # one group of queries at a time, each with only the keys it may read (ChainMemory)
             groups = zip(q.split([seen.size(0) for _, seen in mask], 2), mask)
             y = torch.cat([attend(some, keys[:, :, :n], values[:, :, :n], attn_mask=seen) for some, (n, seen) in groups], 2)
         else: y = attend(q, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) > keys.size(1))
@@ -236,13 +234,13 @@ class Block(nn.Module):
 # the place of v, so it is the plain GPT's byte for byte.
 # Where this differs from the authors' code: keys are normed before they are rotated (the paper's "Qwen3-style" order),
 # not after, so that weights depend on no absolute position; and the mixed value is cached, which makes decoding exact.
-# Anchors are absolute, as in their code; if strides were counted down from the layer (a sentence of the paper), half would have none.
+# Anchors are absolute, as in their code; counted down from each layer, as one sentence of the paper has it, half would have none.
 
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
     The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
     sources: [(k_j, v~_j), ...] of the layers in S(l), in any order; with none of them the result is v itself.
-    mode: 'softmax' (Eq. 2), or 'uniform', equal weights for all entries: most of the gain in the paper's ablation.
+    mode: 'softmax' (Eq. 2), or 'uniform', equal weights, which keeps most of the gain in the paper's ablation.
     """
     if not sources: return v  # layer 0, or the plain GPT
     B, nkv, S, hd = k.shape
@@ -301,7 +299,7 @@ def embedding(gpt, x, pos, memory, jacobi):
 #
 # One token's slots share its position, and attention is causal over the flat sequence, so the latents of t depend on all before
 # them: exact, but sequential. Training solves the recursion by Jacobi iteration instead. The first K passes add one guess each
-# (first: a plain pass's hidden state), R more refresh all, a last one gives the output. Latent t K + k is exact after as many.
+# (first: a plain pass's hidden state), R more refresh all, a last one gives the output. z_{t,k} is exact after t K + k passes.
 # Cost: K (K + 1) / 2 + (R + 1)(K + 1) times T slots, 9 T for K = 1, R = 3, which read up to K + 1 times the keys: 9.9 plain passes
 # at 362M (K = 3: 32). Decoding: K + 1 passes of one slot. Where this differs from the authors' code: train.py draws R for each
 # optimizer step, theirs for each forward; a prompt can also be read exactly (`exact` in GPT.stream, or R = K (T - 1)).
@@ -316,12 +314,12 @@ def latent(gpt, x, pos, memory, jacobi):
 
     def run(slots):                                         # [(B,T,C)] * n -> the hidden state of each
         n = len(slots)
-        if cache is not None: cache.length, cache.now = begin, n  # what the last pass wrote was a guess
+        if cache is not None: cache.length, cache.slots_now = begin, n  # drop what the last pass wrote: a guess
         h = gpt.trunk(interleave(slots), pos.repeat_interleave(n), cache)
         return h.unflatten(1, (T, n)).unbind(2)
 
     slots = [x]
-    for p in range(K + jacobi if K else 0):
+    for p in range(K + jacobi) if K else ():
         slots = [x, *run(slots)[:min(p + 1, K)]]            # z_k <- output at slot k - 1
     h = run(slots)
     if K and not gpt.training:  # the next iterate comes for free: how far is it from this one? (RMS; 0 once exact)
@@ -373,30 +371,30 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# halting: three of the modes above with a number of steps for each token. The functions have the same arguments, but return a
+# halting: three of the modes above, each token with its own number of steps. Same arguments, but they return a
 # Thinking (thinking.py): it calls their `think`, one pass over the slots that go on, until none does (`mask` does so where it
 # decodes token by token; elsewhere it iterates, as `latent` does). That leaves gpt.steps (B,T), the passes each token took, and
-# without a cache gpt.trace, for `penalty`. With one, no token computes passes it does not take (`mask`'s prompts apart).
+# without a cache gpt.trace, for `penalty`. With a cache, passes not taken are not computed (except in `mask`'s prompts).
 
 # AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914), on ponder='embedding'
 #
 #     s^i     = sigmoid(MLP_i(h^i))                         a gate after every pass i but the last       (2), (3)
 #     m^{i+1} = m^i and s^i >= tau                          who takes another pass; nobody comes back    (4), (5)
 #     E^{i+1} = E^i + m^{i+1} s^i P^i W_in                  PonderLM's step, scaled by the gate          (6) to (9)
-#     K^i, V^i of a token with m^i = 0 are those of its last pass, in every layer                        (10)
+#     a token with m^i = 0 keeps the K, V of its last pass, in every layer                        (10)
 #
 # The loss gains halt_lambda times the mean of the lowest gates (13); their share of all gates grows to halt_share between
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
 # Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
 # Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping cannot),
-# but (13) reads its later gates too, over frozen input and keys; no gate after the last pass; GELU; sigmoid(4) first. No code was found.
+# (13) still counts its later gates, on frozen input and keys; no gate after the last pass; GELU; initial gates sigmoid(4). No public code.
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
     c, cache = gpt.config, memory[0]
 
-    def think(trunk, a, k, x, s, h):                                        # (r,n,C), (r,n), (r,n,C)
-        steps = k.unique().tolist() if cache is not None else [k]           # slots at different steps: each asks its own gate
+    def think(trunk, a, k, x, s, h):                                        # x, h (r,n,C), s (r,n)
+        steps = k[a.valid].unique().tolist() if cache is not None else [k]  # slots may be at different steps, each with its own gate
         if any(steps): x = x + ((s * a.valid)[..., None] * gpt.mixture(h)).to(x.dtype)  # (9): a.valid is m; none before a first pass
         h = trunk(x)
         gates = ((k == i) * gpt.wide(gpt.gates[i], h).squeeze(-1).sigmoid() for i in steps if i < c.ponder_steps)
@@ -424,10 +422,10 @@ def gate(gpt, x, pos, memory, jacobi):
 # ours: halt_lambda times the expected thoughts, sum_{k >= 1} w_{t,k}, from halt_start on.
 
 def mask(gpt, x, pos, memory, jacobi):
-    """PonderLM-3: a router says up front how many latents a token needs; the others fade in training and are cut elsewhere."""
+    """PonderLM-3: a router says up front how many latents a token needs; the others fade out in training and are cut otherwise."""
     (B, T, _), K, cache = x.shape, gpt.config.ponder_steps, memory[0]
     real, log_tau = awake(x, pos, cache), math.log(min(max(gpt.config.halt_tau, 1e-300), 1))
-    s = log_w = x.new_zeros(B, T, K + 1, dtype=torch.promote_types(x.dtype, torch.float32))  # before a router spoke
+    s = log_w = x.new_zeros(B, T, K + 1, dtype=torch.promote_types(x.dtype, torch.float32))  # before the first `route`
 
     def route(h):                                           # h_t^(0) -> s and log w
         log_s = gpt.wide(gpt.router, h).log_softmax(-1)     # (B,T,K+1)
@@ -441,17 +439,17 @@ def mask(gpt, x, pos, memory, jacobi):
         if cache is None:
             h = gpt.trunk(flat, at, bias=bias if gpt.training else bias.masked_fill(~keep, -math.inf))
         else:
-            cache.forget(pos[0] * (K + 1))                  # what the last sweep wrote was a guess
+            cache.forget(pos[0] * (K + 1))                  # drop what the last sweep wrote: a guess
             a, time = Active(keep), at * (K + 1) + torch.arange(n, device=x.device).repeat(T)
             read = cache.open(a, time, bias=a.take(bias).to(x.dtype))
             h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), read))
         return h.unflatten(1, (T, n)).unbind(2)
 
     def think(trunk, a, k, x, s, log_w, out):               # decoding, slot k: the recursion itself
-        of = lambda t, k: t.gather(-1, k[..., None])[..., 0]  # (r,n,K+1) at k (r,n) -> (r,n)
-        h = trunk(x, of(log_w, k).to(x.dtype))
+        pick = lambda t, k: t.gather(-1, k[..., None])[..., 0]  # (r,n,K+1) at k (r,n) -> (r,n)
+        h = trunk(x, pick(log_w, k).to(x.dtype))
         s, log_w = (torch.where((k == 0)[..., None], new, old) for new, old in zip(route(h), (s, log_w)))
-        return (h, s, log_w, out + of(s, k)[..., None] * h), of(log_w, (k + 1).clamp(max=K)) >= log_tau
+        return (h, s, log_w, out + pick(s, k)[..., None] * h), pick(log_w, (k + 1).clamp(max=K)) >= log_tau
 
     if cache is not None and T == 1: return Thinking(gpt, think, pos, cache, (x, s, log_w, torch.zeros_like(x, dtype=s.dtype)), flat=True)
     h = run([x])
@@ -482,7 +480,7 @@ def router(gpt, x, pos, memory, jacobi):
     """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
     c, cache = gpt.config, memory[0]
 
-    def think(trunk, a, k, x, reach, out):                                  # k from 0, above from 1; (r,n,C), (r,n), (r,n,C)
+    def think(trunk, a, k, x, reach, out):                                  # k counts from 0 (above from 1); x, out (r,n,C), reach (r,n)
         z = trunk(x)
         g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid() * (k < c.ponder_steps)
         on = (reach * g >= c.halt_tau) & (k < c.ponder_steps)
@@ -496,12 +494,12 @@ def router(gpt, x, pos, memory, jacobi):
 
 
 def penalty(gpt, targets):
-    """What halting adds to the training loss, so that steps which do not help are not taken; targets as in GPT.forward."""
+    """What halting adds to the training loss to discourage steps that do not help; targets as in GPT.forward."""
     c, trace, counts = gpt.config, gpt.trace, targets >= 0
     ramp = min(max((gpt.progress - c.halt_start) / (c.halt_full - c.halt_start), 0.0), 1.0)
     if c.halting == 'gate':
         gates = torch.cat([s.masked_fill(~counts, math.inf) for s in trace]).flatten().sort().values  # ignored tokens last
-        n = (ramp * c.halt_share * len(trace) * counts.sum()).floor()  # a tensor, so that no GPU is waited for
+        n = (ramp * c.halt_share * len(trace) * counts.sum()).floor()  # a tensor: the host need not wait for a GPU
         return c.halt_lambda * gates.where(torch.arange(len(gates), device=gates.device) < n, 0.0).sum() / n.clamp(min=1)
     if c.halting == 'mask':
         expected = (trace[0] * torch.arange(c.ponder_steps + 1, device=targets.device)).sum(-1)  # (B,T)
@@ -516,8 +514,8 @@ HALTING = {'gate': gate, 'mask': mask, 'router': router}
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
-# At vocabulary 50,304 the logits of 8 x 2048 tokens are 3.3 GB in fp32, and their gradient is as large. It is softmax - onehot,
-# known as soon as the logits are: forward turns a chunk of them into its share of dL/dh and dL/dW. Backward only scales.
+# At vocabulary 50,304 the logits of 8 x 2048 tokens take 3.3 GB in fp32, and so does their gradient, softmax - onehot, which is
+# known as soon as they are: forward turns each chunk of logits into its share of dL/dh and dL/dW; backward only scales.
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean of -log softmax(h W^T)[target] over the rows of h (N,C), without ever holding all logits."""
@@ -525,8 +523,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, targets, n_tokens, need_grad):
-        on = h.device.type
-        dtype = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else h.dtype
+        device = h.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         x, w = h.to(dtype), weight.to(dtype)                     # (N,C), (V,C)
         wide = torch.promote_types(dtype, torch.float32)         # softmax and sums are at least fp32
         valid = targets >= 0                                     # a negative target counts for nothing
@@ -551,7 +549,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # dividing by the row count waits until here: before, small probabilities would underflow in fp16
+        # divided by the row count only here: earlier, small probabilities would underflow in fp16
         dh, dw, count = ctx.saved_tensors
         return dh * (grad / count), dw * (grad / count), None, None, None
 
@@ -580,14 +578,14 @@ class GPT(nn.Module):
         C, s = config.n_embd, config.ponder_steps
         self.mechanism = HALTING[config.halting] if config.halting != 'none' and s else PONDER[config.ponder]  # see `hidden`
         if config.ponder == 'pause' and s: self.pause = nn.Parameter(torch.randn(C) * config.init_std)
-        mlp = lambda: nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1))
-        if config.halting == 'gate': self.gates = nn.ModuleList(mlp() for _ in range(s))
+        new_gate = lambda: nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1))
+        if config.halting == 'gate': self.gates = nn.ModuleList(new_gate() for _ in range(s))
         if config.halting in ('mask', 'router') and s: self.router = nn.Linear(C, s + 1 if config.halting == 'mask' else 1)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=config.init_std)
-            # a router starts undecided; gates start open, at sigmoid(4), so that training begins as plain pondering
+            # a router starts undecided; gates (.2: their last layer) start open, at sigmoid(4), so training begins as plain pondering
             if getattr(module, 'bias', None) is not None: nn.init.constant_(module.bias, 4.0 if name.endswith('.2') else 0.0)
-            # the pondering papers start what each block adds small, since the stack is run over its own output
+            # the pondering papers start each block's contribution small, since the stack runs on its own output
             if config.ponder != 'none' and name.endswith('c_proj'): module.weight.data /= math.sqrt(2 * config.n_layer)
 
     def embed(self, idx):
@@ -597,26 +595,26 @@ class GPT(nn.Module):
     def trunk(self, x, pos, memory=None, bias=None):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S), which may repeat -> h (B,S,C). A slot
-        reads itself and all before it, or what `memory` says. bias (B,S): added in every layer to all scores of these keys.
+        reads itself and all before it, or what `memory` says. bias (B,S): added, in every layer, to all scores against these keys.
         """
         return self.ln_f(self.blocks(x, pos, memory, bias))
 
     def blocks(self, x, pos, memory=None, bias=None, earlier=None):
         """`trunk` without the final norm. earlier: for each layer the (k, v) of earlier loops; this one's are appended."""
         mask = memory.mask(x.size(1), x.device) if memory is not None else None  # see memory.py
-        layers = self.decode_layers if getattr(memory, 'whole', False) and not earlier else self.layers  # see compile_decoding
+        layers = self.decode_layers if getattr(memory, 'compiled', False) and not earlier else self.layers  # see compile_decoding
         return layers(x, rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype), memory, mask, bias, earlier)
 
     def layers(self, x, rope, memory, mask, bias, earlier):
         """All blocks, one after the other; arguments as `blocks` makes them."""
-        made = {}  # layer: (key, mixed value), of those that later layers read; lives for this pass only (depth_attention)
-        read = {j for layer in range(len(self.h)) for j in self.config.sources(layer)}
+        made = {}  # layer: (key, mixed value), for the layers that later ones read, in this pass only (depth_attention)
+        wanted = {j for layer in range(len(self.h)) for j in self.config.sources(layer)}
         for layer, block in enumerate(self.h):
             sources = (*(earlier[layer] if earlier else ()), *[made[j] for j in self.config.sources(layer)])
-            # sources go in as arguments and come out as results: in recomputation, appending inside would happen twice
+            # sources are arguments and results of a block: if it appended them itself, recomputation would append them twice
             call = partial(checkpoint, block, use_reentrant=False) if self.checkpoint_activations and self.training else block
             x, new = call(x, rope, sources, memory, mask, bias)
-            if layer in read: made[layer] = new
+            if layer in wanted: made[layer] = new
             if earlier: earlier[layer].append(new)
         return x
 
@@ -627,9 +625,9 @@ class GPT(nn.Module):
 
         def mix(rows):
             logits, table = self.head(rows), self.wte.weight  # scaled after mixing: the table is far larger than the result
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if c.ponder_topk is None: return wide.softmax(-1).to(logits.dtype) @ table.to(logits.dtype) * c.embed_scale
-            top = wide.topk(c.ponder_topk, -1)
+            scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if c.ponder_topk is None: return scores.softmax(-1).to(logits.dtype) @ table.to(logits.dtype) * c.embed_scale
+            top = scores.topk(c.ponder_topk, -1)
             shares = top.values.softmax(-1).to(table.dtype)
             return F.embedding_bag(top.indices, table, per_sample_weights=shares, mode='sum') * c.embed_scale
 
@@ -655,7 +653,7 @@ class GPT(nn.Module):
         return new_caches(self.config, capacity, start, self.mechanism in (chain, *HALTING.values()), self.decode_layers is not None)
 
     def wide(self, module, h):
-        """module(h), computed in the type of its weights without autocast, returned as fp32 or wider: halting compares with 1e-4."""
+        """module(h), computed in the type of its weights without autocast, returned in fp32 or wider: it is compared with 1e-4."""
         with torch.autocast(h.device.type, enabled=False): out = module(h.to(next(module.parameters()).dtype))
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
@@ -678,13 +676,13 @@ class GPT(nn.Module):
         return ChunkedCrossEntropy.apply(h, self.lm_head.weight, targets, self.config.n_tokens, torch.is_grad_enabled())
 
     def forward(self, idx, targets=None, jacobi=None):
-        """(B,T) -> (logits (B,T,V), None); targets (B,T), what follows each token: (None, mean loss in nats, training: plus `penalty`)."""
+        """idx (B,T) -> (logits (B,T,V), None); targets (B,T), the next tokens: (None, mean loss in nats; training: plus `penalty`)."""
         T = self.config.block_size
         if idx.dim() != 2 or idx.size(1) > T: raise ValueError(f"tokens of shape {tuple(idx.shape)} must be (B,T), T up to block_size={T}")
         h = self.hidden(idx, jacobi=jacobi)
         if targets is None: return self.head(h), None
         loss = self.loss(h, targets) + (penalty(self, targets) if self.trace and self.training else 0)
-        self.trace = []  # or the graph it is part of would outlive the step
+        self.trace = []  # it would keep the step's graph alive
         return None, loss
 
     # ---- generation --------------------------------------------------------------------------------------------------
@@ -698,9 +696,9 @@ class GPT(nn.Module):
         temperature 0 takes the likeliest token; top_k keeps the k likeliest, top_p the fewest that together have
         probability p. `seed` makes the draw repeatable on one device. A row that drew `stop_token` repeats it, and the stream
         ends when all rows have. `exact`, for 'latent': read the prompt token by token, not by Jacobi iterations. With
-        halting, rows of a batch do not wait for each other; a place is yielded when all are there.
+        halting, rows of a batch do not wait for each other; a position is yielded once all rows have it.
 
-        Past block_size: when the window is full, its newer half is read again as if it were the whole text. So a token is
+        Past block_size: when the window is full, its newer half is read afresh, as if it were the whole text. So each token is
         predicted from block_size / 2 to block_size tokens, as by `forward` on that window, for one slot more per token on average.
         """
         device, capacity = self.wte.weight.device, self.config.block_size
@@ -718,7 +716,7 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            while n < tokens.size(1):                                       # a window: read what there is, write until it is full
+            while n < tokens.size(1):                                       # one window: read what is there, then write until it is full
                 end = min(first + capacity + 1, tokens.size(1))
                 memory = self.new_memory(end - first - 1, None if start is None else (start - first).clamp(min=0))
                 for part in tokens[:, first:n].split(1 if exact else n, 1): h = self.hidden(part, memory)
@@ -748,7 +746,7 @@ class GPT(nn.Module):
         if not rows or min(lengths) == 0: raise ValueError("an empty prompt: give at least one token, such as the end-of-text token")
         if max(lengths) > self.config.block_size:
             raise ValueError(f"a prompt of {max(lengths)} tokens does not fit into block_size={self.config.block_size}")
-        tokens = torch.stack([F.pad(row, (max(lengths) - len(row), 0)) for row in rows])
+        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side='left')
         # rotary attention sees only differences of positions, so rows shifted to the right need no positions of their own
         start = torch.tensor([max(lengths) - n for n in lengths], device=device)
         return tokens, start if min(lengths) < max(lengths) else None
@@ -765,36 +763,36 @@ class GPT(nn.Module):
             likelier = ordered.cumsum(-1) - ordered  # a token stays if the likelier ones do not reach p without it
             drop = torch.zeros_like(order, dtype=torch.bool).scatter(1, order, likelier >= top_p)
             logits = logits.masked_fill(drop, -math.inf)
-        p = logits.softmax(-1)  # torch.multinomial does this, but first waits for a GPU, twice, to refuse NaN (here: token 0)
+        p = logits.softmax(-1)  # what torch.multinomial does, minus its NaN check, for which the host waits twice (NaN: token 0)
         return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
     # ---- accounting --------------------------------------------------------------------------------------------------
 
-    def num_params(self, embeddings=True):
-        """Parameters, each counted once; embeddings=False leaves out the token table where it is not also the head."""
-        return sum(p.numel() for p in self.parameters() if embeddings or self.config.tie_embeddings or p is not self.wte.weight)
+    def num_params(self):
+        """Parameters, each counted once."""
+        return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T=None, training=True, jacobi=None):
         """
-        Multiply-adds times 2 that one token costs in a sequence of T (None: block_size), forward and backward, or forward alone. With
+        FLOPs (2 per multiply-add) of one token in a sequence of T (None: block_size), forward and backward, or forward alone. With
         halting nobody halts; 'latent' iterates `jacobi` times (None: jacobi_iters, in training on average half a time less). Attention
-        counts all T keys, as is usual, though half are masked. Left out: norms, activations, depth sources of earlier loops, recomputing.
+        counts all T keys, as is usual, though half are masked. Left out: norms, activations, sources of earlier loops, recomputed blocks.
         """
         c, T, s, head = self.config, T or self.config.block_size, self.config.ponder_steps, self.lm_head.weight.numel()
         factor = 3 if training else 1                                       # backward is two forwards
         R = jacobi if jacobi is not None else max(c.jacobi_iters - training / 2, 0)  # train.py draws jacobi_iters or one less
-        row = sum(m.weight.numel() for m in self.h.modules() if isinstance(m, nn.Linear))
+        per_slot = sum(m.weight.numel() for m in self.h.modules() if isinstance(m, nn.Linear))
         sources = [len(c.sources(layer)) for layer in range(c.n_layer)]
-        row += 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim
+        per_slot += 2 * sum(n + 1 for n in sources if n) * c.n_kv_head * c.head_dim
         # (slots per token, keys per slot in multiples of T) of every pass
         passes = {'none': [(1, 1)], 'embedding': [(1, 1)] * (s + 1), 'loop': [(1, 1)] * (s + 1), 'pause': [(s + 1, s + 1)],
                   'chain': [(1, k + 1) for k in range(s + 1)],
                   'latent': [(n + 1, n + 1) for n in range(s)] + [((s + 1) * (R + 1 if s else 1), s + 1)]}[c.ponder]
         width = c.head_dim + (8 if c.halting == 'mask' and s else 0)        # a key bias widens the heads
-        trunk = sum(n * (row + 2 * keys * T * c.n_layer * c.n_head * width) for n, keys in passes)  # 2: q k^T, weights times v
+        trunk = sum(n * (per_slot + 2 * keys * T * c.n_layer * c.n_head * width) for n, keys in passes)  # 2: q k^T, weights times v
         decide = sum(p.numel() for name, p in self.named_parameters() if name.startswith(('gates.', 'router.')) and p.dim() == 2)
         decide *= {'mask': s + R + 1, 'router': s}.get(c.halting, 1)
-        # a step's head, and mixing the table's rows; backward computes them again first
+        # a step's head, and mixing the table's rows; backward first recomputes both
         mixing = s * (head + (c.ponder_topk or c.vocab_size) * c.n_embd) if c.ponder == 'embedding' else 0
-        known = s * head if c.halting == 'router' and training else 0       # p_k, forward only
-        return 2 * (factor * (trunk + head + decide) + (factor + 1 if training else 1) * mixing + known)
+        p_k = s * head if c.halting == 'router' and training else 0         # the router's loss term, forward only
+        return 2 * (factor * (trunk + head + decide) + (factor + 1 if training else 1) * mixing + p_k)

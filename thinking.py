@@ -1,8 +1,8 @@
 """
 Who still thinks, and who goes on to the next token.
 
-    Active         the slots of a batch that still think, gathered, and put back after a pass
-    Thinking       slots that take passes until each has had enough; what `gate`, `router` and, decoding, `mask` of model.py return
+    Active         the slots of a batch that still think: gathered for a pass, then put back
+    Thinking       slots that take passes until each has had enough: what model.py's `gate`, `router` and (decoding) `mask` return
     run_in_step    decoding where all rows of a batch get their next token together
     run_ahead      decoding with halting: a row goes on to its next token while others still think
 """
@@ -15,20 +15,20 @@ from memory import NEVER
 def awake(x, pos, cache):
     """(B,T) bool: all slots but the padding on the left of short prompts."""
     real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-    return real if cache is None or cache.start is None else real & (pos >= cache.start[:, None])
+    return real if cache is None or cache.start is None else pos >= cache.start[:, None]
 
 
 class Active:
     """
-    The slots of (B,S) where `active` is True, as a rectangle (r,n): each of its rows holds those of one row in order, and
-    padding where `valid` is False. drop_rows leaves out rows without any; otherwise r = B. With gather=False the
+    The slots of (B,S) where `active` is True, as a rectangle (r,n): each row holds, in order, those of one row of the batch, and
+    padding where `valid` is False. drop_rows: leave out rows that have none; otherwise r = B. With gather=False the
     rectangle is (B,S) itself: nothing is saved, but shapes stay the same.
     """
 
     def __init__(self, active, gather=True, drop_rows=False):
         (B, S), self.shape, self.valid = active.shape, active.shape, active
         self.rows = torch.arange(B, device=active.device)                                                  # (r,)
-        self.all = gather and bool(active.all())  # nothing to gather: nothing to copy
+        self.all = gather and bool(active.all())  # then nothing has to be copied
         self.gather = gather and not self.all
         if not self.gather: return
         if drop_rows: self.rows = active.any(1).nonzero()[:, 0]
@@ -61,11 +61,11 @@ class Thinking:
         new, on = think(trunk, a, k, *state)
 
     a: the Active that picked the slots which still think. trunk(x (r,n,C), bias (r,n) or None): GPT.trunk for these slots.
-    k: the passes they had before, one number for all, or with a cache (r,n). state: what slots carry from pass to pass, each
-    (r,n,..): first the input of the next one, last the hidden state that predicts. on (r,n): who goes on.
+    k: how many passes they have had: one number for all, or with a cache (r,n). state: what slots carry from pass to pass, each
+    (r,n,..): first the input of the next pass, last the hidden state that predicts. on (r,n): who goes on.
 
     kind: what attention reads without a cache, FrozenMemory or StepMemory. gather: skip those who stopped instead of
-    computing them too; with a cache that is always so. flat: a token's passes are slots of one causal sequence; else
+    computing them too; with a cache, always. flat: a token's passes are slots of one causal sequence; else
     pass k reads passes up to k.
     """
 
@@ -75,17 +75,17 @@ class Thinking:
         self.state = self.fresh = state
         self.active, self.read = awake(state[0], pos, cache), None
         self.steps = torch.zeros_like(self.active, dtype=torch.long)        # passes of each slot so far
-        self.k = torch.zeros_like(self.steps) if cache is not None else 0
+        self.k = 0                                                          # without a cache: passes of all slots together
 
     def advance(self):
-        """One pass; returns the slots whose last it was, (B,T)."""
+        """One pass; returns the slots for which it was the last, (B,T)."""
         cache, most, was = self.cache, self.gpt.config.ponder_steps, self.active
         a = Active(was, self.gather, drop_rows=cache is not None)
-        k = self.k if cache is None else a.take(self.k)
+        k = self.k if cache is None else a.take(self.steps)
 
         def trunk(x, bias=None):                                            # (r,n,C), (r,n) -> (r,n,C)
             if cache is None: self.read = self.kind(self.gpt.config.n_layer, a, self.pos, self.read)
-            elif self.flat: self.read = cache.open(a, self.pos * (most + 1) + self.k, bias=bias)
+            elif self.flat: self.read = cache.open(a, self.pos * (most + 1) + self.steps, bias=bias)
             else: self.read = cache.open(a, self.pos, k)
             return self.gpt.trunk(x, a.take(self.pos), self.read)
 
@@ -96,7 +96,7 @@ class Thinking:
         return was & ~self.active
 
     def finish(self):
-        """All passes; returns what predicts the next tokens, (B,T,C). Without `gather` shapes and passes are always the same."""
+        """All passes; returns what predicts the next tokens, (B,T,C). Without `gather`, shapes and the number of passes never vary."""
         for _ in range(self.gpt.config.ponder_steps + 1):
             if self.gather and not self.active.any(): break
             self.advance()
@@ -104,15 +104,15 @@ class Thinking:
         return self.out
 
     def next(self, which, x):
-        """The slots `which` (B,1) had enough: the next token of their row, embedded in x (B,1,C), takes their place."""
+        """The slots `which` (B,1) are done: their row's next token, its embedding in x (B,1,C), takes their place."""
         self.state = [torch.where(which.view(-1, *[1] * (t.dim() - 1)), new, t) for t, new in zip(self.state, [x, *self.fresh[1:]])]
-        self.pos, self.k, self.steps = self.pos + which, self.k * ~which, self.steps * ~which
+        self.pos, self.steps = self.pos + which, self.steps * ~which
         self.active = self.active | which
 
     def keep(self, rows):
         """Go on with these rows of the batch, bool (B,)."""
         self.state, self.fresh = [t[rows] for t in self.state], [t[rows] for t in self.fresh]
-        self.active, self.pos, self.k, self.steps = (t[rows] for t in (self.active, self.pos, self.k, self.steps))
+        self.active, self.pos, self.steps = (t[rows] for t in (self.active, self.pos, self.steps))
         self.cache.keep(rows)
 
     @property
@@ -125,7 +125,7 @@ class Thinking:
 
 def run_in_step(gpt, tokens, n, h, memory, draw, stop_token):
     """
-    Fill tokens (B,end) from place n on, one for each row at a time, and yield (token (B,), passes (B,)) of each place.
+    Fill tokens (B,end) from place n on, one token per row at a time, and yield (token (B,), passes (B,)) of each place.
     h (B,T,C): the hidden states of what `memory` holds; draw(h, rows): the next tokens of these rows.
     """
     passes = tokens.new_full(tokens.shape[:1], 1 if gpt.config.ponder == 'none' else gpt.config.ponder_steps + 1)
@@ -142,14 +142,14 @@ def run_ahead(gpt, tokens, n, h, memory, draw, stop_token):
     A place is yielded as soon as the slowest row is there.
     """
     B, end = tokens.shape
-    passes, at = torch.zeros_like(tokens), tokens.new_full((B,), n)          # at: the place each row has come to
+    passes, at = torch.zeros_like(tokens), tokens.new_full((B,), n)          # at: the place each row has reached
     left = torch.arange(B, device=tokens.device)                             # rows that have places to fill
     ready, h, steps = left >= 0, h[:, -1], gpt.steps[:, -1]                  # of these: those whose next token can be drawn
     last = tokens.new_full((B, 1), memory[0].tokens - 1)                     # the position that was read last
     thinking = gpt.mechanism(gpt, gpt.embed(tokens[:, n - 1:n]), last, memory, 0)
     thinking.active = torch.zeros_like(thinking.active)                      # all have had enough about that one
     while True:
-        which = ready.nonzero()[:, 0]                                        # once: each index by a mask waits for a GPU
+        which = ready.nonzero()[:, 0]                                        # once: indexing by a mask waits for the GPU
         rows = left[which]
         token = draw(h[which], rows)
         tokens[rows, at[rows]], passes[rows, at[rows]] = token, steps[which]

@@ -47,23 +47,23 @@ class Settings:
     out_dir: str = 'out'                # where checkpoint, settings and log go
     init_from: str = 'scratch'          # 'scratch', 'resume' (go on in out_dir), a checkpoint folder, or hf:FOLDER
     eval_only: bool = False             # evaluate a checkpoint and stop
-    max_steps: int = 15625              # optimizer steps in all, the span of learning rate and halting; the paper's 32B tokens
+    max_steps: int = 15625              # optimizer steps in all, which the schedules span; by default the paper's 32B tokens
     batch_tokens: int = 1024 * 2048     # tokens per optimizer step, over all devices
     micro_batch: int = 8                # sequences per device in one forward; accumulation follows from batch_tokens
     learning_rate: float = 1.5e-3       # peak
-    min_lr: float = 0.1                 # floor of the cosine, as a share of the peak
-    warmup: float = 0.02                # share of the steps with linearly growing learning rate
+    min_lr_rate: float = 0.1            # floor of the cosine, as a share of the peak
+    warmup: float = 0.02                # share of the steps in which the learning rate grows linearly
     weight_decay: float = 0.1           # AdamW; on matrices only
     beta1: float = 0.9                  # AdamW
     beta2: float = 0.95                 # AdamW
-    grad_clip: float = 1.0              # largest norm of the whole gradient
+    grad_clip: float = 1.0              # the gradient's total norm is clipped to this
     seed: int = 1337                    # initial weights, order of the data, dropout
     log_interval: int = 10              # steps between log lines
     eval_interval: int = 500            # steps between evaluations; there is always one at the end
     eval_tokens: int = 2 ** 20          # tokens of the validation set per evaluation, the same each time
     save_interval: int = 500            # steps between checkpoints; there is always one at the end
-    max_bad_steps: int = 5              # stop after so many steps in a row with a gradient that is not finite
-    max_seconds: Optional[float] = None # save and stop after so much time, as at a signal (None: no limit)
+    max_bad_steps: int = 5              # stop after this many steps in a row whose loss or gradient is not finite
+    max_seconds: Optional[float] = None # save and stop after this long, as on a signal (None: no limit)
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: 16 bits where the hardware has them)
@@ -77,7 +77,7 @@ class Settings:
         for name in ('max_steps', 'batch_tokens', 'micro_batch', 'learning_rate', 'grad_clip', 'log_interval',
                      'eval_interval', 'eval_tokens', 'save_interval', 'max_bad_steps', 'max_seconds', 'mfu'):
             if (value := getattr(self, name)) is not None and value <= 0: raise ValueError(f"{name}={value} must be positive")
-        check_range(self, 0, 1, 'min_lr', 'warmup', 'beta1', 'beta2', 'mfu')
+        check_range(self, 0, 1, 'min_lr_rate', 'warmup', 'beta1', 'beta2', 'mfu')
         if max(self.beta1, self.beta2) == 1: raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         check_range(self, 0, 2 ** 31 - 1, 'seed')
         check_range(self, 0, math.inf, 'sample_tokens', 'weight_decay')
@@ -86,13 +86,13 @@ class Settings:
 
 
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start', 'halt_full', 'halt_share',
-        'halt_beta')  # settings of the model that may differ from the checkpoint's
+        'halt_beta')  # model settings that may differ from the checkpoint's on any start
 START = (*FREE, 'block_size', 'rope_theta', 'depth_attn', 'depth_stride', 'depth_mode', 'ponder', 'ponder_topk',
-         'halting')  # and those that a new run from its weights may choose
+         'halting')  # those a new run from its weights may change
 
 
 def accumulation(s, T, world):
-    """Micro-batches of windows of T tokens that each of `world` ranks adds up in a step; UserError if the batch does not divide."""
+    """How many micro-batches of windows of T tokens each of `world` ranks accumulates per step; UserError if that is no whole number."""
     per_pass = s.micro_batch * T * world
     if s.batch_tokens % per_pass:
         raise UserError(f"batch_tokens={s.batch_tokens} is not a multiple of micro_batch x block_size x processes = "
@@ -101,15 +101,16 @@ def accumulation(s, T, world):
 
 
 class Trainer:
-    """One run: made from settings, driven by `run`."""
+    """One run: built from settings, carried out by `run`."""
 
     def __init__(self, settings, given, state, rank, world, device):
         """given: what the user set of `settings`. state: the checkpoint to go on from, or None. device: of this rank."""
         self.s, self.rank, self.world, self.device = settings, rank, world, device
-        self.origin = state['settings']['init_from'] if state else settings.init_from  # where the weights began
+        self.origin = state['settings']['init_from'] if state else settings.init_from  # where the weights first came from
         self.started = time.monotonic()
         self.meta = self._data()
         self.model, self.step = self._model(given, state)
+        self.config = self.model.config
         T = self.config.block_size
         self.accumulation = None if settings.eval_only else accumulation(settings, T, world)
         self.train_data = Windows(settings.data_dir, 'train', self.meta, T)
@@ -118,7 +119,7 @@ class Trainer:
         self.dtype = pick_dtype(settings.dtype, device)
         self.autocast = lambda: torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
         if device.type == 'cpu': tune_cpu(T, self.dtype)
-        if self.config.halting == 'router': expect_new_lengths()  # each pass has as many slots as go on
+        if self.config.halting == 'router': expect_new_lengths()  # each pass has as many slots as tokens go on
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations
         if pick_compile(settings.compile, device): compile_blocks(self.model)
@@ -129,10 +130,6 @@ class Trainer:
         self.stop, self.bad_steps, self.recent, self.passes = 0.0, 0, collections.deque(maxlen=50), []
         self.log_file, self.broken, self.closing = None, None, contextlib.ExitStack()
 
-    @property
-    def config(self):
-        return self.model.config
-
     def _data(self):
         """The data set's description; prepares the built-in corpus if it is missing."""
         folder = self.s.data_dir
@@ -140,7 +137,7 @@ class Trainer:
             if self.rank == 0 and not os.path.exists(os.path.join(folder, 'meta.json')):
                 print(f"{folder} is missing: preparing the built-in corpus, the source code of Python's standard library")
                 prepare_data.prepare(prepare_data.DataSettings())
-            if self.world > 1: dist.barrier()  # all ranks: one that comes late, when the data is there, too
+            if self.world > 1: dist.barrier()  # on every rank, even one that arrives after the data is there
         return read_meta(folder)
 
     def _model(self, given, state):
@@ -148,12 +145,11 @@ class Trainer:
         s, own, step = self.s, {f.name for f in fields(GPTConfig)}, 0
         asked = {name: value for name, value in given.items() if name in own}
         if s.init_from != 'resume' and not s.eval_only and self.has_saved():
-            raise UserError(f"{s.out_dir} holds a checkpoint: go on by --init_from=resume, or choose another --out_dir")
+            raise UserError(f"{s.out_dir} holds a checkpoint: go on with --init_from=resume, or choose another --out_dir")
         torch.manual_seed(s.seed)
         if s.init_from == 'scratch':
             if s.eval_only: raise UserError("eval_only needs a trained model: add --init_from=resume or --init_from=FOLDER")
-            asked = {'n_tokens': (n := self.meta['n_tokens']), 'vocab_size': math.ceil(n / 64) * 64, **asked}
-            model = GPT(build(GPTConfig, asked))
+            model = GPT(build(GPTConfig, {'n_tokens': (n := self.meta['n_tokens']), 'vocab_size': math.ceil(n / 64) * 64, **asked}))
         else:
             state = state or (load_state(s.init_from[3:]) if s.init_from.startswith('hf:') else load_checkpoint(s.init_from))
             new = s.init_from != 'resume' and not s.eval_only
@@ -162,7 +158,7 @@ class Trainer:
             if not new: step = state['step']
             model = GPT(build(GPTConfig, {**state['config'], **free}))
             fresh = {k: p for k, p in model.state_dict().items() if k.split('.')[0] not in ('wte', 'h', 'ln_f', 'lm_head')}
-            if new: state = {**state, 'model': {**fresh, **state['model']}}  # a mechanism's own weights, not the plain GPT's, may be new
+            if new: state = {**state, 'model': {**fresh, **state['model']}}  # only a mechanism's own weights may be new
             load_weights(model, state)
             if steps not in (None, model.config.ponder_steps): change_steps(model.config, steps)
         for name, value in asked.items():
@@ -171,8 +167,10 @@ class Trainer:
         if model.config.n_tokens != self.meta['n_tokens']:
             raise UserError(f"{s.data_dir} is tokenised with {self.meta['n_tokens']} tokens ({self.meta['tokenizer']}), "
                             f"the model has n_tokens={model.config.n_tokens}: use the data the model was made for")
-        off = {'depth': not model.config.depth_attn, 'ponder': model.config.ponder == 'none', 'halt': model.config.halting == 'none'}
-        idle = [n for n, v in given.items() if n in own and off.get(n.split('_')[0]) and v not in (None, getattr(GPTConfig, n))]
+        used = {'depth_': (c := model.config).depth_attn, 'halt_': c.halting != 'none', 'ponder_steps': c.ponder != 'none',
+                'ponder_topk': c.ponder == 'embedding', 'jacobi_iters': c.ponder == 'latent'}
+        off = tuple(name for name, on in used.items() if not on)
+        idle = [n for n, v in given.items() if n in own and n.startswith(off) and v not in (None, getattr(GPTConfig, n))]
         if idle and not self.rank: print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
         return model, step
 
@@ -187,9 +185,9 @@ class Trainer:
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
 
     def _restore(self, state):
-        """What is not in the model: the optimizer's state, under the settings of now, and the scaler's."""
+        """What is not in the model: the optimizer's state (with the current settings) and the scaler's."""
         if self.world > 1 and self.mean(torch.tensor([float(self.step)], dtype=torch.float64, device=self.device)) != self.step:
-            raise UserError(f"this rank found step {self.step} in {self.s.out_dir}, others another one: give all the same folder")
+            raise UserError(f"this rank found step {self.step} in {self.s.out_dir}, other ranks another: give them all the same folder")
         saved = state['optimizer']
         groups = [{**now, 'params': then['params']} for now, then in zip(self.optimizer.param_groups, saved['param_groups'])]
         self.optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
@@ -199,17 +197,17 @@ class Trainer:
         if state.get('scaler'): self.scaler.load_state_dict(state['scaler'])
 
     def learning_rate(self, step):
-        """Linear warm-up that never is 0, then a cosine from the peak to min_lr times the peak, reached at the last step."""
+        """Linear warm-up that is never 0, then a cosine from the peak to min_lr_rate times the peak, reached at the last step."""
         s, warmup = self.s, max(1, round(self.s.warmup * self.s.max_steps))
         if step < warmup: return s.learning_rate * (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, s.max_steps - 1 - warmup))
-        return s.learning_rate * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return s.learning_rate * (s.min_lr_rate + (1 - s.min_lr_rate) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def train_step(self):
         """One optimizer step; returns (mean loss over all micro-batches and ranks, gradient norm)."""
         s, step, model = self.s, self.step, self.ddp or self.model
         torch.manual_seed((s.seed * 1_000_003 + step) * 4096 + self.rank)  # dropout too is a function of (seed, step, rank)
-        self.model.progress = step / s.max_steps  # when halting sets in
+        self.model.progress = step / s.max_steps  # halting's schedule reads it
         # 'latent' trains with jacobi_iters or one less: the same on all ranks
         jacobi = max(0, self.config.jacobi_iters - int(np.random.default_rng((s.seed, step)).integers(2)))
         for group in self.optimizer.param_groups: group['lr'] = self.learning_rate(step)
@@ -225,12 +223,12 @@ class Trainer:
             total += loss.detach()
             self.passes.append(self.shares())
         self.scaler.unscale_(self.optimizer)
-        # a GPU is waited for here, before the update: while it does that, the next step's work is already sent
+        # the host waits for the GPU here, before the update: during the update it can already queue the next step
         norm, total = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)), self.mean(total)
         finite = math.isfinite(norm) and math.isfinite(total)  # the same on all ranks
         if finite or self.scaler.is_enabled(): self.scaler.step(self.optimizer)  # the scaler skips by itself
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=self.ddp is None)  # DDP's gradients stay in its buckets, or there would be two copies
+        self.optimizer.zero_grad(set_to_none=self.ddp is None)  # DDP's must stay in its buckets, or there would be two copies
         self.bad_steps = 0 if finite else self.bad_steps + 1
         if not finite:
             self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}; step skipped ({self.bad_steps} in a row)")
@@ -264,7 +262,7 @@ class Trainer:
         total, passes, stop = torch.zeros(1, device=self.device), torch.zeros(1, device=self.device), False
         for i in range(0, math.ceil(n / self.world), self.s.micro_batch):  # equally often on all ranks
             if stop := self.should_stop(): break
-            if i >= len(mine): continue  # this rank has one window less than others
+            if i >= len(mine): continue  # this rank has one window fewer than others
             x, y = data.get(mine[i:i + self.s.micro_batch], self.device)
             with self.autocast(): total += self.model(x, y)[1] * len(x)
             if self.model.steps is not None: passes += self.model.steps.float().mean() * len(x)
@@ -277,7 +275,7 @@ class Trainer:
 
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
-        if hasattr(self.optimizer, 'consolidate_state_dict'):  # all parts to rank 0; PyTorch would make a Python int of each byte
+        if hasattr(self.optimizer, 'consolidate_state_dict'):  # gathers on rank 0; PyTorch alone would make every byte a Python int
             with mock.patch.object(torch, 'ByteTensor', lambda data: torch.frombuffer(data, dtype=torch.uint8)):
                 self.optimizer.consolidate_state_dict()
         if self.rank: return
@@ -306,14 +304,14 @@ class Trainer:
         return stop if self.world == 1 else self.mean(torch.tensor([float(stop)], device=self.device)) > 0
 
     def _on_signal(self, number, frame):
-        """The first signal asks for a stop. A second one ends the process, but not if it is the first, passed on by torchrun."""
+        """The first signal asks for a stop. A second one ends the process, unless it is the first again, passed on by torchrun."""
         if self.stop and time.monotonic() - self.stop > 0.5:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.stop = self.stop or time.monotonic()
 
     def open_output(self):
-        """Make out_dir, for no other run to write to; write settings.json and open log.jsonl."""
+        """Make out_dir and lock out other runs; write settings.json and open log.jsonl."""
         if self.rank: return
         settings = {**asdict(self.s), **asdict(self.config)}
         settings['init_from'] = self.origin  # not 'resume', or a run from this file would look for a checkpoint
@@ -334,7 +332,7 @@ class Trainer:
         self.say(f"{where}step {self.step}: validation loss {loss:.4f} nats per token, "
                  f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte"
                  + (f", {passes:.3f} passes per token" if passes else '')
-                 + (f", Jacobi change {self.model.jacobi_change:.1e}" if self.model.jacobi_change is not None else ''),
+                 + (f", the last batch's Jacobi change {self.model.jacobi_change:.1e}" if self.model.jacobi_change is not None else ''),
                  **({} if self.s.eval_only else record))
 
     def run(self):
@@ -342,7 +340,7 @@ class Trainer:
         s = self.s
         if s.eval_only: return self.report_evaluation()
         if self.step >= s.max_steps:
-            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise it (and stretch all schedules) to go on")
+            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps (which stretches schedules)")
         self.open_output()
         self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
@@ -389,7 +387,7 @@ class Trainer:
         if math.isfinite(loss): self.recent.append(loss)
 
     def log(self, loss, norm, seconds, waited):
-        """One line for people, one for programs: means per step since the last one: loss (with `penalty`), seconds, those for data."""
+        """One line for people, one for programs; loss (with `penalty`), time and data time are means over the steps since the last."""
         s, lr = self.s, self.learning_rate(self.step - 1)
         tokens, rate = self.step * s.batch_tokens, s.batch_tokens / seconds
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
@@ -411,7 +409,7 @@ class Trainer:
         kept = torch.stack(kept).mean(0)
         if self.world > 1: dist.all_reduce(kept)
         shares, most = (kept / self.world).tolist(), self.config.ponder_steps + 1
-        early = self.model.progress < self.config.halt_full  # gate, mask: nothing pushes tokens to halt yet; router: it had little time
+        early = self.model.progress < self.config.halt_full  # gate, mask: the term is not at full weight yet; router: too soon to tell
         collapse = 'nobody halts!' if sum(shares) > most - 0.005 and not early else 'everybody halts!' if sum(shares) < 1.005 else ''
         return f" | {sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)}) {collapse}".rstrip(), shares
 
@@ -422,7 +420,7 @@ class Trainer:
         expect_new_lengths()
         window = self.val_data.get([self.val_data.n // 2], self.device)[0]
         prompt = window[:, :max(1, self.config.block_size // 4)]
-        # each token has one key more to read than the one before: compiled blocks would be compiled again, for each
+        # each token reads one more key than the one before: compiled blocks would be recompiled for each
         with torch.compiler.set_stance('force_eager'), self.autocast():
             tokens = self.model.generate(prompt, self.s.sample_tokens, temperature=0.7, seed=self.s.seed)[0].tolist()
         given, new = tokenizer.decode(tokens[:prompt.size(1)]), tokenizer.decode(tokens[prompt.size(1):])
@@ -435,7 +433,7 @@ def main(argv):
     settings, state = build(Settings, given), None
     if (start := settings.init_from) == 'resume' or settings.eval_only and start != 'scratch' and not start.startswith('hf:'):
         state = load_checkpoint(settings.out_dir if start == 'resume' else start)
-        settings = build(Settings, {**state['settings'], **given})  # its settings too, where the user says nothing else
+        settings = build(Settings, {**state['settings'], **given})  # its settings too, where the user gave none
     if settings.dry_run:
         from tools.plan import plan
         return plan(settings, given, state)
@@ -443,7 +441,7 @@ def main(argv):
     with process_group(device) as (rank, world):
         trainer = Trainer(settings, given, state, rank, world, device)
         trainer.run()
-        trainer.ddp = None  # lets go of the process group while its threads can still be joined
+        trainer.ddp = None  # release the process group while its threads can still be joined
 
 
 if __name__ == '__main__':

@@ -22,7 +22,6 @@ def test_impossible_settings_are_named(settings, words):
 def test_defaults_are_the_papers_360m():
     with torch.device('meta'): model = GPT(GPTConfig())
     assert model.num_params() == 50304 * 960 * 2 + 24 * (4 * 960 * 960 + 3 * 960 * 2560 + 2 * 960 + 2 * 64) + 960
-    assert model.num_params(embeddings=False) == model.num_params() - 50304 * 960
     assert GPTConfig().init_std == pytest.approx(0.02, rel=0.03) and GPTConfig(mlp_hidden=None).mlp_hidden == 2560
 
 
@@ -48,7 +47,7 @@ def test_halting_starts_as_in_the_papers(halting, ponder, weight, bias):
 def test_tied_embeddings_count_once():
     model = make(tie_embeddings=True)
     assert model.lm_head.weight is model.wte.weight
-    assert model.num_params() == make().num_params() - 64 * 32 == model.num_params(embeddings=False)
+    assert model.num_params() == make().num_params() - 64 * 32
 
 
 def test_initial_weights():

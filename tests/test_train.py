@@ -174,12 +174,13 @@ def test_compiling_without_a_compiler_is_refused(small_data, tmp_path):
 def test_collapse_is_named_in_the_log(passes, progress, words):
     trainer = object.__new__(Trainer)
     trainer.model, trainer.world = make(**TOGGLES['gate']), 1
+    trainer.config = trainer.model.config
     trainer.model.progress, trainer.passes = progress, [torch.tensor(passes, dtype=torch.float32)]
     assert trainer.thinking()[0].rsplit(')', 1)[1].strip() == words and trainer.passes == []
 
 
 def test_learning_rate_schedule():
-    s = Settings(max_steps=100, learning_rate=2.0, warmup=0.1, min_lr=0.1)
+    s = Settings(max_steps=100, learning_rate=2.0, warmup=0.1, min_lr_rate=0.1)
     trainer = object.__new__(Trainer)
     trainer.s = s
     rates = [trainer.learning_rate(step) for step in range(100)]
@@ -281,6 +282,8 @@ def test_gradients_stay_in_ddps_buckets_and_backward_is_not_autocast(with_ddp, m
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, tmp_path, capsys):
     run_train('plain', '--depth_stride=1', '--halt_tau=0.5', '--ponder_steps=2', '--ponder=none')
     assert 'warning: depth_stride, halt_tau, ponder_steps: without effect' in capsys.readouterr().err
+    run_train('loop', '--ponder=loop', '--jacobi_iters=2', '--ponder_topk=5')
+    assert 'warning: jacobi_iters, ponder_topk: without effect' in capsys.readouterr().err
     train.main([str(tmp_path / 'plain' / 'settings.json'), f'--out_dir={tmp_path / "again"}', '--depth_stride=None', '--halt_tau=1e-4', '--ponder_steps=3'])
     run_train('on', '--depth_attn=True', '--depth_stride=1', '--ponder=chain', '--halting=router', '--halt_tau=0.5', '--ponder_steps=2')
     assert 'without effect' not in capsys.readouterr().err
@@ -437,6 +440,12 @@ def test_half_of_torchruns_variables_is_refused(run_train, monkeypatch, rank):
     for name in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('RANK', rank)
     with pytest.raises(UserError, match='RANK.*torchrun'): run_train('out')
+
+
+def test_a_world_size_that_some_scheduler_set_is_not_torchruns(run_train, monkeypatch):
+    monkeypatch.delenv('RANK', raising=False)
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    run_train('out', '--max_steps=1')
 
 
 def test_existing_checkpoints_are_not_overwritten(run_train, tmp_path):

@@ -68,8 +68,7 @@ def look(model, idx):
         hook.remove()
         model.dense = False
     after = model.head(model.ln_f(by_token(outputs)))       # (n,T,V)
-    steps = getattr(model, 'steps', None)
-    steps = steps[0] if steps is not None else torch.full((T,), len(after), device=idx.device)
+    steps = model.steps[0] if model.steps is not None else torch.full((T,), len(after), device=idx.device)
     values = None
     if c.depth_attn:
         layers = []                                         # [(1,S,L,L+1)] of every pass
@@ -96,7 +95,7 @@ def halting(model, T):
     each step; mask: the probability (T,) of needing 0, 1, .. thoughts. Without halting none.
     """
     found = []
-    for item in getattr(model, 'trace', ()):
+    for item in model.trace:
         if isinstance(item, tuple):                         # router: only the tokens that got there
             active, _, go_on = item
             found.append(active.put(go_on.new_zeros(1, T), go_on)[0])
@@ -122,7 +121,7 @@ def show(seen, config, idx, tokenizer, top):
         return '   '.join(f"{word(token)} {p:.3f}" for token, p in zip(best.indices.tolist(), best.values.tolist()))
 
     names = {'none': None, 'gate': 'gate', 'router': 'going on', 'mask': 'probability of 0, 1, .. thoughts'}
-    said = names[getattr(config, 'halting', 'none')]
+    said = names[config.halting]
     kind = 'slot' if config.ponder in ('latent', 'pause') else 'pass'
     for t, token in enumerate(idx.tolist()):
         n = seen['steps'][t].item()

@@ -93,7 +93,7 @@ def memory(config, s, dtype):
     """Estimated bytes of training at the worst moment: {part: bytes}, with the optimizer's state in one piece."""
     accumulates = accumulation(s, config.block_size, 1) > 1  # over micro-batches or GPUs
     # Which tokens halt depends on numbers, and there are none: count as if none did, as in the first steps of a run.
-    if getattr(config, 'halting', 'none') != 'none': config = replace(config, halting='none')
+    if config.halting != 'none': config = replace(config, halting='none')
     at = lambda n_layer: activations(replace(config, n_layer=n_layer, depth_stride=n_layer // 2), s, dtype, accumulates)
     if config.n_layer <= 6 or config.depth_attn and config.depth_stride != config.n_layer // 2:
         top = activations(config, s, dtype, accumulates)

@@ -59,7 +59,7 @@ def per_token(model, tokens):
     for first in range(0, len(tokens) - 1, T):
         part = tokens[first:first + T + 1].to(model.wte.weight.device)
         losses.append(torch.nn.functional.cross_entropy(model(part[None, :-1])[0][0].float(), part[1:], reduction='none'))
-        steps.append(getattr(model, 'steps', None))
+        steps.append(model.steps)
     return torch.cat(losses).cpu(), torch.cat(steps, 1)[0].cpu() if steps[0] is not None else None
 
 
