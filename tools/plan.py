@@ -95,9 +95,10 @@ def memory(config, s, dtype):
     # Which tokens halt depends on numbers, and there are none: count as if none did, as in the first steps of a run.
     if config.halting != 'none': config = replace(config, halting='none')
     at = lambda n_layer: activations(replace(config, n_layer=n_layer, depth_stride=n_layer // 2), s, dtype, accumulates)
-    if config.n_layer <= 6 or config.depth_attn and config.depth_stride != config.n_layer // 2:
+    # With checkpointing the worst moment may move from the loss to the backward pass as blocks are added: no straight line.
+    if s.checkpoint_activations or config.n_layer <= 6 or config.depth_attn and config.depth_stride != config.n_layer // 2:
         top = activations(config, s, dtype, accumulates)
-    else:
+    else:  # each block adds the same
         four, six = at(4), at(6)
         top = six + (six - four) * (config.n_layer - 6) // 2
     with torch.device('meta'): weights = 4 * GPT(config).num_params()  # fp32; autocast's copies are among the activations
