@@ -70,7 +70,7 @@ def convert(value, kinds):
 def lines(path):
     """(name, value as a tree, where) of every line `name = value` of a .py file, or of every entry of a .json file."""
     try:
-        with open(path, encoding='utf-8') as f: text = f.read()
+        with open(path, encoding='utf-8-sig') as f: text = f.read()
         if path.endswith('.json'): return [(name, ast.Constant(value), path) for name, value in json.loads(text).items()]
         body = ast.parse(text).body
     except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None

@@ -25,7 +25,7 @@ def pick_device(name, local_rank=0):
         if device.type == 'cuda': torch.cuda.set_device(device)  # clocks and memory counters ask the current one
         if device.type in ('cpu', 'cuda', 'mps'): return device
         raise RuntimeError("choose cpu, cuda or mps")
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]})") from None
 
 

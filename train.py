@@ -285,7 +285,7 @@ class Trainer:
         try:
             save_checkpoint(self.s.out_dir, state)
         except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error.__context__ or error).splitlines()[0]  # PyTorch raises its own error over a full disk's
             raise UserError(f"{self.s.out_dir}: cannot write the checkpoint ({reason}); the one before is kept") from None
 
     def say(self, text, **record):
@@ -369,7 +369,7 @@ class Trainer:
                 self.log(statistics.fmean(counted), norm, (now - mark) / len(losses), self.train_data.waited / len(losses))
                 mark, losses, self.train_data.waited = now, [], 0.0
             pause, last = time.perf_counter(), self.step == s.max_steps
-            saved = last or self.step % s.save_interval == 0
+            saved = last or self.step % s.save_interval == 0 and not self.bad_steps
             if saved: self.save()
             if last or self.step % s.eval_interval == 0: self.report_evaluation()
             if not last and self.should_stop():
@@ -416,7 +416,8 @@ class Trainer:
     def print_sample(self):
         """A piece of the validation text, and how the model goes on."""
         if self.rank or not self.s.sample_tokens: return
-        tokenizer = get_tokenizer(self.meta['tokenizer'])
+        try: tokenizer = get_tokenizer(self.meta['tokenizer'])
+        except UserError as error: return print(f"no sample: {error}")  # a vocabulary that has to be fetched; the run is complete
         expect_new_lengths()
         window = self.val_data.get([self.val_data.n // 2], self.device)[0]
         prompt = window[:, :max(1, self.config.block_size // 4)]
@@ -433,6 +434,7 @@ def main(argv):
     settings, state = build(Settings, given), None
     if (start := settings.init_from) == 'resume' or settings.eval_only and start != 'scratch' and not start.startswith('hf:'):
         state = load_checkpoint(settings.out_dir if start == 'resume' else start)
+        if gone := state['settings'].keys() - asdict(settings): print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
         settings = build(Settings, {**state['settings'], **given})  # its settings too, where the user gave none
     if settings.dry_run:
         from tools.plan import plan

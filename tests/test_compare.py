@@ -86,6 +86,12 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
     assert len(names_in(tmp_path)) == 4
 
 
+def test_precisions_are_not_mixed_in_one_table(common, tmp_path):
+    args = [*[a for a in common if not a.startswith('--dtype')], f'--out={tmp_path}', '--names=plain', '--seeds=3']
+    compare.main([*args, '--dtype=float32'])
+    with pytest.raises(UserError, match='dtype=float32, now it is None'): compare.main(args)
+
+
 def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(common, tmp_path):
     common, folder = [*common, '--log_interval=2'], tmp_path / 'loop-s3'
     args = [*common, f'--out={tmp_path}', '--names=loop', '--seeds=3']

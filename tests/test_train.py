@@ -442,6 +442,29 @@ def test_half_of_torchruns_variables_is_refused(run_train, monkeypatch, rank):
     with pytest.raises(UserError, match='RANK.*torchrun'): run_train('out')
 
 
+def test_a_setting_of_an_older_checkpoint_is_named(run_train, tmp_path, capsys):
+    state = run_train('out', '--max_steps=1')
+    torch.save({**state, 'settings': {**state['settings'], 'min_lr': 0.5}}, tmp_path / 'older.pt')
+    (tmp_path / 'older.pt').replace(tmp_path / 'out' / 'ckpt.pt')  # not written in place: `state` is mapped from it
+    run_train('out', '--init_from=resume', '--max_steps=2')
+    assert 'warning: no longer settings: min_lr' in capsys.readouterr().err
+
+
+def test_a_run_whose_vocabulary_cannot_be_fetched_is_complete_without_a_sample(run_train, monkeypatch, capsys):
+    def no_network(name): raise UserError('its vocabulary could not be fetched')
+    monkeypatch.setattr(train, 'get_tokenizer', no_network)
+    assert run_train('out', '--max_steps=1', '--sample_tokens=5')['step'] == 1
+    assert 'no sample: its vocabulary could not be fetched' in capsys.readouterr().out
+
+
+def test_a_full_disk_is_named_behind_pytorchs_own_error(run_train, monkeypatch):
+    def full(folder, state):
+        try: raise OSError(28, 'No space left on device')
+        finally: raise RuntimeError('[enforce fail at inline_container.cc:672]')
+    monkeypatch.setattr(train, 'save_checkpoint', full)
+    with pytest.raises(UserError, match='No space left on device'): run_train('out', '--max_steps=1')
+
+
 def test_a_world_size_that_some_scheduler_set_is_not_torchruns(run_train, monkeypatch):
     monkeypatch.delenv('RANK', raising=False)
     monkeypatch.setenv('WORLD_SIZE', '2')

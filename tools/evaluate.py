@@ -28,6 +28,7 @@ from checkpoint import CHECKPOINTS
 from configurator import UserError, build, check_range, read, run
 from data import count_tokens, encode, open_shard, read_meta
 from hardware import pick_device, tune_cpu
+from prepare_data import BUILTIN
 from sample import load_model, override
 
 
@@ -76,7 +77,7 @@ def nats(model, tokens, batch_size):
 def token_arrays(path, tokenizer):
     """The token arrays of a text file, of a shard, or of the validation shards of a data folder."""
     if os.path.exists(os.path.join(path, CHECKPOINTS[0])): raise UserError(f"{path}: a checkpoint; only the first folder is one")
-    if os.path.isdir(path):
+    if os.path.isdir(path) or path == BUILTIN:
         shards = [os.path.join(path, shard['name']) for shard in read_meta(path, tokenizer)['val']['shards']]
     else: shards = [path] if path.endswith('.bin') else []
     for shard in shards: count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
