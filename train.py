@@ -119,7 +119,7 @@ class Trainer:
         self.dtype = pick_dtype(settings.dtype, device)
         self.autocast = lambda: torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
         if device.type == 'cpu': tune_cpu(T, self.dtype)
-        if self.config.halting == 'router': expect_new_lengths()  # each pass has as many slots as tokens go on
+        if self.config.halting == 'router': expect_new_lengths()  # each pass has as many slots as tokens that go on
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations
         if pick_compile(settings.compile, device): compile_blocks(self.model)

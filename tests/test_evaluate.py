@@ -154,3 +154,14 @@ def test_refusals(folder, tmp_path, monkeypatch):
         assert '\n' not in str(error.value)
     monkeypatch.setitem(__import__('sys').modules, 'lm_eval.api.model', None)
     with pytest.raises(UserError, match='pip install lm_eval'): evaluate.main([folder, '--tasks=piqa'])
+
+
+def test_too_little_memory_is_no_traceback(folder, tmp_path, monkeypatch):
+    def full(*args): raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    monkeypatch.setattr(evaluate, 'evaluate_text', full)
+    with pytest.raises(UserError, match='out of memory.*batch_size'): evaluate.main([folder, __file__, '--device=cpu'])
+
+
+def test_a_missing_builtin_corpus_is_answered_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match='with: python prepare_data.py$'): evaluate.token_arrays(evaluate.BUILTIN, get_tokenizer('byte'))

@@ -240,8 +240,7 @@ def test_depth_attention_reads_the_same_layer_of_earlier_loops(idx):
 # settings
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(ponder='think'), ["'think'", "'embedding'", "'pause'"]), 
-    (dict(ponder='embedding', ponder_topk=99999), ['ponder_topk=99999', 'n_tokens=50304']),
+    (dict(ponder='think'), ["'think'", "'embedding'", "'pause'"]), (dict(ponder='embedding', ponder_topk=99999), ['ponder_topk=99999', 'n_tokens=50304']),
     (dict(ponder='latent', ponder_steps=-1), ['ponder_steps=-1', 'negative']), (dict(ponder='latent', jacobi_iters=-1), ['jacobi_iters=-1'])])
 def test_impossible_settings_are_named(settings, words):
     with pytest.raises(ValueError) as error: GPTConfig(**settings)

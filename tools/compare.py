@@ -100,7 +100,8 @@ def final_loss(folder, settings):
     path = os.path.join(folder, 'settings.json')
     before = read([path], '', Settings, GPTConfig)[0] if os.path.exists(path) else settings
     for name, value in settings.items():
-        if (value is not None or name == 'dtype') and name not in OURS and before.get(name, value) != value:  # None: what train.py finds out
+        known = value is not None or name == 'dtype'  # None is what train.py finds out; but precisions are not mixed
+        if known and name not in OURS and before.get(name, value) != value:
             raise UserError(f"{folder} was run with {name}={before[name]}, now it is {value}: choose another --out")
     log = read_lines(os.path.join(folder, 'log.jsonl'))
     return next((r[LOSS] for r in log if r['step'] == settings['max_steps'] and LOSS in r), None)

@@ -27,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from checkpoint import CHECKPOINTS
 from configurator import UserError, build, check_range, read, run
 from data import count_tokens, encode, open_shard, read_meta
-from hardware import pick_device, tune_cpu
+from hardware import explained, pick_device, tune_cpu
 from prepare_data import BUILTIN
 from sample import load_model, override
 
@@ -185,6 +185,7 @@ def run_tasks(model, tokenizer, s):
     return make_table(results)
 
 
+@explained()
 def main(argv):
     given, paths = read(argv, __doc__.strip(), EvaluateSettings, files=False)  # a .py file is text here
     s = build(EvaluateSettings, given)
