@@ -34,9 +34,9 @@ def test_memory_is_what_the_allocator_says(small_data, tmp_path, size):
 
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_a_deep_stack_is_planned_as_if_it_were_run(checkpointed):
-    config = GPTConfig(vocab_size=320, block_size=64, n_layer=32, n_head=4, n_embd=64, mlp_hidden=128, depth_attn=True)
+    config = GPTConfig(vocab_size=320, block_size=64, n_layer=16, n_head=4, n_embd=64, mlp_hidden=128, depth_attn=True)
     s = Settings(micro_batch=4, batch_tokens=256, checkpoint_activations=checkpointed)
-    assert memory(config, s, torch.bfloat16)['activations'] == pytest.approx(activations(config, s, torch.bfloat16, False), rel=0.01)
+    assert memory(config, s, torch.bfloat16)['activations'] == pytest.approx(activations(config, s, torch.bfloat16, False), rel=1e-3)
 
 
 def test_norms_on_a_gpu_keep_their_input_alone():
