@@ -92,9 +92,9 @@ def read_meta(folder, tokenizer=None):
         with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f: meta = shaped(json.load(f), META)
     except FileNotFoundError:
         name = os.path.basename(os.path.normpath(folder))
-        what = name if name in ('shakespeare', 'fineweb', 'fineweb-edu') else f"PATH... --name={name}"
-        what = {'python': '', 'python-packages': '--packages=True'}.get(name, what)
-        raise UserError(f"{folder}: no data set (no meta.json); make data/{name} with: {f'python prepare_data.py {what}'.rstrip()}") from None
+        what = {'python': '', 'python-packages': ' --packages=True'}.get(name, f" PATH... --name={name}")
+        if name in ('shakespeare', 'fineweb', 'fineweb-edu'): what = f" {name}"
+        raise UserError(f"{folder}: no data set (no meta.json); make data/{name} with: python prepare_data.py{what}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json: no description of a data set ({error}); prepare the data again") from None
     if tokenizer and meta['tokenizer'] != tokenizer.name: raise UserError(f"{folder} has {meta['tokenizer']} tokens, not {tokenizer.name}")

@@ -99,9 +99,10 @@ def process_group(device):
     """(rank, world) of this process, with a process group around them when torchrun started it."""
     cuda = device.type == 'cuda'
     try:
-        rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
-        with explained():
-            if 'RANK' in os.environ: dist.init_process_group('nccl' if cuda else 'gloo', device_id=device if cuda else None)
+        rank, world = 0, 1
+        if 'RANK' in os.environ:  # torchrun's; a WORLD_SIZE without it may be a scheduler's
+            rank, world = int(os.environ['RANK']), int(os.environ.get('WORLD_SIZE', 1))
+            with explained(): dist.init_process_group('nccl' if cuda else 'gloo', device_id=device if cuda else None)
     except ValueError as error:
         raise UserError(f"RANK and what goes with it do not fit ({error}): start with torchrun, or unset them") from None
     with explained():  # after a failure the group is left as it is: taking it down would wait for the others
@@ -115,8 +116,7 @@ def explained():
     """Around what may fail by the machine's fault: the failures that `explain` knows become UserErrors."""
     try: yield
     except (RuntimeError, MemoryError) as error:
-        message = explain(error)
-        if message is None: raise
+        if (message := explain(error)) is None: raise
         raise UserError(message) from None
 
 
@@ -125,8 +125,8 @@ def explain(error):
     text = ' '.join(str(error).split())
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or 'not enough memory' in text:
         return ("out of memory: lower micro_batch (the result stays the same, but for halting='gate' and dropout), set "
-                "checkpoint_activations=True, with several GPUs shard_optimizer=True, or lower block_size; dry_run=True estimates "
-                "what that gives (not training, but evaluating: lower batch_size)")
+                "checkpoint_activations=True, with several GPUs shard_optimizer=True, or lower block_size (dry_run=True estimates "
+                "what that gives); in evaluate.py lower batch_size")
     if 'No working C++ compiler' in text or 'Failed to find C compiler' in text:
         return "compile=True needs a C++ compiler, and none was found: install one (such as g++), or set --compile=False"
     if isinstance(error, dist.DistError) or 'gloo' in text:

@@ -70,8 +70,8 @@ class KVCache:
         query = key[self.length:self.length + S, None]
         seen = (key <= query)[None, None]
         if self.start is None: return seen
-        padding = self.start[:, None, None, None] * self.slots
-        padding = padding.clamp(max=self.length) + (padding - self.length).clamp(min=0) // self.slots * self.slots_now  # held + in this pass
+        padding = self.start[:, None, None, None] * self.slots  # of it held, and in this pass:
+        padding = padding.clamp(max=self.length) + (padding - self.length).clamp(min=0) // self.slots * self.slots_now
         return seen & (key >= padding) | (key == query)  # padding reads itself: a softmax over nothing would be NaN
 
     def bytes(self):

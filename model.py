@@ -381,7 +381,7 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 #     s^i     = sigmoid(MLP_i(h^i))                         a gate after every pass i but the last       (2), (3)
 #     m^{i+1} = m^i and s^i >= tau                          who takes another pass; nobody comes back    (4), (5)
 #     E^{i+1} = E^i + m^{i+1} s^i P^i W_in                  PonderLM's step, scaled by the gate          (6) to (9)
-#     a token with m^i = 0 keeps the K, V of its last pass, in every layer                        (10)
+#     a token with m^i = 0 keeps the K, V of its last pass, in every layer                               (10)
 #
 # The loss gains halt_lambda times the mean of the lowest gates (13); their share of all gates grows to halt_share between
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
@@ -394,7 +394,8 @@ def gate(gpt, x, pos, memory, jacobi):
     c, cache = gpt.config, memory[0]
 
     def think(trunk, a, k, x, s, h):                                        # x, h (r,n,C), s (r,n)
-        steps = k[a.valid].unique().tolist() if cache is not None else [k]  # slots may be at different steps, each with its own gate
+        # decoding, slots may be at different steps, each with its own gate; padding asks for none of its own
+        steps = k.where(a.valid, k.max()).unique().tolist() if cache is not None else [k]
         if any(steps): x = x + ((s * a.valid)[..., None] * gpt.mixture(h)).to(x.dtype)  # (9): a.valid is m; none before a first pass
         h = trunk(x)
         gates = ((k == i) * gpt.wide(gpt.gates[i], h).squeeze(-1).sigmoid() for i in steps if i < c.ponder_steps)

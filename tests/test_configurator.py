@@ -60,7 +60,7 @@ def test_refusals_name_the_argument(arg, words):
 def test_files_compose_left_to_right(tmp_path):
     a, b, c = tmp_path / 'a.py', tmp_path / 'b.py', tmp_path / 'c.json'
     a.write_text('"""A docstring."""\ncount = 4 * 2   # a comment\nname = "a"\n')
-    b.write_text("count = 9\nlimit = None\n")
+    b.write_text("\ufeffcount = 9\nlimit = None\n", encoding='utf-8')  # as some editors on Windows begin a file
     c.write_text(json.dumps(dict(rate=2, flag=True)))
     assert parse(str(a), str(b), '--name=z', str(c), 'other')[0] == dict(count=9, name='z', limit=None, rate=2.0, flag=True)
     assert parse(str(b), str(a), 'other') == (dict(count=8, name='a', limit=None), ['other'])

@@ -162,6 +162,5 @@ def test_too_little_memory_is_no_traceback(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match='out of memory.*batch_size'): evaluate.main([folder, __file__, '--device=cpu'])
 
 
-def test_a_missing_builtin_corpus_is_answered_with_its_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match='with: python prepare_data.py$'): evaluate.token_arrays(evaluate.BUILTIN, get_tokenizer('byte'))
+def test_a_missing_data_set_is_answered_with_what_makes_it(tmp_path):
+    with pytest.raises(UserError, match='missing: cannot be read.*prepare_data.py'): evaluate.token_arrays(str(tmp_path / 'missing'), BYTE)

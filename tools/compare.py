@@ -100,8 +100,8 @@ def final_loss(folder, settings):
     path = os.path.join(folder, 'settings.json')
     before = read([path], '', Settings, GPTConfig)[0] if os.path.exists(path) else settings
     for name, value in settings.items():
-        known = value is not None or name == 'dtype'  # None is what train.py finds out; but precisions are not mixed
-        if known and name not in OURS and before.get(name, value) != value:
+        said = value is not None or hasattr(Settings, name)  # None is saved as None, but of the model as what GPTConfig makes of it
+        if said and name not in OURS and before.get(name, value) != value:
             raise UserError(f"{folder} was run with {name}={before[name]}, now it is {value}: choose another --out")
     log = read_lines(os.path.join(folder, 'log.jsonl'))
     return next((r[LOSS] for r in log if r['step'] == settings['max_steps'] and LOSS in r), None)

@@ -28,7 +28,6 @@ from checkpoint import CHECKPOINTS
 from configurator import UserError, build, check_range, read, run
 from data import count_tokens, encode, open_shard, read_meta
 from hardware import explained, pick_device, tune_cpu
-from prepare_data import BUILTIN
 from sample import load_model, override
 
 
@@ -77,14 +76,14 @@ def nats(model, tokens, batch_size):
 def token_arrays(path, tokenizer):
     """The token arrays of a text file, of a shard, or of the validation shards of a data folder."""
     if os.path.exists(os.path.join(path, CHECKPOINTS[0])): raise UserError(f"{path}: a checkpoint; only the first folder is one")
-    if os.path.isdir(path) or path == BUILTIN:
+    if os.path.isdir(path):
         shards = [os.path.join(path, shard['name']) for shard in read_meta(path, tokenizer)['val']['shards']]
     else: shards = [path] if path.endswith('.bin') else []
     for shard in shards: count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
     if shards: return [open_shard(shard) for shard in shards]
     try:
         with open(path, 'rb') as f: text = f.read()
-    except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror}); prepare_data.py makes data sets") from None
     return [np.append(np.uint16(tokenizer.eot_token), encode(tokenizer, text)[:-1])]  # the end-of-text goes to the front
 
 
