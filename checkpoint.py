@@ -61,7 +61,7 @@ def read_checkpoint(path):
 
 def load_checkpoint(folder):
     """
-    The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step, settings, tokenizer.
+    The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step, settings, tokenizer, train_data.
     A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
     """
     if os.path.isfile(folder): raise UserError(f"{folder} is a file: name the folder it is in, {os.path.dirname(folder) or '.'}")

@@ -144,8 +144,6 @@ class Trainer:
         """A model, according to init_from, and the step it is at."""
         s, own, step = self.s, {f.name for f in fields(GPTConfig)}, 0
         asked = {name: value for name, value in given.items() if name in own}
-        if s.init_from != 'resume' and not s.eval_only and self.has_saved():
-            raise UserError(f"{s.out_dir} holds a checkpoint: go on with --init_from=resume, or choose another --out_dir")
         torch.manual_seed(s.seed)
         if s.init_from == 'scratch':
             if s.eval_only: raise UserError("eval_only needs a trained model: add --init_from=resume or --init_from=FOLDER")
@@ -188,6 +186,8 @@ class Trainer:
         """What is not in the model: the optimizer's state (with the current settings) and the scaler's."""
         if self.world > 1 and self.mean(torch.tensor([float(self.step)], dtype=torch.float64, device=self.device)) != self.step:
             raise UserError(f"this rank found step {self.step} in {self.s.out_dir}, other ranks another: give them all the same folder")
+        if state.get('train_data', self.meta['train']) != self.meta['train'] and not self.rank:
+            print(f"warning: the training data in {self.s.data_dir} is not what this run read before", file=sys.stderr)
         saved = state['optimizer']
         groups = [{**now, 'params': then['params']} for now, then in zip(self.optimizer.param_groups, saved['param_groups'])]
         self.optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
@@ -233,8 +233,7 @@ class Trainer:
         if not finite:
             self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}; step skipped ({self.bad_steps} in a row)")
         if self.bad_steps >= s.max_bad_steps:
-            again = f"resume from {s.out_dir}" if self.has_saved() else "start again"
-            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate, and {again}")
+            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate; resume, or start again if nothing is saved")
         self.step += 1
         return total, norm
 
@@ -256,8 +255,7 @@ class Trainer:
         """
         data, was_training = self.val_data, self.model.training
         n = min(data.n, max(self.world, self.s.eval_tokens // data.T))
-        windows = np.arange(n) * data.n // n
-        mine = windows[self.rank::self.world]
+        mine = (np.arange(n) * data.n // n)[self.rank::self.world]
         self.model.eval()
         total, passes, stop = torch.zeros(1, device=self.device), torch.zeros(1, device=self.device), False
         for i in range(0, math.ceil(n / self.world), self.s.micro_batch):  # equally often on all ranks
@@ -269,10 +267,6 @@ class Trainer:
         self.model.train(was_training)
         return None if stop else (self.mean(total) * self.world / n, self.mean(passes) * self.world / n or None)
 
-    def has_saved(self):
-        """Whether out_dir holds a checkpoint."""
-        return any(os.path.exists(os.path.join(self.s.out_dir, name)) for name in CHECKPOINTS)
-
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
         if hasattr(self.optimizer, 'consolidate_state_dict'):  # gathers on rank 0; PyTorch alone would make every byte a Python int
@@ -280,7 +274,7 @@ class Trainer:
                 self.optimizer.consolidate_state_dict()
         if self.rank: return
         state = dict(version=CHECKPOINT_VERSION, step=self.step, config=asdict(self.config), tokenizer=self.meta['tokenizer'],
-                     settings={**asdict(self.s), 'init_from': self.origin}, model=self.model.state_dict(),
+                     train_data=self.meta['train'], settings={**asdict(self.s), 'init_from': self.origin}, model=self.model.state_dict(),
                      optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict())
         try:
             save_checkpoint(self.s.out_dir, state)
@@ -289,11 +283,11 @@ class Trainer:
             raise UserError(f"{self.s.out_dir}: cannot write the checkpoint ({reason}); the one before is kept") from None
 
     def say(self, text, **record):
-        """Print on rank 0 only; `record` becomes a line of log.jsonl. If that cannot be written, the run saves and stops."""
+        """Print on rank 0 only; `record` becomes a line of log.jsonl, if it is open. If that cannot be written, the run saves and stops."""
         if self.rank: return
         for file, line in ((sys.stdout, text), (self.log_file, record and json.dumps(record))):
             try:
-                if line: print(line, file=file, flush=True)
+                if file and line: print(line, file=file, flush=True)
             except OSError as error:
                 self.stop = self.stop or time.monotonic()
                 self.broken = f"{file.name}: cannot be written ({error.strerror}); see to it, and go on with --init_from=resume"
@@ -313,27 +307,31 @@ class Trainer:
     def open_output(self):
         """Make out_dir and lock out other runs; write settings.json and open log.jsonl."""
         if self.rank: return
-        settings = {**asdict(self.s), **asdict(self.config)}
-        settings['init_from'] = self.origin  # not 'resume', or a run from this file would look for a checkpoint
+        folder = self.s.out_dir
+        # init_from is not 'resume' in the file, or a run from it would look for a checkpoint
+        settings = {**asdict(self.s), **asdict(self.config), 'init_from': self.origin}
         try:
-            self.closing.enter_context(alone(self.s.out_dir))
-            with whole(os.path.join(self.s.out_dir, 'settings.json')) as f: json.dump(settings, f, indent=1)
-            self.log_file = self.closing.enter_context(open(os.path.join(self.s.out_dir, 'log.jsonl'), 'a'))
+            self.closing.enter_context(alone(folder))
+            if self.s.init_from != 'resume' and any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):
+                raise UserError(f"{folder} holds a checkpoint: go on with --init_from=resume, or choose another --out_dir")
+            with whole(os.path.join(folder, 'settings.json')) as f: json.dump(settings, f, indent=1)
+            self.log_file = self.closing.enter_context(open(os.path.join(folder, 'log.jsonl'), 'a+'))
+            self.log_file.seek(max(0, self.log_file.tell() - 1))
+            if self.log_file.read(1) not in ('', '\n'): self.log_file.write('\n')  # end the line that a full disk cut short
         except OSError as error:
-            raise UserError(f"out_dir={self.s.out_dir}: cannot be written ({error.strerror}); choose another --out_dir") from None
+            raise UserError(f"out_dir={folder}: cannot be written ({error.strerror}); choose another --out_dir") from None
 
     def report_evaluation(self):
         """Evaluate and say so; nats per byte can be compared between tokenizers."""
         if (result := self.evaluate()) is None: return self.say(f"step {self.step}: evaluation left out, the run was told to stop")
         loss, passes = result
         per_byte = loss * self.meta['val']['tokens'] / self.meta['val']['bytes']
-        record = dict(step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte, val_passes=passes)
         where = f"{self.s.out_dir if self.s.init_from == 'resume' else self.s.init_from} on {self.s.data_dir}, " if self.s.eval_only else ''
         self.say(f"{where}step {self.step}: validation loss {loss:.4f} nats per token, "
                  f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte"
                  + (f", {passes:.3f} passes per token" if passes else '')
                  + (f", the last batch's Jacobi change {self.model.jacobi_change:.1e}" if self.model.jacobi_change is not None else ''),
-                 **({} if self.s.eval_only else record))
+                 step=self.step, tokens=self.step * self.s.batch_tokens, val_loss=loss, val_nats_per_byte=per_byte, val_passes=passes)
 
     def run(self):
         """Evaluate only, or train to max_steps with logs, checkpoints and evaluations; ends early on a signal."""
@@ -341,15 +339,17 @@ class Trainer:
         if s.eval_only: return self.report_evaluation()
         if self.step >= s.max_steps:
             raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise max_steps (which stretches schedules)")
-        self.open_output()
-        self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
-                 f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
-                 f"{self.config.block_size}, {str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
-        handlers = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         try:
-            self.loop()
+            self.open_output()
+            self.say(f"{self.model.num_params() / 1e6:.2f}M parameters, {self.model.flops_per_token() / 1e6:.1f} MFLOPs per token, "
+                     f"{s.batch_tokens:,} tokens per step in {self.accumulation} x {self.world} x {s.micro_batch} sequences of "
+                     f"{self.config.block_size}, {str(self.dtype).removeprefix('torch.')} on {self.world} x {self.device.type}")
+            for number in stop_signals(): self.closing.callback(signal.signal, number, signal.signal(number, self._on_signal))
+            try: self.loop()
+            except UserError:  # such as data that can no longer be read: the steps done so far are kept
+                if self.step and self.world == 1 and not self.bad_steps: self.save()
+                raise
         finally:
-            for number, handler in handlers.items(): signal.signal(number, handler)
             with contextlib.suppress(OSError): self.closing.close()
         if self.broken: raise UserError(self.broken)
         if self.step == s.max_steps and not self.stop: self.print_sample()
@@ -439,7 +439,7 @@ def main(argv):
     if settings.dry_run:
         from tools.plan import plan
         return plan(settings, given, state)
-    device = pick_device(settings.device, int(os.environ.get('LOCAL_RANK', 0)))
+    device = pick_device(settings.device, int(os.environ.get('LOCAL_RANK') or 0))
     with process_group(device) as (rank, world):
         trainer = Trainer(settings, given, state, rank, world, device)
         trainer.run()

@@ -92,7 +92,7 @@ def test_sharded_state_is_restored_to_the_device():
             optimizer = ZeroRedundancyOptimizer([dict(params=[w])], torch.optim.AdamW, lr=1e-3)
             held = dict(step=torch.tensor(1.0), exp_avg=torch.ones(4, 4), exp_avg_sq=torch.ones(4, 4))
             state = dict(optimizer=dict(state={0: held}, param_groups=[{**optimizer.param_groups[0], 'params': [0]}]))
-            Trainer._restore(SimpleNamespace(world=1, optimizer=optimizer), state)
+            Trainer._restore(SimpleNamespace(world=1, optimizer=optimizer, meta=dict(train=None)), state)
             assert [t.device.type for t in optimizer.optim.state[w].values()] == ['cuda'] * 3 and not optimizer.state
     finally:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Training in one process: exact resume, order of the data, checkpoints, evaluation, and what is refused. Several: test_processes.py."""
 import collections
+import contextlib
 import json
 import math
 import os
@@ -484,6 +485,51 @@ def test_existing_checkpoints_are_not_overwritten(run_train, tmp_path):
     with pytest.raises(UserError, match='n_layer=4.*has 3'): run_train('out', '--init_from=resume', '--max_steps=12', '--n_layer=4')
     with pytest.raises(UserError, match="ponder=latent, but the model loaded has none"): run_train('out', '--init_from=resume', '--max_steps=12', '--ponder=latent')
     with pytest.raises(UserError, match='depth_attn=True'): run_train('out', '--init_from=resume', '--max_steps=12', '--depth_attn=True')
+
+
+def test_what_another_run_saved_meanwhile_is_not_overwritten(run_train, monkeypatch, tmp_path):
+    other = run_train('other', '--seed=2')
+    @contextlib.contextmanager
+    def after_the_other(folder):  # which had the lock until now
+        os.rename(tmp_path / 'other', folder)
+        yield
+    monkeypatch.setattr(train, 'alone', after_the_other)
+    with pytest.raises(UserError, match='out holds a checkpoint'): run_train('out')
+    same_weights(other, load_checkpoint(str(tmp_path / 'out')))
+
+
+def test_data_that_can_no_longer_be_read_costs_no_step(run_train, monkeypatch, tmp_path):
+    straight, read = run_train('straight'), Windows.sample
+    def lost(self, first, *args, **options):
+        if first >= lost.since * 8: raise UserError('gone')  # 8 windows a step
+        return read(self, first, *args, **options)
+    lost.since = 0
+    monkeypatch.setattr(Windows, 'sample', lost)
+    with pytest.raises(UserError, match='gone'): run_train('out')
+    assert os.listdir(tmp_path / 'out') != [] and not (tmp_path / 'out' / 'ckpt.pt').exists()  # nothing learned, nothing to keep
+    lost.since = 7
+    with pytest.raises(UserError, match='gone'): run_train('out')
+    assert load_checkpoint(str(tmp_path / 'out'))['step'] == 7
+    monkeypatch.undo()
+    same_weights(straight, run_train('out', '--init_from=resume'))
+
+
+def test_other_data_than_before_is_named(run_train, monkeypatch, capsys):
+    run_train('out', '--max_steps=4')
+    run_train('out', '--init_from=resume', '--max_steps=6')
+    assert 'not what this run read before' not in capsys.readouterr().err
+    monkeypatch.setattr(train, 'read_meta', lambda folder: {**(meta := read_meta(folder)), 'train': {**meta['train'], 'tokens': 7}})
+    run_train('out', '--init_from=resume', '--max_steps=8')
+    assert 'is not what this run read before' in capsys.readouterr().err
+
+
+def test_half_a_line_in_the_log_costs_no_other(run_train, tmp_path):
+    run_train('out', '--max_steps=4')
+    with open(tmp_path / 'out' / 'log.jsonl', 'a') as f: f.write('{"step": 4, "val')
+    run_train('out', '--init_from=resume', '--max_steps=10')
+    lines = (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()
+    torn = lines.index('{"step": 4, "val')
+    assert [json.loads(line)['step'] for line in lines[:torn] + lines[torn + 1:]] == [1, 4, 10, 10]
 
 
 def test_two_runs_do_not_share_a_folder(run_train, tmp_path):
