@@ -233,7 +233,7 @@ class Trainer:
         if not finite:
             self.say(f"step {step + 1}: loss {total:.4g}, gradient norm {norm:.4g}; step skipped ({self.bad_steps} in a row)")
         if self.bad_steps >= s.max_bad_steps:
-            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate; resume, or start again if nothing is saved")
+            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower learning_rate, then resume or start again")
         self.step += 1
         return total, norm
 
