@@ -81,9 +81,8 @@ class KVCache:
 
 class StaticCache(KVCache):
     """
-    A KVCache whose shapes and addresses do not change from token to token: one compiled function, or one CUDA graph, then serves
-    all of them. The price: each token reads all `capacity` slots. Prompts are read as by a KVCache. `compiled`: this pass is
-    one new token's, and so for GPT.decode_layers.
+    A KVCache of fixed shapes and addresses: one compiled function, or one CUDA graph, then serves all new tokens. The price: each
+    reads all `capacity` slots. Prompts are read as by a KVCache. `compiled`: this pass is one new token's, for GPT.decode_layers.
     """
 
     def mask(self, S, device):
@@ -166,11 +165,12 @@ class RaggedCache:
         """Which (r,n) of the last pass's slots get a successor in the next step; from then on it is read in their place."""
         self.until[self.rows[:, None], self.place] = torch.where(which, self.step_now + 1, NEVER)
 
-    def forget(self, since):
-        """Drop all slots of times from `since` on."""
-        if self.time is None: return
-        self.time[self.time >= since] = NEVER
-        self.used = (self.time < NEVER).sum(1)
+    def forget(self, which):
+        """Drop the slots `which` (B,slots); those after them move up. For keys with a bias."""
+        gone = which | (self.time == NEVER)
+        self.time, self.used, order = self.time.masked_fill(gone, NEVER), (~gone).sum(1), gone.byte().argsort(dim=1, stable=True)
+        self.time, self.step, self.until, self.bias = (t.gather(1, order) for t in (self.time, self.step, self.until, self.bias))
+        for held in self.k + self.v: held.copy_(held.gather(2, order[:, None, :, None].expand_as(held)))
 
     def keep(self, rows):
         """Drop all other rows; rows: bool (B,). Without this, every pass over some rows would copy their keys and values."""

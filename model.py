@@ -228,7 +228,7 @@ class Block(nn.Module):
 # S(l) is every layer below l that is a multiple of the stride s = n_layer / 2 (GPTConfig.sources): the anchors 0, s, 2s, ...
 # whose keys and values GPT.layers keeps for the length of one pass. Layer 0 has no source and is an ordinary layer.
 # q and k are those of sequence attention, after norm and rotation; at one position both sides are turned alike, so the
-# rotation cancels. With grouped queries the g queries of a key/value head are averaged first (section 3.3).
+# rotation cancels. With grouped queries the g queries of a key/value head are averaged first.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model. No parameter. The cache stores v~ in
 # the place of v, so it is the plain GPT's byte for byte.
@@ -349,7 +349,7 @@ def chain(gpt, x, pos, memory, jacobi):
 def loop(gpt, x, pos, memory, jacobi):
     """
     The looped Transformer, a baseline of the papers: all blocks s + 1 times in a row, the final norm once. One cache per loop.
-    With depth_attn, what the same layer made in earlier loops is a source too (Depth-Attention, section 4.4).
+    With depth_attn, what the same layer made in earlier loops is a source too, as in that paper.
     """
     earlier = [[] for _ in gpt.h] if gpt.config.depth_attn else None
     for cache in memory: x = gpt.blocks(x, pos, cache, earlier=earlier)
@@ -386,8 +386,9 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 # The loss gains halt_lambda times the mean of the lowest gates (13); their share of all gates grows to halt_share between
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
 # Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
-# Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping cannot),
-# (13) still counts its later gates, on frozen input and keys; no gate after the last pass; GELU; initial gates sigmoid(4). No public code.
+# Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping cannot);
+# (13) counts its later gates too, which read what the pass would have made of it; no gate after the last pass; GELU; initial gates
+# about sigmoid(4). No public code.
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
@@ -436,12 +437,11 @@ def mask(gpt, x, pos, memory, jacobi):
     def run(slots):                                         # [(B,T,C)] * n -> the hidden state of each
         n, flat = len(slots), interleave(slots)
         at, bias = pos.repeat_interleave(n), log_w[..., :n].flatten(1)
-        keep = real.repeat_interleave(n, 1) & (bias >= log_tau)
-        if cache is None:
-            h = gpt.trunk(flat, at, bias=bias if gpt.training else bias.masked_fill(~keep, -math.inf))
+        if not gpt.training: bias = bias.masked_fill(bias < log_tau, -math.inf)  # computed, but not read: the next sweep may want it
+        if cache is None: h = gpt.trunk(flat, at, bias=bias)
         else:
-            cache.forget(pos[0] * (K + 1))                  # drop what the last sweep wrote: a guess
-            a, time = Active(keep), at * (K + 1) + torch.arange(n, device=x.device).repeat(T)
+            if cache.time is not None: cache.forget(cache.time >= pos[0] * (K + 1))  # what the last sweep wrote: a guess
+            a, time = Active(real.repeat_interleave(n, 1)), at * (K + 1) + torch.arange(n, device=x.device).repeat(T)
             read = cache.open(a, time, bias=a.take(bias).to(x.dtype))
             h = a.put(flat, gpt.trunk(a.take(flat), a.take(at), read))
         return h.unflatten(1, (T, n)).unbind(2)
@@ -461,6 +461,7 @@ def mask(gpt, x, pos, memory, jacobi):
     kept = real[..., None] & (log_w >= log_tau)
     gpt.steps = kept.sum(-1)
     if cache is None: gpt.trace.append(s)
+    else: cache.forget(cache.bias == -math.inf)
     if not gpt.training: s = s * kept
     return sum(s[..., k, None] * h_k for k, h_k in enumerate(h)).to(x.dtype)
 
@@ -475,7 +476,7 @@ def mask(gpt, x, pos, memory, jacobi):
 #                                                                                step k, a constant for the gradient (9), (10)
 #
 # Cost: the mean of steps in plain passes, in training too, where p_k takes one head per step. Where the paper is silent: tau
-# is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the router starts near 1/2, sums over t are means. No code was found.
+# is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the router starts around 1/2, sums over t are means. No public code.
 
 def router(gpt, x, pos, memory, jacobi):
     """Adaptive Latent CoT: a chain that each token leaves when its probability of going on falls below halt_tau."""
@@ -584,7 +585,7 @@ class GPT(nn.Module):
         if config.halting in ('mask', 'router') and s: self.router = nn.Linear(C, s + 1 if config.halting == 'mask' else 1)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=config.init_std)
-            # a router starts undecided; gates (.2: their last layer) start open, at sigmoid(4), so training begins as plain pondering
+            # routers start undecided on average; gates (.2: their last layer) open, about sigmoid(4): training begins as plain pondering
             if getattr(module, 'bias', None) is not None: nn.init.constant_(module.bias, 4.0 if name.endswith('.2') else 0.0)
             # the pondering papers start each block's contribution small, since the stack runs on its own output
             if config.ponder != 'none' and name.endswith('c_proj'): module.weight.data /= math.sqrt(2 * config.n_layer)
@@ -777,7 +778,7 @@ class GPT(nn.Module):
         """
         FLOPs (2 per multiply-add) of one token in a sequence of T (None: block_size), forward and backward, or forward alone. With
         halting nobody halts; 'latent' iterates `jacobi` times (None: jacobi_iters, in training on average half a time less). Attention
-        counts all T keys, as is usual, though half are masked. Left out: norms, activations, sources of earlier loops, recomputed blocks.
+        counts all T keys, as is usual, read or not. Left out: norms, activations, sources of earlier loops, recomputed blocks.
         """
         c, T, s, head = self.config, T or self.config.block_size, self.config.ponder_steps, self.lm_head.weight.numel()
         factor = 3 if training else 1                                       # backward is two forwards

@@ -116,6 +116,8 @@ def test_tau_decides_how_long_tokens_think(mode, idx):
         model(idx)
         means.append(model.steps.double().mean().item())
     assert means == sorted(means, reverse=True) and means[0] == model.config.ponder_steps + 1 and means[-1] == 1
+    plain = twin(model, embed_scale=model.config.embed_scale, n_layer=model.config.n_layer)
+    if mode != 'mask': close(model(idx)[0], plain(idx)[0])  # there the one pass still shares its weight with the thoughts left out
 
 
 @pytest.mark.parametrize('mode', MODES)
@@ -223,12 +225,38 @@ def test_too_few_iterations_differ_from_the_recursion(idx):
     close(model(idx, jacobi=60)[0], right)
 
 
+@pytest.mark.parametrize('K, J', [(1, 0), (2, 0), (2, 1), (3, 3)])
+def test_a_cached_prompt_is_forward_at_the_same_number_of_iterations(K, J, idx):
+    """A thought that is cut in one sweep may come back in the next, as without a cache. What is cut in the last one is not kept."""
+    for seed in range(12):
+        model = make(seed, **{**MODES['mask'], 'ponder_steps': K, 'jacobi_iters': J})
+        memory = model.new_memory(13)
+        close(model.head(model.hidden(idx, memory)), model(idx)[0])
+        cache, held = memory[0], torch.arange(memory[0].time.size(1)) < memory[0].used[:, None]
+        assert (cache.bias[held] >= math.log(0.3)).all() and (cache.time[held] < 13 * (K + 1)).all()
+        assert all((cache.time[row, :n].diff() > 0).all() for row, n in enumerate(cache.used))
+
+
 def test_mask_training_fades_where_evaluation_cuts(idx):
     model = make(**MODES['mask'])
     cut = model(idx)[0]
     differ(model.train()(idx)[0], cut)
     model.config.halt_tau = 0.0
     close(model.train()(idx)[0], model.eval()(idx)[0])
+
+
+def test_cutting_thoughts_that_nobody_needs_changes_nothing(idx):
+    """Thoughts whose w is 0 (two of four slots are left) may as well not exist; else what is cut costs more, the more is cut."""
+    model = make(**{**MODES['mask'], 'ponder_steps': 3, 'halt_tau': 1e-4})
+    model.router.bias.data = torch.tensor([0.0, 0.0, -1e3, -1e3]).double()
+    whole = model.train()(idx)[0]
+    close(model.eval()(idx)[0], whole)
+    assert (model.steps == 2).all()
+    model.router.bias.data.zero_()
+    model.router.weight.data *= 0.3
+    whole, errors = model.train()(idx)[0], []
+    for model.config.halt_tau in (1e-4, 0.15, 0.2, 0.25, 0.3, 0.4): errors.append((model.eval()(idx)[0] - whole)[..., :50].abs().mean().item())
+    assert errors == sorted(errors) and errors[0] < 1e-3 < errors[-1]
 
 
 def test_mask_penalty_is_the_expected_number_of_thoughts(idx):

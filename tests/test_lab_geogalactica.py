@@ -52,6 +52,10 @@ def checkpoint(path, settings, **config):
     return save(path, model, **settings)
 
 
+def test_documents_are_packed_end_to_end():
+    assert lab.pack(['ab', '', 'c'], get_tokenizer('byte')).tolist() == [97, 98, 256, 256, 99, 256]
+
+
 # ---- the world
 
 def test_facts_are_of_three_kinds_and_follow_from_the_seed():

@@ -6,7 +6,7 @@ from conftest import TOGGLES, close, make
 from test_promises import differ, gradients, targets
 
 from memory import ChainMemory, PassMemory
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 TOKENS = [3, 14, 15, 9, 26]
 
@@ -111,10 +111,12 @@ def test_jacobi_is_exact_after_as_many_passes_as_latents(K):
     close(model(torch.tensor([TOKENS]), jacobi=K * 4 + 3)[0][0], exact)
 
 
+@pytest.mark.parametrize('halting', ['none', 'mask'])
 @pytest.mark.parametrize('K, R', [(2, 1), (3, 3)])
-def test_padding_is_not_read_by_guesses_either(K, R):
+def test_padding_is_not_read_by_guesses_either(K, R, halting):
     """Short prompts in a batch, read at once and in two pieces, with too few iterations: as each alone, with its own guesses."""
-    model, prompts = make(ponder='latent', ponder_steps=K, jacobi_iters=R), [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
+    model = make(ponder='latent', ponder_steps=K, jacobi_iters=R, halting=halting, halt_tau=0.3)
+    prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
     tokens, start = model._left_pad(prompts, 'cpu')
     together, more = model.new_memory(8, start), torch.tensor([[11, 12]] * 3)
     got = torch.cat([model.hidden(part, together) for part in (tokens, more)], 1)
@@ -124,8 +126,9 @@ def test_padding_is_not_read_by_guesses_either(K, R):
         close(got[i, -len(prompt) - 2:], want[0])
 
 
-def test_causal_with_too_few_iterations_too(idx):
-    model = make(ponder='latent', ponder_steps=2, jacobi_iters=1)
+@pytest.mark.parametrize('halting, training', [('none', False), ('mask', False), ('mask', True)])  # mask fades in training, else it cuts
+def test_causal_with_too_few_iterations_too(idx, halting, training):
+    model = make(ponder='latent', ponder_steps=2, jacobi_iters=1, halting=halting, halt_tau=0.3).train(training)
     before = model(idx)[0]
     changed = idx.clone()
     changed[:, 6] += 1
@@ -150,18 +153,25 @@ def test_first_guess_comes_from_a_plain_pass(idx):
     assert reached.tolist() == [i <= 7 - 2 for i in range(13)]
 
 
+def test_three_iterations_are_close_to_the_recursion_at_the_start_of_training(idx):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, n_layer=4, n_head=4, n_embd=64, mlp_hidden=128, block_size=16, ponder='latent', ponder_steps=1)).eval()
+    exact = model(idx, jacobi=13)[0]
+    assert 0 < (model(idx, jacobi=3)[0] - exact).abs().max() < 1e-2 * exact.abs().max()
+
+
 def test_initial_scales_match():
     """Scaled embeddings and fed-back hidden states have the same size."""
     torch.manual_seed(0)
-    from model import GPT
     model = GPT(GPTConfig(vocab_size=512, n_layer=2, n_head=4, n_embd=256, mlp_hidden=512, block_size=32, ponder='latent'))
     idx = torch.randint(0, 512, (4, 32))
     assert model.embed(idx).std().item() == pytest.approx(1, rel=0.05) and model.hidden(idx).std().item() == pytest.approx(1, rel=0.1)
 
 
-def test_reading_a_prompt_exactly():
+@pytest.mark.parametrize('halting', ['none', 'mask'])
+def test_reading_a_prompt_exactly(halting):
     """Token by token equals enough iterations; the change that one more iteration would make tells how far off too few are."""
-    few, enough = (make(ponder='latent', ponder_steps=2, jacobi_iters=R) for R in (1, 50))
+    few, enough = (make(ponder='latent', ponder_steps=2, jacobi_iters=R, halting=halting, halt_tau=0.3) for R in (1, 50))
     prompts = [[3, 1, 4, 1, 5, 9], [2, 7]]
     def first_logits(model, exact):
         seen = []
@@ -172,6 +182,7 @@ def test_reading_a_prompt_exactly():
         return seen[0]
     close(first_logits(few, True), first_logits(enough, False))
     differ(first_logits(few, False), first_logits(enough, False), 1e-6)
+    if halting == 'mask': return
     idx = torch.tensor([[3, 1, 4, 1, 5, 9]])
     few(idx), enough(idx)
     assert enough.jacobi_change < 1e-12 < 1e-4 < few.jacobi_change

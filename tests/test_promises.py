@@ -8,6 +8,7 @@ from conftest import ONE_EACH, TOGGLES, close, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from hardware import compile_blocks
 from memory import RaggedCache
 from model import HALTING, PONDER, GPT, GPTConfig
 
@@ -152,15 +153,17 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
 
 
 @pytest.mark.parametrize('name', ONE_EACH)
-def test_compiled_blocks_change_nothing(name, idx):
+def test_compiled_blocks_change_nothing(name, idx, monkeypatch):
     toggle = TOGGLES[name]
     layers = 3 if 'depth_attn' in toggle else 2
     model = make(**{**toggle, 'n_layer': layers, **({'jacobi_iters': 2} if 'latent' == toggle.get('ponder') else {})})
     want = gradients(model, idx)
     torch._dynamo.reset()  # forget what other tests compiled
     # this backend traces and differentiates as on a GPU, but needs no compiler
-    for block in model.h: block.compile(backend='aot_eager', dynamic=False, fullgraph=toggle.get('ponder') != 'chain' and toggle.get('halting') != 'gate')
-    with torch._dynamo.config.patch(recompile_limit=128):  # as train.py does: one variant for each shape and number of sources
+    compile, whole = torch.nn.Module.compile, toggle.get('ponder') != 'chain' and toggle.get('halting') != 'gate'
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda block, **how: compile(block, backend='aot_eager', fullgraph=whole, **how))
+    with torch._dynamo.config.patch(recompile_limit=128, optimize_ddp=True):  # compile_blocks sets both, for all that follows
+        compile_blocks(model)
         for a, b in zip(gradients(model, idx), want): close(a, b, 1e-12)
 
 

@@ -183,7 +183,7 @@ def test_files_keep_their_promised_length():
 
 
 def test_no_function_is_longer_than_60_lines():
-    for folder in ('.', 'tools', 'exercises'):
+    for folder in ('.', 'tools', 'exercises', os.path.join('exercises', 'labs')):
         for name in os.listdir(os.path.join(ROOT, folder)):
             if not name.endswith('.py'): continue
             with open(os.path.join(ROOT, folder, name), encoding='utf-8') as f: tree = ast.parse(f.read())

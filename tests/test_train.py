@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ONE_EACH, ROOT, TOGGLES, make, program, refused
 
+import hardware
 import train
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError, build, read
@@ -444,6 +445,22 @@ def test_half_of_torchruns_variables_is_refused(run_train, monkeypatch, rank):
     for name in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('RANK', rank)
     with pytest.raises(UserError, match='RANK.*torchrun'): run_train('out')
+
+
+@pytest.mark.parametrize('cuda, mps, cpu, want', [
+    ((9, 0), False, {}, ('cuda:1', torch.bfloat16, True)), ((7, 5), True, {}, ('cuda:1', torch.float16, True)),
+    (None, True, {}, ('mps', torch.float32, False)), (None, False, {}, ('cpu', torch.float32, False)),
+    (None, False, {'avx512_bf16': True}, ('cpu', torch.bfloat16, False)), (None, False, {'amx_bf16': True}, ('cpu', torch.bfloat16, False))])
+def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu, want):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: cuda is not None)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: cuda)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: mps)
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: cpu, raising=False)
+    monkeypatch.setattr(torch, 'empty', lambda *size, device: None)  # there is no such device here
+    device = hardware.pick_device(None, local_rank=1)
+    assert (str(device), hardware.pick_dtype(None, device), hardware.pick_compile(None, device)) == want
+    assert hardware.pick_dtype('float32', device) == torch.float32 and hardware.pick_compile(True, device) is True
 
 
 def test_a_setting_of_an_older_checkpoint_is_named(run_train, tmp_path, capsys):
