@@ -484,7 +484,7 @@ def router(gpt, x, pos, memory, jacobi):
 
     def think(trunk, a, k, x, reach, out):                                  # k counts from 0 (above from 1); x, out (r,n,C), reach (r,n)
         z = trunk(x)
-        g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid() * (k < c.ponder_steps)
+        g = gpt.wide(gpt.router, z).squeeze(-1).sigmoid()
         on = (reach * g >= c.halt_tau) & (k < c.ponder_steps)
         weight = torch.where(on, reach * (1 - g), reach)
         if cache is None and k < c.ponder_steps: gpt.trace.append((a, z.detach(), g))

@@ -158,6 +158,14 @@ def test_softmax_is_fp32_in_half_precision():
     assert mixed.float().mean().item() == pytest.approx(1 / (1 + math.exp(-1)), abs=0.01)
 
 
+def test_scores_are_summed_in_fp32_in_half_precision():
+    """Sums of 257 and 256 are the same number in bf16."""
+    q, source, v = torch.ones(1, 1, 1, 64), torch.full((1, 1, 1, 64), 4.0), torch.ones(1, 1, 1, 64)
+    own = torch.where(torch.arange(64) == 7, 5.0, source)
+    mixed = depth_attention(*(x.bfloat16() for x in (q, own, v)), [(source.bfloat16(), torch.zeros(1, 1, 1, 64).bfloat16())])
+    assert (mixed == torch.tensor(1 / 8).sigmoid().bfloat16()).all()
+
+
 def test_uniform_mode_is_a_plain_average():
     sources, q, k, v = bank(2), heads(2, 2, 5, 8, seed=80), heads(2, 2, 5, 8, seed=81), heads(2, 2, 5, 8, seed=82)
     close(depth_attention(q, k, v, sources, 'uniform'), (sources[0][1] + sources[1][1] + v) / 3, 1e-12)

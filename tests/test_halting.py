@@ -151,6 +151,14 @@ def test_decisions_are_made_in_fp32_under_autocast(mode, idx):
 
 
 @pytest.mark.parametrize('mode', MODES)
+def test_the_penalty_is_a_matter_of_training(mode, idx):
+    model = make(**MODES[mode], halt_lambda=0.5, halt_beta=1.0)
+    close(model(idx, targets(idx))[1], model.loss(model.hidden(idx), targets(idx)), 1e-12)
+    model.train().dense = True
+    assert model(idx, targets(idx))[1] > model.loss(model.hidden(idx), targets(idx)) + 1e-3
+
+
+@pytest.mark.parametrize('mode', MODES)
 def test_a_model_can_be_copied_after_a_step(mode, idx):
     model = make(**MODES[mode]).train()
     model(idx, targets(idx))[1].backward()
@@ -239,10 +247,11 @@ def test_a_cached_prompt_is_forward_at_the_same_number_of_iterations(K, J, idx):
 
 def test_mask_training_fades_where_evaluation_cuts(idx):
     model = make(**MODES['mask'])
-    cut = model(idx)[0]
-    differ(model.train()(idx)[0], cut)
+    cut, fading = model(idx)[0], model.train()(idx)[0]
+    differ(fading, cut)
     model.config.halt_tau = 0.0
-    close(model.train()(idx)[0], model.eval()(idx)[0])
+    close(fading, model.train()(idx)[0])  # nothing is cut there
+    close(fading, model.eval()(idx)[0])
 
 
 def test_cutting_thoughts_that_nobody_needs_changes_nothing(idx):
