@@ -34,6 +34,15 @@ def run_train(small_data, tmp_path):
     return run
 
 
+@pytest.fixture
+def make_trainer(small_data, tmp_path):
+    """The Trainer of such a run, for its parts."""
+    def make(*args):
+        given = read([*SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', *args], '', Settings, GPTConfig)[0]
+        return Trainer(build(Settings, given), given, None, 0, 1, torch.device('cpu'))
+    return make
+
+
 def options(toggle):
     return [f'--{k}={v}' for k, v in TOGGLES[toggle].items() if k != 'n_kv_head']
 
@@ -85,15 +94,37 @@ def test_micro_batches_do_not_matter(run_train):
     same_weights(run_train('a', '--micro_batch=8'), run_train('b', '--micro_batch=2'), 2e-5)
 
 
-def test_learns_and_logs(run_train, tmp_path, capsys):
+def test_learns_and_logs(run_train, small_data, tmp_path, capsys):
     run_train('out', '--max_steps=40', '--log_interval=20')
     records = [json.loads(line) for line in open(tmp_path / 'out' / 'log.jsonl')]
     losses = [r['loss'] for r in records if 'loss' in r]
     assert [r['step'] for r in records if 'loss' in r] == [1, 20, 40] and losses[0] > 5 and losses[-1] < 0.6 * losses[0]
     assert records[-1]['val_loss'] < 0.6 * losses[0] and records[-1]['tokens'] == 40 * 256
     assert all(0 < r['data_ms'] < r['ms'] for r in records if 'loss' in r), "time waiting for data, as a part of each step"
-    text = capsys.readouterr().out
+    text, val = capsys.readouterr().out, read_meta(small_data)['val']
+    assert records[-1]['val_nats_per_byte'] == pytest.approx(records[-1]['val_loss'] * val['tokens'] / val['bytes'])
+    assert f"({records[-1]['val_nats_per_byte'] / math.log(2):.3f} bits) per byte" in text
     for word in ('step    40/40', 'loss', 'lr', 'grad norm', 'tokens/s', 'left', 'validation loss'): assert word in text
+
+
+def test_what_is_logged_of_time_and_learning_rate(run_train, tmp_path, monkeypatch, capsys):
+    """By a clock that a step moves by half a second, and an evaluation by 100."""
+    clock, step, evaluate = [0.0], Trainer.train_step, Trainer.evaluate
+    def takes(seconds, call):
+        clock[0] += seconds
+        return call
+    monkeypatch.setattr(train.time, 'perf_counter', lambda: clock[0])
+    monkeypatch.setattr(Trainer, 'train_step', lambda self: takes(0.5, step)(self))
+    monkeypatch.setattr(Trainer, 'evaluate', lambda self: takes(100, evaluate)(self))
+    run_train('out', '--log_interval=4', '--eval_interval=2', '--warmup=0.5')
+    records = [r for r in map(json.loads, open(tmp_path / 'out' / 'log.jsonl')) if 'ms' in r]
+    assert [(r['step'], r['ms'], r['tokens_per_second']) for r in records] == [(n, pytest.approx(500), pytest.approx(512)) for n in (1, 4, 8)]
+    assert [r['lr'] for r in records] == pytest.approx([1e-2 / 5, 1e-2 * 4 / 5, 1e-2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 2 / 4)))])
+    assert '0:00:03 left' in (out := capsys.readouterr().out) and '0:00:01 left' in out  # 6 and 2 steps
+
+
+def test_after_an_evaluation_training_goes_on_as_before(run_train):
+    same_weights(run_train('a', '--dropout=0.1'), run_train('b', '--dropout=0.1', '--eval_interval=5'))
 
 
 def test_settings_file_is_a_config_file(run_train, tmp_path):
@@ -115,6 +146,49 @@ def test_evaluation_is_the_plain_mean_over_fixed_windows(run_train, small_data, 
     data = Windows(small_data, 'val', read_meta(small_data), 32)
     losses = [model(*data.get([w], torch.device('cpu')))[1].item() for w in range(data.n)]
     assert printed == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+
+
+def test_evaluation_reads_eval_tokens_from_all_over_the_set(make_trainer, monkeypatch):
+    trainer, read = make_trainer(), []
+    get = trainer.val_data.get
+    monkeypatch.setattr(trainer.val_data, 'get', lambda windows, device: read.extend(windows) or get(windows, device))
+    trainer.evaluate()
+    n = 512 // 32
+    assert read == [i * trainer.val_data.n // n for i in range(n)] and trainer.val_data.n > 2 * n
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float16'])
+def test_gradients_are_clipped_to_the_norm_asked_for(make_trainer, monkeypatch, dtype):
+    trainer, norms, clip = make_trainer(f'--dtype={dtype}', '--grad_clip=0.01'), [], torch.nn.utils.clip_grad_norm_
+    def spy(params, most):
+        params = list(params)
+        norms.append(clip(params, most).item())
+        norms.append(torch.stack([p.grad.norm() for p in params]).norm().item())
+        return torch.tensor(norms[0])
+    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', spy)
+    trainer.train_step()
+    assert 0.01 < norms[0] < 100 and norms[1] == pytest.approx(0.01, rel=1e-3)  # fp16's scale, 65536, is out of them
+
+
+def test_ranks_have_dropout_of_their_own_and_read_ahead_what_they_need_next(make_trainer, monkeypatch):
+    trainer, seeds, asked = make_trainer(), [], []
+    seed, sample = torch.manual_seed, trainer.train_data.sample
+    monkeypatch.setattr(torch, 'manual_seed', lambda n: seeds.append(n) or seed(n))
+    monkeypatch.setattr(trainer.train_data, 'sample', lambda first, *args, then: asked.append((first, then)) or sample(first, *args, then=then))
+    monkeypatch.setattr(torch.distributed, 'all_reduce', lambda x: None)
+    trainer.world, trainer.accumulation = 2, 1
+    for trainer.rank in 0, 1:
+        trainer.step = 0
+        for _ in range(3): trainer.train_step()
+    assert len(set(seeds)) == 6
+    assert [then for _, then in asked[:2]] == [first for first, _ in asked[1:3]] and [then for _, then in asked[3:5]] == [first for first, _ in asked[4:]]
+
+
+def test_a_step_logs_the_passes_of_all_its_micro_batches(make_trainer, monkeypatch):
+    trainer, shares = make_trainer('--ponder=chain', '--halting=router'), iter([torch.tensor([1.0, 1, 0, 0]), torch.tensor([1.0, 0, 0, 0])])
+    monkeypatch.setattr(trainer, 'shares', lambda: next(shares))
+    trainer.train_step()
+    assert trainer.thinking()[1] == [1, 0.5, 0, 0]
 
 
 @pytest.mark.parametrize('name, fixed', [('gate', True), ('router', False)])
@@ -226,9 +300,11 @@ def test_checkpoints_cannot_run_code(tmp_path):
     assert not (tmp_path / 'pwned').exists()
 
 
-def test_weights_can_start_another_run(run_train, tmp_path):
-    first = run_train('first')
-    second = run_train('second', f'--init_from={tmp_path / "first"}', '--max_steps=1', '--learning_rate=1e-9', '--weight_decay=0.0')
+@pytest.mark.parametrize('toggle', ['plain', 'gate', 'router', 'pause'])
+def test_weights_can_start_another_run(run_train, tmp_path, toggle):
+    first = run_train('first', *options(toggle))
+    second = run_train('second', f'--init_from={tmp_path / "first"}', '--max_steps=1', '--learning_rate=1e-9', '--weight_decay=0.0', '--rope_theta=5e5', shape=[])
+    assert second['config']['rope_theta'] == 5e5
     assert second['step'] == 1
     same_weights(first, second, 1e-7)
 
@@ -260,12 +336,10 @@ def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
 
 
 @pytest.fixture
-def with_ddp(small_data, tmp_path):
+def with_ddp(make_trainer, tmp_path):
     """A Trainer that adds up two micro-batches in bf16, and whose model is in DDP, with one rank."""
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path / "store"}', rank=0, world_size=1)
-    args = [*SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', '--dtype=bfloat16', '--ponder=chain', '--halting=router']
-    given = read(args, '', Settings, GPTConfig)[0]
-    trainer = Trainer(build(Settings, given), given, None, 0, 1, torch.device('cpu'))
+    trainer = make_trainer('--dtype=bfloat16', '--ponder=chain', '--halting=router')
     trainer.ddp = torch.nn.parallel.DistributedDataParallel(trainer.model, gradient_as_bucket_view=True)
     assert trainer.accumulation == 2
     yield trainer
@@ -276,8 +350,10 @@ def test_gradients_stay_in_ddps_buckets_and_backward_is_not_autocast(with_ddp, m
     model, autocast, where, backward = with_ddp.model, [], [], torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, 'backward', lambda loss: (autocast.append(torch.is_autocast_enabled('cpu')), backward(loss))[1])
     model.register_forward_pre_hook(lambda *_: where.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None]))
+    alone, no_sync = [], with_ddp.ddp.no_sync
+    monkeypatch.setattr(with_ddp.ddp, 'no_sync', lambda: alone.append(1) or no_sync())
     for _ in range(3): with_ddp.train_step()
-    assert autocast == [False] * 6
+    assert autocast == [False] * 6 and len(alone) == 3  # ranks talk once a step
     assert where[2] == where[3] == where[4] == where[5] and len(where[2]) == len(list(model.parameters()))
 
 
@@ -304,13 +380,15 @@ def test_bad_numbers_stop_the_run_and_keep_the_checkpoint(run_train, monkeypatch
     with pytest.raises(UserError, match='5 steps in a row.*start again'): run_train('new')  # nothing to resume from
 
 
-def test_one_bad_step_is_skipped(run_train, monkeypatch):
+def test_one_bad_step_is_skipped(run_train, monkeypatch, tmp_path):
     loss, calls = GPT.loss, []
     def sometimes(self, h, y):
         calls.append(1)
-        return loss(self, h, y) * (float('nan') if len(calls) == 5 else 1)
+        return loss(self, h, y) * (float('nan') if len(calls) in (5, 9) else 1)  # steps 3 and 5: not in a row
     monkeypatch.setattr(GPT, 'loss', sometimes)
-    state = run_train('out')
+    state = run_train('out', '--max_bad_steps=2', '--max_seconds=600')
+    records = [json.loads(line) for line in open(tmp_path / 'out' / 'log.jsonl')]
+    assert all(math.isfinite(r['loss']) for r in records if 'loss' in r), "a mean over the others"
     assert state['step'] == 10 and all(t.isfinite().all() for t in state['model'].values())
 
 
@@ -318,7 +396,8 @@ def test_one_bad_step_is_skipped(run_train, monkeypatch):
 @pytest.mark.parametrize('number', ['SIGINT', 'SIGTERM', 'SIGHUP'])  # by name: not all exist on Windows
 def test_a_signal_saves_and_stops(small_data, tmp_path, number):
     command = [sys.executable, '-u', 'train.py', *SHAPE, *QUICK, '--max_steps=100000', '--log_interval=1', f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if these tests run under nohup
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     for line in process.stdout:
         if line.startswith('step     3'): process.send_signal(getattr(signal, number)); break
     out, err = process.communicate(timeout=60)
@@ -364,8 +443,8 @@ def test_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path,
 
 def test_settings_given_when_resuming_count(run_train):
     run_train('out', '--max_steps=4')
-    groups = run_train('out', '--max_steps=5', '--init_from=resume', '--weight_decay=0.3', '--beta2=0.9')['optimizer']['param_groups']
-    assert [g['weight_decay'] for g in groups] == [0.3, 0.0] and groups[0]['betas'] == (0.9, 0.9)
+    groups = run_train('out', '--max_steps=5', '--init_from=resume', '--weight_decay=0.3', '--beta1=0.8', '--dropout=0.1')['optimizer']['param_groups']
+    assert [g['weight_decay'] for g in groups] == [0.3, 0.0] and groups[0]['betas'] == (0.8, 0.95)
 
 
 def test_a_signal_cuts_an_evaluation_short(run_train, monkeypatch, capsys):
