@@ -102,6 +102,7 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     compare.main(args)  # in a process of its own: on from the checkpoint of step 2, with half a line in the log
     r = json.loads((tmp_path / 'runs.jsonl').read_text())
     assert r['val_nats_per_byte'] == want['val_nats_per_byte'] and (r['steps'], r['tokens'], r['seed']) == (4, 256, 3)
+    assert r['flops'] == 256 * GPT(GPTConfig(**train.load_checkpoint(str(folder))['config'])).flops_per_token()
     assert 'resume' not in r['command'] and r['command'].startswith('python train.py config/loop.py --n_layer=2')
     ms = [json.loads(line)['ms'] for line in (log[0], log[1], (folder / 'log.jsonl').read_text().splitlines()[-2])]
     assert r['seconds'] == pytest.approx((ms[0] + ms[1] + 2 * ms[2]) / 1e3) and r['torch'] and r['hardware'] and r['date']  # steps 1, 2, and 3 and 4
@@ -139,6 +140,10 @@ def test_the_table_by_hand():
     # paired by seed: 1.4 - 1.5 and 1.3 - 1.7; the longer plain run has 2.5 % more FLOPs
     assert rows[3] == '| loop | 3 | 1.3000 | 1.2000 to 1.4000 | -0.2500 (-0.4000 to -0.1000) | +0.0500 (+0.0500 to +0.0500) | 4.00 | 1.00 |'
     assert rows[5] == '| latent | 1 | 1.0000 | 1.0000 to 1.0000 | -0.5000 (-0.5000 to -0.5000) |  | 9.00 | 1.00 |'
+    rows = compare.table([run('plain', 1, 1.5, 100), run('loop', 1, 1.4, 400), run('plain_a', 1, 1.1, 385), run('plain_b', 1, 1.2, 404), run('plain_c', 1, 1.0, 360)]).splitlines()
+    assert '| +0.2000 (+0.2000 to +0.2000) | 4.00 |' in rows[3]  # of those within 5 %, the one that is nearest
+    rows = compare.table([run('plain', 1, 1.5, 100), run('loop', 1, 1.4, 400), run('plain_c', 1, 1.0, 360)]).splitlines()
+    assert rows[3].endswith('|  | 4.00 | 1.00 |')
     rows = compare.table([run('loop', 1, 1.4, 400), run('plain_scaled', 1, 1.5, 100)]).splitlines()  # no plain: the next best
     assert 'minus plain_scaled' in rows[0] and rows[2].endswith('| -0.1000 (-0.1000 to -0.1000) |  | 4.00 | 1.00 |')
     assert rows[-1] == 'a CPU; torch 2.13.0; commit abc; 2026-01-01. Equal FLOPs: within 5 %.'

@@ -288,6 +288,41 @@ def test_two_at_once_take_turns(tmp_path):
     prepare_data.check(str(tmp_path / 'data' / 'python'))
 
 
+def test_a_data_set_is_complete_or_says_it_is_not(tmp_path, monkeypatch):
+    """While files are moved there is no meta.json, it comes last, and what it names is on the disk by then."""
+    texts, moved, synced, replace, sync = [f'text {i}'.encode() for i in range(50)], [], [], os.replace, os.fsync
+    write(tmp_path / 'd', texts)
+    def record(a, b):
+        moved.append((os.path.basename(b), os.path.exists(tmp_path / 'd' / 'meta.json'), os.stat(a).st_ino in synced))
+        replace(a, b)
+    monkeypatch.setattr(os, 'replace', record)
+    monkeypatch.setattr(os, 'fsync', lambda f: synced.append(os.fstat(f).st_ino) or sync(f))
+    write(tmp_path / 'd', texts)
+    assert {name for name, *_ in moved[:-1]} == {'train_000000.bin', 'val_000000.bin'} and moved[-1][0] == 'meta.json'
+    assert all(on_disk and not there for _, there, on_disk in moved[:-1]) and not moved[-1][1]
+
+
+def test_files_are_read_in_order_and_hidden_ones_not_at_all(tmp_path, monkeypatch):
+    for name in ('.git/x.txt', 'b.txt', 'a.txt', 'c/d.txt', '.hidden'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('t')
+    listed = os.walk
+    def backwards(*args, **options):
+        for folder, subfolders, files in listed(*args, **options): yield folder, subfolders, sorted(files, reverse=True)
+    monkeypatch.setattr(os, 'walk', backwards)
+    assert [os.path.relpath(path, tmp_path) for path in prepare_data.walk(str(tmp_path))] == ['a.txt', 'b.txt', os.path.join('c', 'd.txt')]
+
+
+def test_a_vocabulary_that_needs_more_than_16_bits_is_refused(tmp_path):
+    big = tiktoken.Encoding('big', pat_str=r'(?s:.)', mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={'<|endoftext|>': 2 ** 16})
+    with pytest.raises(UserError, match='16 bits'): write_dataset(str(tmp_path / 'd'), [b'a', b'b'], big, 0.3, 'test')
+
+
+def test_a_seed_has_its_own_order(small_data):
+    data = Windows(small_data, 'train', read_meta(small_data), 16)
+    assert not torch.equal(data.sample(0, 8, 1, CPU)[0], data.sample(0, 8, 2, CPU)[0])
+
+
 def test_what_a_killed_run_left_is_cleared(tmp_path):
     (tmp_path / 'd' / '.unfinished').mkdir(parents=True)
     (tmp_path / 'd' / '.unfinished' / 'train_000007.bin').write_bytes(b'rest')
@@ -314,11 +349,11 @@ def test_check_finds_damage(small_data, tmp_path, damage, capsys):
 
 # reading
 
-@pytest.mark.parametrize('damage', ['short', 'long', 'magic', 'empty', 'gone'])
+@pytest.mark.parametrize('damage', ['short', 'long', 'magic', 'version', 'empty', 'gone'])
 def test_damaged_shards_are_refused(small_data, tmp_path, damage):
     with open(os.path.join(small_data, 'train_000000.bin'), 'rb') as f: good = f.read()
     path = str(tmp_path / 'shard.bin')
-    bad = dict(short=good[:-2], long=good + b'xx', magic=b'\0' * 4 + good[4:], empty=b'', gone=None)[damage]
+    bad = dict(short=good[:-2], long=good + b'xx', magic=b'\0' * 4 + good[4:], version=good[:4] + b'\2' + good[5:], empty=b'', gone=None)[damage]
     if bad is not None:
         with open(path, 'wb') as f: f.write(bad)
     with pytest.raises(UserError) as error: open_shard(path)
@@ -410,7 +445,7 @@ def test_data_that_vanishes_while_it_is_read(small_data, tmp_path):
     data.sample(0, 4, 1, CPU)
     os.truncate(tmp_path / 'd' / 'train_000000.bin', 1100)
     with pytest.raises(UserError, match='shorter'): data.get([data.n - 1], CPU)
-    with open(tmp_path / 'd' / 'train_000000.bin', 'r+b') as f: f.seek(HEADER_BYTES), f.write(b'\2\1')
-    with pytest.raises(UserError, match='token 258 of a vocabulary of 257'): data.get([0], CPU)
+    with open(tmp_path / 'd' / 'train_000000.bin', 'r+b') as f: f.seek(HEADER_BYTES), f.write(b'\1\1')
+    with pytest.raises(UserError, match='token 257 of a vocabulary of 257'): data.get([0], CPU)
     shutil.rmtree(tmp_path / 'd')
     with pytest.raises(UserError, match='cannot be read'): data.sample(8, 4, 1, CPU, then=12)

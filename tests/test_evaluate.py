@@ -10,6 +10,7 @@ import tiktoken
 import torch
 from conftest import make, save
 
+import prepare_data
 from configurator import UserError
 from data import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
 from tools import evaluate
@@ -116,6 +117,8 @@ def test_log_likelihoods_by_hand(model):
         want = by_hand(model, *pair)
         assert got[i][0] == pytest.approx(want[0], abs=1e-5) and got[i][1] == want[1]
     assert got[3][1] and not got[0][1]
+    half = [likeliest[2], (likeliest[3] + 1) % 257]  # the likeliest token, then another
+    assert [greedy for *_, greedy in evaluate.log_likelihoods(model, [(likeliest[:2], half)], 1)] == [False]
     (_, long, _), = evaluate.log_likelihoods(model, [(list(range(50)), [9, 9])], 1)  # the last 23 tokens of the context fit
     assert long == pytest.approx(by_hand(model, list(range(27, 50)), [9, 9])[0], abs=1e-5)
     with pytest.raises(UserError, match='25 tokens'): list(evaluate.log_likelihoods(model, [([1], [2] * 25)], 1))
@@ -164,3 +167,18 @@ def test_too_little_memory_is_no_traceback(folder, tmp_path, monkeypatch):
 
 def test_a_missing_data_set_is_answered_with_what_makes_it(tmp_path):
     with pytest.raises(UserError, match='missing: cannot be read.*prepare_data.py'): evaluate.token_arrays(str(tmp_path / 'missing'), BYTE)
+
+
+def test_tokens_are_counted_over_all_shards(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, 'SHARD_TOKENS', 1000)
+    prepare_data.write_dataset(str(tmp_path / 'd'), [b'text %d ' % i * 20 for i in range(100)], BYTE, 0.4, 'test')
+    assert len(read_meta(str(tmp_path / 'd'))['val']['shards']) > 2
+    n, *_ = evaluate.evaluate_text(model, BYTE, str(tmp_path / 'd'), evaluate.EvaluateSettings(tokens=1500))
+    assert 1490 < n <= 1500
+
+
+def test_the_precision_asked_for_is_computed_in(folder, monkeypatch):
+    seen = []
+    monkeypatch.setattr(evaluate, 'evaluate_text', lambda model, *_: seen.append((model.wte.weight.dtype, model.training)) or (1, 1.0, 1.0))
+    evaluate.main([folder, 'x', '--dtype=bfloat16', '--device=cpu'])
+    assert seen == [(torch.bfloat16, False)]

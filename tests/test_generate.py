@@ -173,3 +173,22 @@ def test_training_mode_and_dropout_are_left_alone():
     stream = model.stream(torch.tensor([[1, 2]]), 8)
     next(stream); stream.close()
     assert model.training
+
+
+@pytest.mark.parametrize('name', ['depth', 'gate', 'chain', 'mask', 'router'])
+def test_compiled_decoding_of_a_prompt_of_one_token(name, monkeypatch):
+    monkeypatch.setattr(torch, 'compile', lambda function, mode: function)  # what is compiled is not the point here
+    model = make(**TOGGLES[name])
+    want = model.generate([[3]], 9, temperature=0)[0].tolist()
+    compile_decoding(model)
+    assert model.generate([[3]], 9, temperature=0)[0].tolist() == want
+
+
+@pytest.mark.parametrize('name', ['plain', 'chain'])
+def test_a_cache_keeps_no_graph_and_grows_rarely(name):
+    model, sizes = make(**TOGGLES[name], block_size=64), set()
+    memory = model.new_memory(64)
+    for _ in range(64):
+        model.hidden(torch.tensor([[3]]), memory)  # with gradients, as outside of inference
+        sizes.add(memory[0].k[0].size(2))
+    assert not memory[0].k[0].requires_grad and len(sizes) <= 9

@@ -156,6 +156,7 @@ def test_the_penalty_is_a_matter_of_training(mode, idx):
     close(model(idx, targets(idx))[1], model.loss(model.hidden(idx), targets(idx)), 1e-12)
     model.train().dense = True
     assert model(idx, targets(idx))[1] > model.loss(model.hidden(idx), targets(idx)) + 1e-3
+    assert model(idx, torch.full_like(idx, -1))[1] == 0  # nothing counts
 
 
 @pytest.mark.parametrize('mode', MODES)
@@ -329,7 +330,8 @@ def test_router_gradients_of_those_who_stopped(idx):
 @pytest.mark.parametrize('settings, words', [
     (dict(halting='gate'), ["halting='gate'", "ponder='none'", "ponder='embedding'"]), (dict(ponder='loop', halting='router'), ["ponder='chain'"]),
     (dict(halting='stop'), ["'stop'", "'gate'", "'router'"]), (dict(ponder='chain', halting='router', halt_tau=-1), ['halt_tau']),
-    (dict(ponder='embedding', halting='gate', halt_start=0.5, halt_full=0.4), ['halt_start=0.5', 'halt_full=0.4'])])
+    (dict(ponder='embedding', halting='gate', halt_start=0.5, halt_full=0.4), ['halt_start=0.5', 'halt_full=0.4']),
+    (dict(ponder='embedding', halting='gate', halt_start=0.4, halt_full=0.4), ['halt_start=0.4'])])
 def test_impossible_settings_name_what_to_change(settings, words):
     with pytest.raises(ValueError) as error: GPTConfig(**settings)
     for word in words: assert word in str(error.value)

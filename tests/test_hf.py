@@ -10,7 +10,7 @@ import safetensors.torch
 
 from tools.hf import config_from_hf, load_hf, read_config, rename_from_hf, rename_to_hf, save_hf
 
-PLAIN = [dict(), dict(n_kv_head=2, tie_embeddings=True), dict(qk_norm=False, n_kv_head=1), dict(head_dim=16)]
+PLAIN = [dict(), dict(n_kv_head=2, tie_embeddings=True), dict(qk_norm=False, n_kv_head=1), dict(head_dim=16), dict(rope_theta=1e6, norm_eps=1e-3)]
 QWEN = dict(model_type='qwen3', vocab_size=50, max_position_embeddings=24, num_hidden_layers=5, num_attention_heads=4, hidden_size=32, intermediate_size=48, rms_norm_eps=1e-6)
 
 

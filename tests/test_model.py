@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import close, make
+from conftest import TOGGLES, close, make
 
 from model import GPT, ChunkedCrossEntropy, GPTConfig, RMSNorm, rope_table
 
@@ -12,7 +12,7 @@ from model import GPT, ChunkedCrossEntropy, GPTConfig, RMSNorm, rope_table
 @pytest.mark.parametrize('settings, words', [
     (dict(n_embd=100, n_head=3), ['n_embd=100', 'n_head=3']), (dict(n_embd=15, n_head=5), ['head_dim=3', 'odd']), (dict(n_head=15, n_kv_head=4), ['n_head=15', 'n_kv_head=4']),
     (dict(n_tokens=60000), ['n_tokens=60000', 'vocab_size=50304']), (dict(n_layer=0), ['n_layer=0', 'positive']), (dict(block_size=-1), ['block_size=-1']),
-    (dict(depth_mode='mean'), ["'mean'", "'softmax'", "'uniform'"]), (dict(depth_stride=0), ['depth_stride=0']), (dict(dropout=1.0), ['dropout=1.0']), (dict(norm_eps=0.0), ['norm_eps'])])
+    (dict(ponder='embedding', ponder_topk=0), ['ponder_topk=0']), (dict(depth_mode='mean'), ["'mean'", "'softmax'", "'uniform'"]), (dict(depth_stride=0), ['depth_stride=0']), (dict(dropout=1.0), ['dropout=1.0']), (dict(norm_eps=0.0), ['norm_eps'])])
 def test_impossible_settings_are_named(settings, words):
     with pytest.raises(ValueError) as error: GPTConfig(**settings)
     assert '\n' not in str(error.value)
@@ -23,6 +23,7 @@ def test_defaults_are_the_papers_360m():
     with torch.device('meta'): model = GPT(GPTConfig())
     assert model.num_params() == 50304 * 960 * 2 + 24 * (4 * 960 * 960 + 3 * 960 * 2560 + 2 * 960 + 2 * 64) + 960
     assert GPTConfig().init_std == pytest.approx(0.02, rel=0.03) and GPTConfig(mlp_hidden=None).mlp_hidden == 2560
+    assert GPTConfig(n_embd=1024, n_head=16, mlp_hidden=None).mlp_hidden == 2752  # rounded up
 
 
 @pytest.mark.parametrize('mode, scale', [('none', 1), ('embedding', 960 ** 0.5), ('pause', 960 ** 0.5), ('latent', 2400 ** 0.5),
@@ -146,3 +147,32 @@ def test_positions_are_told_apart_in_bf16():
     assert cos.dtype == sin.dtype == torch.bfloat16
     close(cos[1, 0, 0], torch.tensor(math.cos(257)), 0.01)
     close(sin[1, 0, -4], torch.tensor(math.sin(257)), 0.01)
+
+
+def test_logits_are_made_a_chunk_at_a_time(idx, monkeypatch):
+    monkeypatch.setattr(ChunkedCrossEntropy, 'CHUNK', 7 * 64)
+    for toggle in 'embedding', 'router':
+        model, rows = make(**TOGGLES[toggle]).train(), []
+        head = model.head
+        model.head = lambda h: rows.append(h.shape[:-1].numel()) or head(h)
+        model(idx, idx)
+        assert rows and max(rows) <= 7
+
+
+def test_under_autocast_probabilities_and_the_heads_gradient_are_fp32(monkeypatch):
+    torch.manual_seed(0)
+    w, h, y = torch.randn(64, 32).requires_grad_(), torch.randn(4096, 32), torch.randint(0, 64, (4096,))
+    monkeypatch.setattr(ChunkedCrossEntropy, 'CHUNK', 64 * 4)  # many chunks: in bf16 their sum would be 3 % off
+    with torch.autocast('cpu', torch.bfloat16): ChunkedCrossEntropy.apply(h, w, y, 64, True).backward()
+    want = torch.autograd.grad(F.cross_entropy(h @ w.t(), y), w)[0]
+    assert (w.grad - want).norm() < 0.01 * want.norm()
+    model, seen, softmax = make(**TOGGLES['embedding']).float(), [], torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, 'softmax', lambda t, *args: seen.append(t.dtype) or softmax(t, *args))
+    with torch.autocast('cpu', torch.bfloat16): model.mixture(torch.randn(2, 8, 32))
+    assert set(seen) == {torch.float32}
+
+
+def test_tokens_are_drawn_in_fp32():
+    logits = (torch.randn(2000, 300, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    draw = lambda logits: make()._sample(logits, 0.7, None, 0.9, torch.Generator().manual_seed(0))
+    assert torch.equal(draw(logits), draw(logits.float()))

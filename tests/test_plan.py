@@ -91,3 +91,25 @@ def test_numbers_of_a_plan(tmp_path, monkeypatch, capsys):
     save(tmp_path / 'out', model)
     train.main(['--init_from=resume', '--dry_run=True'])  # of the run that is there
     assert f'parameters  {model.num_params() / 1e6:.2f}M' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('halting, ponder', [('gate', 'embedding'), ('mask', 'latent'), ('router', 'chain')])
+def test_what_halts_can_be_planned(tmp_path, monkeypatch, capsys, halting, ponder):
+    monkeypatch.chdir(tmp_path)
+    shape = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32', '--batch_tokens=256', '--micro_batch=4']
+    train.main([*shape, f'--ponder={ponder}', f'--halting={halting}', '--dry_run=True'])
+    assert 'GB per GPU' in capsys.readouterr().out
+
+
+def test_a_tied_table_counts_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train.main([*['--n_layer=2', '--n_head=2', '--n_embd=64', '--mlp_hidden=128', '--block_size=64', '--batch_tokens=512'], '--tie_embeddings=True', '--dry_run=True'])
+    model = GPT(GPTConfig(vocab_size=320, n_layer=2, n_head=2, n_embd=64, mlp_hidden=128, block_size=64, tie_embeddings=True))
+    assert f'{model.num_params() / 1e6:.2f}M, vocabulary' in capsys.readouterr().out
+
+
+def test_no_step_of_embedding_keeps_its_probabilities():
+    s = Settings(micro_batch=16, batch_tokens=16 * 512)
+    shape = dict(vocab_size=8192, block_size=512, n_layer=2, n_head=2, n_embd=64, mlp_hidden=64, ponder='embedding')
+    three, one = (activations(GPTConfig(**shape, ponder_steps=n), s, torch.float32, True) for n in (3, 1))
+    assert three - one < 16 * 512 * 8192 * 4  # (B,T,V) in fp32

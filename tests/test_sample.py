@@ -10,6 +10,7 @@ import sample
 from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError
 from data import get_tokenizer
+from model import GPT
 from sample import encode_prompt
 
 
@@ -115,3 +116,13 @@ def test_show_steps(tmp_path, capsys, monkeypatch, toggle):
 def test_settings_that_mean_nothing_to_the_model_are_refused(folder):
     for setting, reason in (('halt_tau=0.5', "halting='none'"), ('ponder_steps=2', "ponder='none'"), ('seed=-1', 'must be')):
         with pytest.raises(UserError, match=f"{setting.split('=')[0]}.*{reason}"): sample.main([folder, f'--{setting}'])
+
+
+def test_each_setting_reaches_the_model(tmp_path, monkeypatch):
+    folder, told = save(tmp_path, make(vocab_size=320, n_tokens=257, dropout=0.5, ponder='latent', ponder_steps=1)), []
+    def stream(self, prompts, n, **options):
+        told.append((n, options, self.wte.weight.dtype, self.training))
+        yield torch.tensor([65]), torch.tensor([1])
+    monkeypatch.setattr(GPT, 'stream', stream)
+    sample.main([folder, '--max_new_tokens=7', '--top_k=3', '--top_p=0.9', '--exact=True', '--dtype=bfloat16', '--temperature=0.5', '--seed=4', '--device=cpu'])
+    assert told == [(7, dict(top_k=3, top_p=0.9, exact=True, temperature=0.5, seed=4, stop_token=256), torch.bfloat16, False)]

@@ -542,6 +542,20 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
     assert hardware.pick_dtype('float32', device) == torch.float32 and hardware.pick_compile(True, device) is True
 
 
+def test_what_is_chosen_for_speed(monkeypatch):
+    flash, dynamic = [], []
+    monkeypatch.setattr(torch.backends.cuda, 'enable_flash_sdp', flash.append)
+    monkeypatch.setattr(torch.backends.cuda, 'allow_fp16_bf16_reduction_math_sdp', lambda on: None)
+    for T, dtype in ((512, torch.float32), (1024, torch.bfloat16), (512, torch.bfloat16)):
+        assert flash == []
+        hardware.tune_cpu(T, dtype)
+    assert flash == [False]
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda block, dynamic_=dynamic, *, dynamic: dynamic_.append(dynamic))
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
+        for toggle in 'chain', 'router': hardware.compile_blocks(make(**TOGGLES[toggle]))
+        assert dynamic == [False] * 5 + [None] * 5 and torch._dynamo.config.recompile_limit == 128
+
+
 def test_a_setting_of_an_older_checkpoint_is_named(run_train, tmp_path, capsys):
     state = run_train('out', '--max_steps=1')
     torch.save({**state, 'settings': {**state['settings'], 'min_lr': 0.5}}, tmp_path / 'older.pt')
