@@ -349,7 +349,7 @@ def chain(gpt, x, pos, memory, jacobi):
 def loop(gpt, x, pos, memory, jacobi):
     """
     The looped Transformer, a baseline of the papers: all blocks s + 1 times in a row, the final norm once. One cache per loop.
-    With depth_attn, what the same layer made in earlier loops is a source too, as in that paper.
+    With depth_attn, what the same layer made in earlier loops is a source too, as in Depth-Attention's paper.
     """
     earlier = [[] for _ in gpt.h] if gpt.config.depth_attn else None
     for cache in memory: x = gpt.blocks(x, pos, cache, earlier=earlier)
@@ -387,8 +387,8 @@ PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chai
 # halt_start and halt_full (14). Before halt_start nobody halts in training, or cross-entropy alone would shut gates for good.
 # Cost: `embedding` in training, plus 8 C^2 FLOPs per gate; the mean of steps at inference, whose attention reads all steps' keys.
 # Where the paper is silent: a token ends with the hidden state of its last pass (or training would compute what skipping cannot);
-# (13) counts its later gates too, which read what the pass would have made of it; no gate after the last pass; GELU; initial gates
-# about sigmoid(4). No public code.
+# (13) counts its later gates too, on what those passes would have made of it; there is no gate after the last pass; GELU; gates
+# start about sigmoid(4). No public code.
 
 def gate(gpt, x, pos, memory, jacobi):
     """AdaPonderLM: a gate after each pass scales the step to the next, and ends the token's pondering below halt_tau."""
