@@ -543,17 +543,17 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
 
 
 def test_what_is_chosen_for_speed(monkeypatch):
-    flash, dynamic = [], []
+    flash, compiled = [], []
     monkeypatch.setattr(torch.backends.cuda, 'enable_flash_sdp', flash.append)
     monkeypatch.setattr(torch.backends.cuda, 'allow_fp16_bf16_reduction_math_sdp', lambda on: None)
     for T, dtype in ((512, torch.float32), (1024, torch.bfloat16), (512, torch.bfloat16)):
         assert flash == []
         hardware.tune_cpu(T, dtype)
     assert flash == [False]
-    monkeypatch.setattr(torch.nn.Module, 'compile', lambda block, dynamic_=dynamic, *, dynamic: dynamic_.append(dynamic))
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda block, **how: compiled.append(how))
     with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
         for toggle in 'chain', 'router': hardware.compile_blocks(make(**TOGGLES[toggle]))
-        assert dynamic == [False] * 5 + [None] * 5 and torch._dynamo.config.recompile_limit == 128
+        assert compiled == [dict(dynamic=False)] * 5 + [dict(dynamic=None)] * 5 and torch._dynamo.config.recompile_limit == 128
 
 
 def test_a_setting_of_an_older_checkpoint_is_named(run_train, tmp_path, capsys):
