@@ -243,16 +243,16 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     mode: 'softmax' (Eq. 2), or 'uniform', equal weights, which keeps most of the gain in the paper's ablation.
     """
     if not sources: return v  # layer 0, or the plain GPT
-    B, nkv, S, hd = k.shape
-    q = q.reshape(B, nkv, -1, S, hd).mean(2) if q.shape != k.shape else q        # (B, nkv, S, hd)
+    q = q.unflatten(1, (k.size(1), -1)).mean(2) if q.shape != k.shape else q     # (B, nkv, S, hd)
     keys = [k_j for k_j, _ in sources] + [k]
     values = [v_j for _, v_j in sources] + [v]
     if mode == 'uniform': return sum(values) / len(values)
+    if k.size(2) == 1 and not torch.compiler.is_compiling():  # one slot, and nothing to fuse what follows: depth is a short sequence
+        return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2))
     # One source at a time: stacking them would make autograd keep a copy of every source in every later layer.
-    # The sums of the scores and the softmax are at least fp32, and stay float64 in a float64 model.
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)  # for sums and softmax; float64 stays float64
     scores = torch.cat([(q * k_j).sum(-1, keepdim=True, dtype=wide) for k_j in keys], dim=-1)
-    weights = torch.softmax(scores * hd ** -0.5, dim=-1).to(v.dtype).split(1, dim=-1)  # each (B, nkv, S, 1)
+    weights = torch.softmax(scores * k.size(-1) ** -0.5, dim=-1).to(v.dtype).split(1, dim=-1)  # each (B, nkv, S, 1)
     mixed = weights[0] * values[0]
     for a_j, v_j in zip(weights[1:], values[1:]): mixed = torch.addcmul(mixed, a_j, v_j)
     return mixed                                                                 # (B, nkv, S, hd)

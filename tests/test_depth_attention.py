@@ -17,6 +17,9 @@ def heads(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+either = pytest.mark.parametrize('T', [1, 5])  # one slot is computed in another way than several
+
+
 def bank(n, nkv=2, T=5, hd=8):
     return [(heads(2, nkv, T, hd, seed=2 * j + 1), heads(2, nkv, T, hd, seed=2 * j + 2)) for j in range(n)]
 
@@ -113,8 +116,9 @@ def test_mix_is_convex():
     close(ones, torch.ones_like(v), 1e-12)
 
 
-def test_equals_a_stacked_reference_with_grouped_queries():
-    sources, q, k, v = bank(3), heads(2, 6, 5, 8, seed=40), heads(2, 2, 5, 8, seed=41), heads(2, 2, 5, 8, seed=42)
+@either
+def test_equals_a_stacked_reference_with_grouped_queries(T):
+    sources, q, k, v = bank(3, T=T), heads(2, 6, T, 8, seed=40), heads(2, 2, T, 8, seed=41), heads(2, 2, T, 8, seed=42)
     K, V = torch.stack([s[0] for s in sources] + [k]), torch.stack([s[1] for s in sources] + [v])
     qbar = torch.stack([q[:, :3].mean(1), q[:, 3:].mean(1)], 1)
     weights = torch.einsum('bhtd,jbhtd->jbht', qbar, K).div(math.sqrt(8)).softmax(0)
@@ -136,10 +140,14 @@ def test_rotation_cancels(idx):
     close(model.trunk(model.embed(idx), torch.arange(13)), model.trunk(model.embed(idx), torch.arange(13) + 100), 1e-9)
 
 
-def test_gradients_are_right_and_reach_layer_0(idx):
-    arguments = [heads(1, 2, 2, 4, seed=70), heads(1, 1, 2, 4, seed=71), heads(1, 1, 2, 4, seed=72), *(x[:1, :1, :2, :4] for s in bank(2) for x in s)]
+@either
+def test_gradients_are_right(T):
+    arguments = [heads(1, 2, T, 4, seed=70), heads(1, 1, T, 4, seed=71), heads(1, 1, T, 4, seed=72), *(x[:1, :1, :, :4] for s in bank(2, T=T) for x in s)]
     for x in arguments: x.requires_grad_()
     assert torch.autograd.gradcheck(lambda q, k, v, *s: depth_attention(q, k, v, [s[:2], s[2:]]), arguments)
+
+
+def test_gradients_reach_layer_0(idx):
     # only the last layer's attention output is read, so layer 0's values matter to it through depth as well
     model = make(n_layer=2, depth_stride=1, **DEPTH)
     new = {}
@@ -149,20 +157,22 @@ def test_gradients_are_right_and_reach_layer_0(idx):
     assert model.h[0].attn.c_attn.weight.grad[-64:].abs().sum(1).gt(0).all()  # rows of W_k and W_v
 
 
-def test_softmax_is_fp32_in_half_precision():
+@either
+def test_softmax_is_fp32_in_half_precision(T):
     """Scores of 60 and 61 are the same number in bf16 after scaling; their weights must not be."""
-    q = torch.full((1, 1, 1, 4), 1.0)
-    k, source = torch.full((1, 1, 1, 4), 30.5), torch.full((1, 1, 1, 4), 30.0)
-    v, other = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1, 4)
+    q = torch.full((1, 1, T, 4), 1.0)
+    k, source = torch.full((1, 1, T, 4), 30.5), torch.full((1, 1, T, 4), 30.0)
+    v, other = torch.ones(1, 1, T, 4), torch.zeros(1, 1, T, 4)
     mixed = depth_attention(*(x.bfloat16() for x in (q, k, v)), [(source.bfloat16(), other.bfloat16())])
     assert mixed.float().mean().item() == pytest.approx(1 / (1 + math.exp(-1)), abs=0.01)
 
 
-def test_scores_are_summed_in_fp32_in_half_precision():
+@either
+def test_scores_are_summed_in_fp32_in_half_precision(T):
     """Sums of 257 and 256 are the same number in bf16."""
-    q, source, v = torch.ones(1, 1, 1, 64), torch.full((1, 1, 1, 64), 4.0), torch.ones(1, 1, 1, 64)
+    q, source, v = torch.ones(1, 1, T, 64), torch.full((1, 1, T, 64), 4.0), torch.ones(1, 1, T, 64)
     own = torch.where(torch.arange(64) == 7, 5.0, source)
-    mixed = depth_attention(*(x.bfloat16() for x in (q, own, v)), [(source.bfloat16(), torch.zeros(1, 1, 1, 64).bfloat16())])
+    mixed = depth_attention(*(x.bfloat16() for x in (q, own, v)), [(source.bfloat16(), torch.zeros(1, 1, T, 64).bfloat16())])
     assert (mixed == torch.tensor(1 / 8).sigmoid().bfloat16()).all()
 
 
