@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from configurator import UserError
+from model import GPT, GPTConfig
 from tools import bench, bench_halting
 
 SMALL = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--mlp_hidden=32', '--block_size=64', '--vocab_size=64', '--micro_batch=2', '--repeats=1']
@@ -23,6 +24,20 @@ def test_report(tmp_path, monkeypatch):
         assert list(rows) == toggles and all(row['median_s'] > 0 for row in rows.values())
         assert rows['plain']['speed_vs_plain'] == 1
         for row in rows.values(): assert row['speed_vs_plain'] == pytest.approx(rows['plain']['median_s'] / row['median_s'])
+    size = dict(n_layer=2, n_head=2, n_embd=16, mlp_hidden=32, block_size=64, vocab_size=64)
+    blocks = 4 * 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16 + 2 * 8)  # bytes: projections, SwiGLU, two norms and those of query and key
+    flops = {name: GPT(GPTConfig(**size, **bench.TOGGLES[name])).flops_per_token(64, jacobi=3) for name in toggles}
+    for name, passes in zip(toggles, (1, 4, 2, 4, 1)):  # pause reads the weights once, for all slots
+        step, (batch_1, batch_2) = report['training'][name], report['decoding']
+        assert step['flops_vs_plain'] == pytest.approx(flops[name] / flops['plain']) and step['first_step_s'] > 0
+        assert step['tokens_per_s'] == pytest.approx(128 / step['median_s'])
+        assert step['matmul_share'] == pytest.approx(flops[name] * 128 / step['median_s'] / 1e11)
+        decoding = batch_2['decoding'][name]
+        assert decoding['tokens_per_s'] == pytest.approx(2 * 4 / decoding['median_s'])
+        assert decoding['copy_share'] == pytest.approx(passes * blocks * 4 / decoding['median_s'] / 1e10)
+        assert batch_2['prefill'][name]['tokens_per_s'] == pytest.approx(2 * 32 / batch_2['prefill'][name]['median_s'])
+        assert batch_2['prefill'][name]['cache_mib'] == 2 * batch_1['prefill'][name]['cache_mib']
+    assert report['decoding'][0]['prefill']['plain']['cache_mib'] == 2 * 2 * 16 * 64 * 4 / 2 ** 20  # keys and values of 64 places
     assert list(report['cache']) == ['31', '63'] and all(len(times) == 2 for times in report['cache'].values())
 
 

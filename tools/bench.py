@@ -7,7 +7,8 @@ Speed, as ratios within one run: training steps, reading a prompt, decoding with
 
 Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike; the table has medians, the
 spread from the first to the third quartile, and the ratio to the plain model's median. The machine's two ceilings come
-first: a large matrix product in the same precision, and a large copy. --against=hf needs: pip install transformers
+first: a large matrix product in the same precision, and a large copy. matmul_share is a step's FLOPs per second as a share of the one,
+copy_share the blocks' weights read per second as a share of the other. --against=hf needs: pip install transformers
 """
 
 import json
@@ -125,15 +126,16 @@ def hf_loss(model, idx):
     finally: torch.backends.cuda.enable_flash_sdp(flash)
 
 
-def table(title, times, units, unit, extra=lambda name, median: ''):
-    """Print one comparison; returns its rows for the JSON file."""
-    print(f"\n{title}\n{'':24s} {'median':>10s} {'quartiles':>19s} {unit:>12s} {'vs plain':>9s}")
+def table(title, times, tokens, extra):
+    """Print one comparison; returns its rows for the JSON file. extra(name, median): more columns of a row, {heading: number}."""
+    more = [extra(name, statistics.median(ts)) for name, ts in times.items()]
+    print(f"\n{title}\n{'':24s} {'median':>10s} {'quartiles':>19s} {'tokens/s':>10s} {'vs plain':>9s}", *(f"{key:>15s}" for key in more[0]))
     base, rows = statistics.median(times.get('plain', next(iter(times.values())))), {}
-    for name, ts in times.items():
+    for (name, ts), columns in zip(times.items(), more):
         m, low, high = statistics.median(ts), ts[len(ts) // 4], ts[(3 * len(ts)) // 4]
-        print(f"{name:24s} {m * 1e3:7.1f} ms {low * 1e3:8.1f}-{high * 1e3:7.1f} ms "
-              f"{units / m:12,.0f} {base / m:8.3f}x {extra(name, m)}")
-        rows[name] = dict(median_s=m, quartiles_s=[low, high], per_second=units / m, speed_vs_plain=base / m)
+        print(f"{name:24s} {m * 1e3:7.1f} ms {low * 1e3:8.1f}-{high * 1e3:7.1f} ms {tokens / m:10,.0f} {base / m:8.3f}x",
+              *(f"{number:15,.3f}" for number in columns.values()))
+        rows[name] = dict(median_s=m, quartiles_s=[low, high], tokens_per_s=tokens / m, speed_vs_plain=base / m, **columns)
     return rows
 
 
@@ -204,18 +206,16 @@ def bench_training(b, s, models, config, device, dtype, flops):
         eager[f'{next(iter(models))}, not compiled'] = GPT(config).to(device)
     steps = {name: training_step(model, ours, idx, dtype) for name, model in {**models, **eager}.items()}
     if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), hf_loss, idx, dtype)
-    for name, step in steps.items():
-        print(f"{name}: first step {seconds(step, device):.1f} s")
-        if device.type != 'cuda': continue
+    work = {name: m.flops_per_token(T, jacobi=m.config.jacobi_iters) * batch * T for name, m in models.items()}
+    first = next(iter(work.values()))  # what the others do as well: the same shape
+    fixed = {name: dict(flops_vs_plain=work.get(name, first) / first, first_step_s=seconds(step, device)) for name, step in steps.items()}
+    for name, step in steps.items() if device.type == 'cuda' else ():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
-        print(f"{name}: a step needs {(torch.cuda.max_memory_allocated() - before) / 2 ** 20:,.0f} MiB beside weights and moments")
-    work = {name: m.flops_per_token(T, jacobi=m.config.jacobi_iters) * batch * T for name, m in models.items()}
-    first = next(iter(work.values()))
-    share = lambda name, t: f"{work.get(name, first) / t / flops:5.0%} of the matmul rate, {work.get(name, first) / first:.3f}x the FLOPs"
+        fixed[name]['step_mib'] = (torch.cuda.max_memory_allocated() - before) / 2 ** 20  # beside weights and moments
     return table(f"training step, {batch} x {T} tokens, {next(iter(models.values())).num_params() / 1e6:.1f}M parameters",
-                 take_turns(steps, b.repeats, device), batch * T, 'tokens/s', share)
+                 take_turns(steps, b.repeats, device), batch * T, lambda name, t: dict(matmul_share=work.get(name, first) / t / flops, **fixed[name]))
 
 
 @torch.inference_mode()
@@ -232,9 +232,9 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
 
     held = {name: prefill(model) for name, model in models.items()}
     dtype = next(iter(models.values())).wte.weight.dtype
-    share = lambda name, t: f"{held[name] / 2 ** 20:,.1f} MiB of cache"
     times = take_turns({name: lambda model=model: prefill(model) for name, model in models.items()}, b.repeats, device)
-    results = {'prefill': table(f"prefill (never compiled), batch {batch}, {half} tokens, {dtype}", times, batch * half, 'tokens/s', share)}
+    results = {'prefill': table(f"prefill (never compiled), batch {batch}, {half} tokens, {dtype}", times, batch * half,
+                                lambda name, t: dict(cache_mib=held[name] / 2 ** 20))}
 
     times = {name: [] for name in models}
     for i in range(b.repeats + 2):
@@ -245,10 +245,10 @@ def bench_decoding(b, models, config, device, batch, bandwidth):
             if i >= 2: times[name].append(t)
     weights = {name: sum(p.numel() * p.element_size() for p in model.h.parameters()) for name, model in models.items()}
     passes = {name: 1 if m.config.ponder in ('none', 'pause') else m.config.ponder_steps + 1 for name, m in models.items()}
-    read = lambda name, t: f"{passes[name] * weights[name] * (new - 1) / t / bandwidth:5.0%} of the copy's rate, reading blocks' weights"
+    share = lambda name, t: dict(copy_share=passes[name] * weights[name] * (new - 1) / t / bandwidth)
     times = {name: sorted(ts) for name, ts in times.items()}
     title = f"decoding, batch {batch}, {new - 1} tokens after {half}, {dtype}"
-    return {'batch': batch, **results, 'decoding': table(title, times, batch * (new - 1), 'tokens/s', read)}
+    return {'batch': batch, **results, 'decoding': table(title, times, batch * (new - 1), share)}
 
 
 @torch.inference_mode()
