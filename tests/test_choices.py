@@ -57,11 +57,12 @@ def test_prints_and_refuses(tmp_path, small_data, capsys, monkeypatch):
     size = dict(vocab_size=320, n_tokens=257, block_size=16, n_layer=2)
     path = save(tmp_path / 'router', make(**{**TOGGLES['router'], **size}), data_dir=small_data)
     out = []
-    for _ in range(2):
-        choices.main([path, '--tokens=100', '--lots=2', '--taus=0.2,0.3', '--device=cpu'])
+    for seed in (0, 0, 1):
+        choices.main([path, '--tokens=100', '--lots=2', '--taus=0.2,0.3', '--device=cpu', f'--seed={seed}'])
         out.append(capsys.readouterr().out)
     lines = out[0].splitlines()
-    assert out[0] == out[1] and lines[0] == 'nats per token of 112 validation tokens' and len(lines) == 8
+    assert out[0] == out[1] != out[2] and [line[:23] for line in lines[3:5]] == [line[:23] for line in out[2].splitlines()[3:5]]
+    assert lines[0] == 'nats per token of 112 validation tokens' and len(lines) == 8
     assert [line.split()[0] for line in lines[3:]] == ['0.2', '0.3', 'everyone', 'everyone', 'everyone']
     write_dataset('data/re', (b'some words %d' % n * 9 for n in range(99)), get_tokenizer('byte'), 0.3, 'test')
     other = save(tmp_path / 'other', make(**{**TOGGLES['router'], **size}), data_dir='data/re')

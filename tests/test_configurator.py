@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, program
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from configurator import UserError, build, describe, read
+from configurator import UserError, build, describe, read, run
 
 
 @dataclass
@@ -105,6 +105,12 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == b'' and process.wait(timeout=60) == 141
+
+
+def test_ctrl_c_is_said_by_the_status(capsys):
+    def main(argv): raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as leaves: run(main)
+    assert leaves.value.code == 130 and capsys.readouterr() == ('', '')
 
 
 def test_every_setting_of_the_programs_is_in_their_help():

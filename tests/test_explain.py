@@ -3,7 +3,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import make, save
+from conftest import TOGGLES, make, save
 
 from configurator import UserError
 from model import GPTConfig, apply_rope, rope_table
@@ -91,3 +91,17 @@ def test_prints_every_position(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()[1].split('   ')[3:]) >= 257
     for args, words in ([], 'checkpoint folder'), (['nowhere'], 'no checkpoint'), ([folder, '--top=0'], 'top'), ([folder, '--start='], 'empty'):
         with pytest.raises(UserError, match=words): explain.main(args)
+
+
+@pytest.mark.parametrize('halting', ['gate', 'router'])
+def test_prints_a_number_for_each_decision_that_was_made(halting, tmp_path, capsys):
+    model = make(**{**TOGGLES[halting], 'vocab_size': 320, 'n_tokens': 257, 'halt_tau': 0.3}).float()
+    explain.main([save(tmp_path / 'ckpt', model), '--start=def add(a, b): return', '--device=cpu'])
+    taken = set()
+    for line in capsys.readouterr().out.splitlines():
+        if 'pass' not in line or 'after' in line: continue
+        count, numbers = line.split('   ')[-2:]
+        taken.add(int(count.split()[0]))
+        decisions = min(int(count.split()[0]), model.config.ponder_steps)  # after the last pass there is none
+        assert len([word for word in numbers.split() if '.' in word]) == decisions
+    assert len(taken) > 1
