@@ -101,12 +101,14 @@ def test_final(tmp_path):
     write_run(tmp_path / 'loop-s2', 5, 4, 2, ponder='loop')
     write_run(tmp_path / 'plain_scaled', 5, 3, 3)
     write_run(tmp_path / 'plain_scaled_as_loop', 5, 3, 2, 2)
+    write_run(tmp_path / 'plain', 5, 3, 3.25)
+    write_run(tmp_path / 'plain_as_pause', 5, 3, 2, 2, 1.75)
     paths = [str(path) for path in tmp_path.iterdir()]
     figure = plot.final(paths, plot.PlotSettings())
     assert sorted((t.get_text() for t in figure.axes[0].get_legend().get_texts()), key=lambda t: (len(t.split()), t)) == [
-        'plain_scaled  2.500', 'plain_scaled_as_loop  1.500', 'plain_scaled, trained longer', 'loop, 2 seeds  2.000']
-    (line,) = [line for line in figure.axes[0].lines if line.get_linestyle() == ':']
-    assert list(zip(*line.get_data())) == [(384, 2.5), (512, 1.5)]
+        'plain  2.750', 'plain_scaled  2.500', 'plain, trained longer', 'plain_scaled, trained longer', 'loop, 2 seeds  2.000']
+    lines = {line.get_linestyle(): list(zip(*line.get_data())) for line in figure.axes[0].lines}
+    assert lines[':'] == [(384, 2.75), (640, 1.25)] and lines['--'] == [(384, 2.5), (512, 1.5)]
     points = {(x, y) for xs, ys in drawn(figure) for x, y in zip(xs, ys)}
     assert points >= {(384, 2.0), (384, 1.5), (384, 2.5), (512, 1.5)}  # the mean, and the ends of its bar
     write_run(tmp_path / 'new', 5)

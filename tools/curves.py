@@ -75,7 +75,7 @@ def curves(paths, s):
 
 
 def final(paths, s):
-    """The last validation loss of each run, and the range of its seeds. A line joins plain_scaled and its longer runs."""
+    """The last validation loss of each run, and the range of its seeds. A line joins the longer runs of a plain one, PLAIN_as_NAME."""
     figure, (ax,) = new_figure(size=(9.5, 4.2))
     points = {}
     for name, seeds in by_name(paths, s.x).items():
@@ -84,15 +84,17 @@ def final(paths, s):
         if len(ends) > 1: raise UserError(f"{name}: its seeds ended after {min(ends)} to {max(ends)} steps; leave out what is not finished")
         at, losses = shared(seeds, 1)
         points[name] = at[:, -1].mean(), losses[:, -1]
-    order = sorted(points, key=lambda name: np.mean(points[name][1]))
-    for i, name in enumerate(order):
-        (x, losses), plain = points[name], name.startswith('plain')
+    base = {name: name.partition('_as_')[0] for name in points}
+    marks = dict(zip(sorted(set(base.values())), 'osD^vPX<>*dphH8' * len(base)))
+    for name in sorted(points, key=lambda name: np.mean(points[name][1])):  # the legend: best first
+        x, losses = points[name]
         mean, label = np.mean(losses), name + f", {len(losses)} seeds" * (len(losses) > 1)
-        ax.errorbar(x, mean, [[mean - min(losses)], [max(losses) - mean]], label=f"{label}  {mean:.3f}", linestyle='none',
-                    marker='osD^vPX<>*dphH8'[i % 15], markersize=7, markerfacecolor='white' if plain else '0.35',
-                    markeredgecolor='black', ecolor='black', elinewidth=0.8, capsize=2)
-    line = sorted((points[name][0], np.mean(points[name][1])) for name in points if name.startswith('plain_scaled'))
-    if len(line) > 1: ax.plot(*zip(*line), color='black', linestyle=':', linewidth=1, zorder=0, label='plain_scaled, trained longer')
+        ax.errorbar(x, mean, [[mean - min(losses)], [max(losses) - mean]], label=f"{label}  {mean:.3f}" if name == base[name] else None,
+                    marker=marks[base[name]], markersize=7, markerfacecolor='white' if name.startswith('plain') else '0.35',
+                    markeredgecolor='black', ecolor='black', elinewidth=0.8, capsize=2, linestyle='none')
+    for plain, style in zip(sorted({base[name] for name in points if name != base[name]}), (':', '--', '-.')):
+        line = sorted((points[name][0], np.mean(points[name][1])) for name in points if base[name] == plain)
+        ax.plot(*zip(*line), color='black', linestyle=style, linewidth=1, zorder=0, label=f'{plain}, trained longer')
     ax.set(xscale='log', xlabel=X[s.x], ylabel='validation loss (nats per token)')
     ax.legend(fontsize=8, frameon=False, loc='center left', bbox_to_anchor=(1, 0.5))
     return figure
