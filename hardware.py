@@ -9,8 +9,10 @@ import signal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from configurator import UserError
+from model import Attention
 
 PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12}  # dense bf16
 
@@ -42,17 +44,27 @@ def pick_compile(choice, device):
     return device.type == 'cuda' if choice is None else choice
 
 
-def tune_cpu(block_size, dtype):
+def tune_cpu():
     """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
+    Attention.sdpa = staticmethod(two_matmuls)
     # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
         libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
-    # In bf16, PyTorch's flash attention for CPUs is slower than two batched matmuls until the T x T scores leave the caches.
-    if block_size <= 512 and dtype == torch.bfloat16:
-        torch.backends.cuda.enable_flash_sdp(False)  # named after cuda, rules all devices
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+
+
+def two_matmuls(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """
+    `F.scaled_dot_product_attention` for CPUs. In bf16 PyTorch's kernel is slower than two matmuls with all scores between them, until
+    these leave the caches, and so is its own form of these, which looks for rows that read nothing (here: they read everything).
+    """
+    known = is_causal or attn_mask is not None and attn_mask.dtype == torch.bool
+    if q.dtype != torch.bfloat16 or q.size(2) > 512 or enable_gqa or not known:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril() if is_causal else attn_mask
+    hidden = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, torch.finfo(q.dtype).min)
+    return F.dropout((q * scale @ k.mT).add_(hidden).softmax(-1), dropout_p) @ v
 
 
 def expect_new_lengths():

@@ -118,7 +118,7 @@ class Trainer:
         torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
         self.dtype = pick_dtype(settings.dtype, device)
         self.autocast = lambda: torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
-        if device.type == 'cpu': tune_cpu(T, self.dtype)
+        if device.type == 'cpu': tune_cpu()
         if self.config.halting == 'router': expect_new_lengths()  # each pass has as many slots as tokens that go on
         self.model.to(device)
         self.model.checkpoint_activations = settings.checkpoint_activations

@@ -6,11 +6,12 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from checkpoint import CHECKPOINT_VERSION, save_checkpoint
-from model import GPT, GPTConfig
+from model import GPT, Attention, GPTConfig
 
 torch.set_num_threads(1)  # the models here are far too small for more, and a busy machine makes threads wait for each other
 
@@ -83,8 +84,7 @@ def restore_attention():
     """tune_cpu and expect_new_lengths choose attention kernels for the whole process."""
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.backends.cuda.enable_flash_sdp(True)
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+    Attention.sdpa = staticmethod(F.scaled_dot_product_attention)
 
 
 @pytest.fixture(params=TOGGLES)

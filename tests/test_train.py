@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ONE_EACH, ROOT, TOGGLES, make, program, refused
+from conftest import ONE_EACH, ROOT, TOGGLES, close, make, program, refused
 
 import hardware
 import train
@@ -543,17 +543,40 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
 
 
 def test_what_is_chosen_for_speed(monkeypatch):
-    flash, compiled = [], []
-    monkeypatch.setattr(torch.backends.cuda, 'enable_flash_sdp', flash.append)
-    monkeypatch.setattr(torch.backends.cuda, 'allow_fp16_bf16_reduction_math_sdp', lambda on: None)
-    for T, dtype in ((512, torch.float32), (1024, torch.bfloat16), (512, torch.bfloat16)):
-        assert flash == []
-        hardware.tune_cpu(T, dtype)
-    assert flash == [False]
+    compiled = []
+    hardware.tune_cpu()
+    assert make().h[0].attn.sdpa is hardware.two_matmuls
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda block, **how: compiled.append(how))
     with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
         for toggle in 'chain', 'router': hardware.compile_blocks(make(**TOGGLES[toggle]))
         assert compiled == [dict(dynamic=False)] * 5 + [dict(dynamic=None)] * 5 and torch._dynamo.config.recompile_limit == 128
+
+
+@pytest.mark.parametrize('S, dtype, settings, own', [
+    (24, torch.bfloat16, dict(is_causal=True), True), (24, torch.bfloat16, dict(attn_mask=torch.ones(24, 24).tril(3).bool()), True),
+    (512, torch.bfloat16, dict(is_causal=True), True), (513, torch.bfloat16, dict(is_causal=True), False),
+    (24, torch.float32, dict(is_causal=True), False), (24, torch.bfloat16, {}, False),
+    (24, torch.bfloat16, dict(attn_mask=torch.zeros(24, 24).bfloat16()), False), (24, torch.bfloat16, dict(is_causal=True, enable_gqa=True), False)])
+def test_two_matmuls_are_attention(S, dtype, settings, own, monkeypatch):
+    q, k, v = torch.randn(3, 2, 4, S, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.5, **{
+        name: x.float() if name == 'attn_mask' and x.dtype != torch.bool else x for name, x in settings.items()})
+    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', lambda *args, **kw: calls.append(1) or sdpa(*args, **kw))
+    close(hardware.two_matmuls(q, k, v, scale=0.5, **settings).float(), want, 0.05)
+    assert len(calls) == (not own)
+
+
+def test_two_matmuls_drop_weights_and_survive_a_row_that_reads_nothing():
+    q, k, v = torch.randn(3, 1, 2, 6, 8).bfloat16()
+    seen = torch.ones(6, 6).tril().bool()
+    seen[2] = False
+    out = hardware.two_matmuls(q, k, v, seen, scale=1.0)
+    assert out.isfinite().all()
+    close(out[:, :, 2], v.mean(2), 0.02)
+    ones = torch.ones_like(v)
+    assert torch.equal(hardware.two_matmuls(q, k, ones, is_causal=True, dropout_p=1.0, scale=1.0), torch.zeros_like(v))
+    close(hardware.two_matmuls(q, k, ones, is_causal=True, scale=1.0).float(), ones.float(), 0.02)
 
 
 def test_a_setting_of_an_older_checkpoint_is_named(run_train, tmp_path, capsys):

@@ -118,14 +118,6 @@ def training_step(model, loss_of, idx, dtype):
     return step
 
 
-def hf_loss(model, idx):
-    """Their loss, with their kernels: train.py's choice of attention for short contexts on CPUs is ours alone."""
-    flash = torch.backends.cuda.flash_sdp_enabled()
-    torch.backends.cuda.enable_flash_sdp(True)
-    try: return model(input_ids=idx, labels=idx).loss  # shifts the labels by itself
-    finally: torch.backends.cuda.enable_flash_sdp(flash)
-
-
 def table(title, times, tokens, extra):
     """Print one comparison; returns its rows for the JSON file. extra(name, median): more columns of a row, {heading: number}."""
     more = [extra(name, statistics.median(ts)) for name, ts in times.items()]
@@ -161,7 +153,7 @@ def main(argv):
     if configs:
         torch.manual_seed(0)
         config = next(iter(configs.values()))
-        if device.type == 'cpu': tune_cpu(config.block_size, dtype)
+        if device.type == 'cpu': tune_cpu()
         models = {name: GPT(c).to(device) for name, c in configs.items()}
         if device.type == 'cpu': report['start'] = bench_start(b)
         report['training'] = bench_training(b, s, models, config, device, dtype, flops)
@@ -201,11 +193,12 @@ def bench_training(b, s, models, config, device, dtype, flops):
     T, batch = config.block_size, s.micro_batch
     idx = torch.randint(0, config.n_tokens, (batch, T), device=device)
     ours, eager = lambda model, idx: model(idx, idx)[1], {}
+    theirs = lambda model, idx: model(input_ids=idx, labels=idx).loss  # shifts the labels by itself
     if pick_compile(s.compile, device):
         for model in models.values(): compile_blocks(model)
         eager[f'{next(iter(models))}, not compiled'] = GPT(config).to(device)
     steps = {name: training_step(model, ours, idx, dtype) for name, model in {**models, **eager}.items()}
-    if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), hf_loss, idx, dtype)
+    if b.against: steps['hf qwen3'] = training_step(hf_model(config).to(device), theirs, idx, dtype)
     work = {name: m.flops_per_token(T, jacobi=m.config.jacobi_iters) * batch * T for name, m in models.items()}
     first = next(iter(work.values()))  # what the others do as well: the same shape
     fixed = {name: dict(flops_vs_plain=work.get(name, first) / first, first_step_s=seconds(step, device)) for name, step in steps.items()}
@@ -214,8 +207,9 @@ def bench_training(b, s, models, config, device, dtype, flops):
         before = torch.cuda.memory_allocated()
         step()
         fixed[name]['step_mib'] = (torch.cuda.max_memory_allocated() - before) / 2 ** 20  # beside weights and moments
+    columns = lambda name, t: dict(matmul_share=work.get(name, first) / t / flops, **fixed[name])
     return table(f"training step, {batch} x {T} tokens, {next(iter(models.values())).num_params() / 1e6:.1f}M parameters",
-                 take_turns(steps, b.repeats, device), batch * T, lambda name, t: dict(matmul_share=work.get(name, first) / t / flops, **fixed[name]))
+                 take_turns(steps, b.repeats, device), batch * T, columns)
 
 
 @torch.inference_mode()

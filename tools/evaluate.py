@@ -193,7 +193,7 @@ def main(argv):
     model, tokenizer, settings = load_model(paths[0], device)
     model.to(dtype)
     override(model.config, s)
-    if device.type == 'cpu': tune_cpu(model.config.block_size, dtype)
+    if device.type == 'cpu': tune_cpu()
     texts = paths[1:] or ([] if s.tasks or s.functions else [settings['data_dir']])
     for path in texts:
         start = time.perf_counter()

@@ -131,7 +131,7 @@ def plan(s, given, state=None):
     config = build(GPTConfig, {**given, **known})
     here = None if s.device in (None, 'cuda') else pick_device(s.device)  # GPUs are planned without one
     dtype = pick_dtype(s.dtype, here) if s.dtype or here else torch.bfloat16  # what GPUs of today compute in
-    if s.device == 'cpu': tune_cpu(config.block_size, dtype)  # rules which attention runs
+    if s.device == 'cpu': tune_cpu()  # rules which attention runs
     accumulation(s, config.block_size, 1)
     with torch.device('meta'): model = GPT(config)
     tokens, flops, full = s.max_steps * s.batch_tokens, model.flops_per_token(), GPTConfig.vocab_size

@@ -26,7 +26,7 @@ def load_plain(folder, depth_attn=False):
     if config.ponder != 'none' or config.depth_attn and not depth_attn:
         raise UserError(f"{folder}: this lab needs a plain GPT, and this one has ponder={config.ponder!r}, "
                         f"depth_attn={config.depth_attn}; make one with: {MAKE_ONE}")
-    tune_cpu(config.block_size, torch.float32)
+    tune_cpu()
     return model, tokenizer, settings
 
 
