@@ -65,7 +65,7 @@ def test_zero_query_has_a_closed_form(idx):
     """Uniform weights with L = 6, s = 3: tells mixed from raw anchors and absolute from relative strides."""
     model = make(n_layer=6, depth_stride=3, **DEPTH)
     for block in model.h: torch.nn.init.zeros_(block.attn.q_norm.weight)
-    raw, stored = [], []
+    raw = []
     for block in model.h:
         block.attn.c_attn.register_forward_hook(lambda m, i, out: raw.append(out[..., -32:].view(3, 13, 4, 8).transpose(1, 2)))
     cache = KVCache(6, 13)

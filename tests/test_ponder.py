@@ -2,8 +2,8 @@
 import naive
 import pytest
 import torch
-from conftest import TOGGLES, close, make
-from test_promises import differ, gradients, targets
+from conftest import close, make
+from test_promises import differ, gradients
 
 from memory import ChainMemory, PassMemory
 from model import GPT, GPTConfig
