@@ -152,7 +152,7 @@ def apply_rope(x, cos, sin):
 
 class Attention(nn.Module):
     """Causal grouped-query attention. Keys and values come from `memory` (None: this pass's own), `mask` says which each slot reads."""
-    sdpa = staticmethod(F.scaled_dot_product_attention)  # tune_cpu puts another in its place
+    sdpa = None  # what tune_cpu puts in the place of PyTorch's
 
     def __init__(self, config, layer):
         super().__init__()
@@ -173,7 +173,7 @@ class Attention(nn.Module):
         v = depth_attention(q, k, v.transpose(1, 2), sources, self.depth_mode)  # (B, nkv, S, hd); without sources v itself
         q, keys, values = with_key_bias(q, k, v, bias) if bias is not None else (q, k, v)
         if memory is not None: keys, values = memory.update(self.layer, keys, values)  # (B, nkv, everything readable, hd)
-        attend = partial(self.sdpa, dropout_p=self.dropout if self.training else 0.0, scale=self.head_dim ** -0.5)
+        attend = partial(self.sdpa or F.scaled_dot_product_attention, dropout_p=self.dropout * self.training, scale=self.head_dim ** -0.5)
         shared = self.n_head > self.n_kv_head and S > 1
         if shared and (mask is not None or q.is_cuda and q.dtype != torch.bfloat16):  # or CUDA's grouped attention may hold all scores
             keys, values = (t.repeat_interleave(self.n_head // self.n_kv_head, 1) for t in (keys, values))
