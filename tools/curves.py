@@ -85,9 +85,9 @@ def final(paths, s):
         at, losses = shared(seeds, 1)
         points[name] = at[:, -1].mean(), losses[:, -1]
     base = {name: name.partition('_as_')[0] for name in points}
-    marks = dict(zip(sorted(set(base.values())), 'osD^vPX<>*dphH8' * len(base)))
-    for name in sorted(points, key=lambda name: np.mean(points[name][1])):  # the legend: best first
-        x, losses = points[name]
+    kinds = [sorted({b for b in base.values() if b.startswith('plain') == plain}) for plain in (True, False)]
+    marks = {name: mark for kind in kinds for name, mark in zip(kind, 'osD^vPX<>*dphH8' * len(kind))}
+    for name, (x, losses) in sorted(points.items(), key=lambda item: np.mean(item[1][1])):  # the legend: best first
         mean, label = np.mean(losses), name + f", {len(losses)} seeds" * (len(losses) > 1)
         ax.errorbar(x, mean, [[mean - min(losses)], [max(losses) - mean]], label=f"{label}  {mean:.3f}" if name == base[name] else None,
                     marker=marks[base[name]], markersize=7, markerfacecolor='white' if name.startswith('plain') else '0.35',
