@@ -152,7 +152,7 @@ def apply_rope(x, cos, sin):
 
 class Attention(nn.Module):
     """Causal grouped-query attention. Keys and values come from `memory` (None: this pass's own), `mask` says which each slot reads."""
-    sdpa = None  # what tune_cpu puts in the place of PyTorch's
+    sdpa = None  # tune_cpu: what to use in the place of PyTorch's kernels
 
     def __init__(self, config, layer):
         super().__init__()

@@ -568,7 +568,7 @@ def test_two_matmuls_are_attention(S, dtype, settings, own, monkeypatch):
 
 
 def test_two_matmuls_drop_weights_and_survive_a_row_that_reads_nothing():
-    q, k, v = torch.randn(3, 1, 2, 6, 8).bfloat16()
+    q, k, v = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     seen = torch.ones(6, 6).tril().bool()
     seen[2] = False
     out = hardware.two_matmuls(q, k, v, seen, scale=1.0)
