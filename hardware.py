@@ -1,5 +1,5 @@
 """
-The machine: which device and precision to compute in, what is compiled for it, the processes of one run, and what their failures mean.
+The machine: device and precision, what suits them and what is compiled, the processes of one run, and what their failures mean.
 """
 
 import contextlib
@@ -58,6 +58,7 @@ def two_matmuls(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=N
     """
     `F.scaled_dot_product_attention` for CPUs. In bf16 PyTorch's kernel is slower than two matmuls with all scores between them, until
     these leave the caches, and so is its own form of these, which looks for rows that read nothing (here: they read everything).
+    q (B,nh,S,hd), k and v (B,nh,L,hd) -> (B,nh,S,hd); what is not meant here, such as scores to be added, goes to PyTorch's.
     """
     known = is_causal or attn_mask is not None and attn_mask.dtype == torch.bool
     if q.dtype != torch.bfloat16 or q.size(2) > 512 or enable_gqa or not known:

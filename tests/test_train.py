@@ -546,6 +546,14 @@ def test_what_is_chosen_for_speed(monkeypatch):
     compiled = []
     hardware.tune_cpu()
     assert make().h[0].attn.sdpa is hardware.two_matmuls
+    calls, idx = [], torch.arange(48).view(2, 24)
+    for toggle in 'plain', 'chain':
+        model = make(**TOGGLES[toggle]).float()
+        with torch.autocast('cpu', torch.bfloat16), monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, 'scaled_dot_product_attention', lambda *args, **kw: calls.append(1))
+            quick = model.hidden(idx)
+        assert (quick - model.hidden(idx)).abs().mean() < 0.05  # what rounding to bf16 does
+    assert not calls
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda block, **how: compiled.append(how))
     with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
         for toggle in 'chain', 'router': hardware.compile_blocks(make(**TOGGLES[toggle]))

@@ -120,11 +120,11 @@ def training_step(model, loss_of, idx, dtype):
 
 def table(title, times, tokens, extra):
     """Print one comparison; returns its rows for the JSON file. extra(name, median): more columns of a row, {heading: number}."""
-    more = [extra(name, statistics.median(ts)) for name, ts in times.items()]
-    print(f"\n{title}\n{'':24s} {'median':>10s} {'quartiles':>19s} {'tokens/s':>10s} {'vs plain':>9s}", *(f"{key:>15s}" for key in more[0]))
-    base, rows = statistics.median(times.get('plain', next(iter(times.values())))), {}
-    for (name, ts), columns in zip(times.items(), more):
-        m, low, high = statistics.median(ts), ts[len(ts) // 4], ts[(3 * len(ts)) // 4]
+    medians, rows = {name: statistics.median(ts) for name, ts in times.items()}, {}
+    base, keys = medians.get('plain', next(iter(medians.values()))), extra(*next(iter(medians.items())))
+    print(f"\n{title}\n{'':24s} {'median':>10s} {'quartiles':>19s} {'tokens/s':>10s} {'vs plain':>9s}", *(f"{key:>15s}" for key in keys))
+    for (name, m), ts in zip(medians.items(), times.values()):
+        low, high, columns = ts[len(ts) // 4], ts[(3 * len(ts)) // 4], extra(name, m)
         print(f"{name:24s} {m * 1e3:7.1f} ms {low * 1e3:8.1f}-{high * 1e3:7.1f} ms {tokens / m:10,.0f} {base / m:8.3f}x",
               *(f"{number:15,.3f}" for number in columns.values()))
         rows[name] = dict(median_s=m, quartiles_s=[low, high], tokens_per_s=tokens / m, speed_vs_plain=base / m, **columns)
