@@ -8,42 +8,14 @@ A dataclass is one block of settings: its fields with their types, defaults and 
 Arguments apply from left to right: FILE.py holds lines `name = value`, FILE.json one object, --name=value sets one.
 Bad input is a UserError: one line that says what, where and what to do.
 """
-import ast, difflib, inspect, json, math, operator, os, re, sys, time
+import ast, difflib, inspect, json, math, operator, re, sys
 from dataclasses import fields
 from typing import get_args
 
+from engine.errors import UserError
+
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
              ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg}
-
-
-class UserError(Exception):
-    """Something the user can mend."""
-
-
-def run(main):
-    """
-    Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit status 2; Ctrl-C is 130, and output
-    that nobody reads any more (`| head`) is 141, as for other programs.
-    """
-    try:
-        if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
-        main(sys.argv[1:])
-        if sys.stdout: sys.stdout.flush()
-    except KeyboardInterrupt: leave(130)
-    except BrokenPipeError: leave(141)
-    except (UserError, OSError) as error:
-        rank = os.environ.get('RANK')  # set by torchrun
-        if rank not in (None, '0'): time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
-        print("error:", *[f"rank {rank}:"] * (rank is not None), *str(error).splitlines(), file=sys.stderr)
-        leave(2)
-
-
-def leave(status):
-    """Exit; what is still to be printed and cannot be (the reader left, the disk is full) is dropped without a word."""
-    try:
-        if sys.stdout: sys.stdout.flush()
-    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(status)
 
 
 def evaluate(node):

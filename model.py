@@ -26,8 +26,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memory import ChainMemory, FrozenMemory, StepMemory, new_caches, with_key_bias
-from thinking import Active, Thinking, awake, run_ahead, run_in_step
+from engine.memory import ChainMemory, FrozenMemory, StepMemory, new_caches, with_key_bias
+from engine.halting import Active, Thinking, awake, run_ahead, run_in_step
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -31,9 +31,11 @@ from typing import Optional
 
 import numpy as np
 
-from configurator import UserError, build, read, run
-from data import HEADER_BYTES, MAGIC, VERSION, alone, checksum, count_tokens, encode, get_tokenizer, on_disk, read_meta
-from download import FINEWEB, Progress, fineweb, shakespeare
+from configurator import build, read
+
+from engine.errors import UserError, run
+from engine.shards import HEADER_BYTES, MAGIC, VERSION, alone, checksum, count_tokens, encode, get_tokenizer, on_disk, read_meta
+from engine.download import FINEWEB, Progress, fineweb, shakespeare
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts are cut, into 32 pieces of at most this size, or more

@@ -17,11 +17,12 @@ from typing import Optional
 
 import torch
 
-from checkpoint import change_steps, load_checkpoint, load_weights
-from configurator import UserError, build, check_range, read, run
+from engine.checkpoint import change_steps, load_checkpoint, load_weights
+from configurator import build, check_range, read
+from engine.errors import UserError, run
 from model import GPT, GPTConfig
-from data import get_tokenizer
-from hardware import compile_decoding, expect_new_lengths, pick_device
+from engine.shards import get_tokenizer
+from engine.hardware import compile_decoding, expect_new_lengths, pick_device
 
 
 @dataclass

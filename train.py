@@ -31,10 +31,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
-from checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint, whole
-from configurator import UserError, build, check_range, read, run
-from data import Windows, alone, get_tokenizer, read_meta
-from hardware import (PEAK_FLOPS, compile_blocks, expect_new_lengths, pick_compile, pick_device, pick_dtype, process_group,
+from engine.checkpoint import CHECKPOINT_VERSION, CHECKPOINTS, change_steps, load_checkpoint, load_weights, save_checkpoint, whole
+from configurator import build, check_range, read
+from engine.errors import UserError, run
+from engine.shards import Windows, alone, get_tokenizer, read_meta
+from engine.hardware import (PEAK_FLOPS, compile_blocks, expect_new_lengths, pick_compile, pick_device, pick_dtype, process_group,
                       stop_signals, tune_cpu)
 from model import GPT, GPTConfig
 from tools.hf import load_state
@@ -437,7 +438,7 @@ def main(argv):
         if gone := state['settings'].keys() - asdict(settings): print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
         settings = build(Settings, {**state['settings'], **given})  # its settings too, where the user gave none
     if settings.dry_run:
-        from tools.plan import plan
+        from engine.plan import plan
         return plan(settings, given, state)
     device = pick_device(settings.device, int(os.environ.get('LOCAL_RANK') or 0))
     with process_group(device) as (rank, world):

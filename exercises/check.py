@@ -20,7 +20,7 @@ import torch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
-import configurator
+from engine.errors import UserError, run as run_program
 from model import GPT, GPTConfig
 
 NAMES = ('attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops')
@@ -203,15 +203,15 @@ def main(argv, path, check, hints):
         sys.exit(0 if right else 1)
     if argv in (['-h'], ['--help']): return print(inspect.unwrap(check).__globals__['__doc__'].strip())
     wanted = re.fullmatch(r'--hint(?:=(\d+))?', argv[0]) if len(argv) == 1 else None
-    if not wanted: raise configurator.UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
+    if not wanted: raise UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
     n = int(wanted[1] or 1)
-    if not 1 <= n <= len(hints): raise configurator.UserError(f"{argv[0]}: choose --hint=1 to --hint={len(hints)}")
+    if not 1 <= n <= len(hints): raise UserError(f"{argv[0]}: choose --hint=1 to --hint={len(hints)}")
     for i, hint in enumerate(hints[:n], 1): print(f"hint {i} of {len(hints)}: {hint}")
 
 
 def run(path, check, hints):
     """What an exercise file does when it is started."""
-    configurator.run(lambda argv: main(argv, os.path.abspath(path), check, hints))
+    run_program(lambda argv: main(argv, os.path.abspath(path), check, hints))
 
 
 def load(path):
@@ -239,9 +239,9 @@ def mark(argv):
     """Mark the exercises in the folder named, or in this one; exit status 0 if all are right, 1 if not."""
     if argv in (['-h'], ['--help']): return print(__doc__.strip())
     if len(argv) > 1 or argv and not os.path.isfile(os.path.join(argv[0], NAMES[0] + '.py')):
-        raise configurator.UserError(f"{' '.join(argv)}: name one folder with exercises, or none for {HERE}")
+        raise UserError(f"{' '.join(argv)}: name one folder with exercises, or none for {HERE}")
     sys.exit(0 if check_all(*argv) else 1)
 
 
 if __name__ == '__main__':
-    configurator.run(lambda argv: __import__('check').mark(argv))  # the module the exercises import, not this second copy of it
+    run_program(lambda argv: __import__('check').mark(argv))  # the module the exercises import, not this second copy of it

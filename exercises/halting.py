@@ -29,7 +29,7 @@ think about this: with all three frozen, would it matter if a halted token's E m
 import torch
 from check import NotYet, call, compare, expect, gradients, run, same, shaped, tensors, tiny
 
-from memory import KVCache
+from engine.memory import KVCache
 
 
 class Frozen:

@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 from check import call, causal, compare, expect, gradients, run, tiny
 
-from memory import KVCache
+from engine.memory import KVCache
 from model import latent
 
 

@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 from check import NotYet, call, compare, expect, run, shaped, tensors, tiny
 
-from memory import KVCache
+from engine.memory import KVCache
 
 
 class Cache:

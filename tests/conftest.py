@@ -9,7 +9,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from checkpoint import CHECKPOINT_VERSION, save_checkpoint
+from engine.checkpoint import CHECKPOINT_VERSION, save_checkpoint
 from model import GPT, Attention, GPTConfig
 
 torch.set_num_threads(1)  # the models here are far too small for more, and a busy machine makes threads wait for each other
@@ -100,7 +100,7 @@ def idx():
 @pytest.fixture(scope='session')
 def small_data(tmp_path_factory):
     """A data folder of byte tokens, about 60 kB of text, and the text itself."""
-    from data import get_tokenizer
+    from engine.shards import get_tokenizer
     from prepare_data import write_dataset
     folder = tmp_path_factory.mktemp('data') / 'small'
     texts = [f"def f{i}(x):\n    return x * {i} + {i % 7}\n".encode() * 8 for i in range(200)]

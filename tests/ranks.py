@@ -34,11 +34,11 @@ def finish(processes, log=''):
 def _train(args, log, env):
     import torch
 
-    import configurator
+    from engine.errors import run
     import train
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(fd, 1), os.dup2(fd, 2)
     os.environ.update({name: str(value) for name, value in env.items()})
     torch.set_num_threads(1)
     sys.argv = ['train.py', *args]
-    configurator.run(train.main)
+    run(train.main)

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from configurator import UserError
+from engine.errors import UserError
 from model import GPT, GPTConfig
 from tools import bench, bench_halting
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from conftest import TOGGLES, make, save
 
-from configurator import UserError
-from data import get_tokenizer
+from engine.errors import UserError
+from engine.shards import get_tokenizer
 from prepare_data import write_dataset
 from tools import choices
 

@@ -9,7 +9,8 @@ import pytest
 from conftest import ROOT
 
 import train
-from configurator import UserError, build, read
+from configurator import build, read
+from engine.errors import UserError
 from model import GPT, GPTConfig
 from tools import compare
 

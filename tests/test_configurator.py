@@ -10,7 +10,9 @@ import pytest
 from conftest import ROOT, program
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from configurator import UserError, build, describe, read, run
+from configurator import build, describe, read
+
+from engine.errors import UserError, run
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Block:
 
 
 def test_a_terminal_that_cannot_show_a_character():
-    done = program('-c', r"import configurator; configurator.run(lambda argv: print('caf\xe9', '\udce9'))", PYTHONIOENCODING='ascii:strict')
+    done = program('-c', r"from engine.errors import run; run(lambda argv: print('caf\xe9', '\udce9'))", PYTHONIOENCODING='ascii:strict')
     assert done.stdout == 'caf? ?\n'
 
 

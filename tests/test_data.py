@@ -15,8 +15,8 @@ from conftest import program, refused
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 import prepare_data
-from configurator import UserError
-from data import HEADER_BYTES, MAGIC, Windows, get_tokenizer, open_shard, read_meta, shuffle
+from engine.errors import UserError
+from engine.shards import HEADER_BYTES, MAGIC, Windows, get_tokenizer, open_shard, read_meta, shuffle
 from prepare_data import checksum, write_dataset
 
 CPU = torch.device('cpu')

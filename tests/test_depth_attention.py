@@ -7,7 +7,7 @@ import torch
 from conftest import close, make
 from test_promises import differ
 
-from memory import KVCache
+from engine.memory import KVCache
 from model import GPTConfig, apply_rope, depth_attention, rope_table
 
 DEPTH = dict(depth_attn=True)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
-import download
+from engine import download
 import prepare_data
-from configurator import UserError
-from data import MAGIC, VERSION, Windows, get_tokenizer, read_meta
-from download import fetch
+from engine.errors import UserError
+from engine.shards import MAGIC, VERSION, Windows, get_tokenizer, read_meta
+from engine.download import fetch
 
 
 def shard(n_tokens, seed):

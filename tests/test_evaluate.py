@@ -11,8 +11,8 @@ import torch
 from conftest import make, save
 
 import prepare_data
-from configurator import UserError
-from data import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
+from engine.errors import UserError
+from engine.shards import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
 from tools import evaluate
 
 BYTE = get_tokenizer('byte')

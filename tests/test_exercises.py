@@ -15,7 +15,7 @@ from conftest import ROOT, program
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises'))
 import check
-from memory import KVCache
+from engine.memory import KVCache
 from model import GPT, GPTConfig, apply_rope, depth_attention, latent, rope_table
 
 sdpa = F.scaled_dot_product_attention
@@ -452,7 +452,7 @@ def test_the_whole_set_is_a_program(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert left.value.code == 1 and 'attention        not yet: ' in out and f"{tmp_path / 'rope.py'} is not there" in out
     for wrong in (['nowhere'], [str(tmp_path), str(tmp_path)]):
-        with pytest.raises(check.configurator.UserError, match='name one folder'): check.mark(wrong)
+        with pytest.raises(check.UserError, match='name one folder'): check.mark(wrong)
 
 
 def test_help_is_the_text_at_the_top(capsys):
@@ -478,7 +478,7 @@ def test_hints_come_one_by_one(capsys):
             check.main([option], exercise.__file__, exercise.check, exercise.HINTS)
             assert capsys.readouterr().out.count(' of 3: ') == n
         for option in ('--hint=0', '--hint=4', '--hints', 'hint'):
-            with pytest.raises(check.configurator.UserError): check.main([option], exercise.__file__, exercise.check, exercise.HINTS)
+            with pytest.raises(check.UserError): check.main([option], exercise.__file__, exercise.check, exercise.HINTS)
 
 
 def test_the_losses_quoted_are_those_of_the_results_page():

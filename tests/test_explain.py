@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import TOGGLES, make, save
 
-from configurator import UserError
+from engine.errors import UserError
 from model import GPTConfig, apply_rope, rope_table
 from tools import explain
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 from conftest import ONE_EACH, TOGGLES, close, make
 
-from hardware import compile_decoding
-from memory import KVCache, StaticCache
+from engine.hardware import compile_decoding
+from engine.memory import KVCache, StaticCache
 
 
 def draw(model, prompts, n):

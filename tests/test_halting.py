@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import close, make
 from test_promises import differ, targets
 
-from memory import with_key_bias
+from engine.memory import with_key_bias
 from model import GPTConfig, penalty
 
 MODES = {'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),

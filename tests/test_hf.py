@@ -3,7 +3,7 @@ import pytest
 import torch
 from conftest import make
 
-from configurator import UserError
+from engine.errors import UserError
 
 pytest.importorskip('safetensors')
 import safetensors.torch

@@ -11,7 +11,7 @@ from conftest import ROOT, make, program, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import freqkv
-from configurator import UserError
+from engine.errors import UserError
 from freqkv import FreqKV, FreqKVSettings, LongGPT, Rotated, Truncated, contestants, dct_matrix, filtered
 
 N, S, L = 12, 2, 4  # cache, sinks, entries that stay: W = 6

@@ -16,8 +16,8 @@ sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import geogalactica as lab
 import minerals
 from common import fit, loss_on, warm_up
-from configurator import UserError
-from data import get_tokenizer
+from engine.errors import UserError
+from engine.shards import get_tokenizer
 
 EOT = 49  # in models with n_tokens=50
 PAIRS = [((1, 2, 3), (4,)), ((5, 6), (7, 8)), ((9,), (10, 11, 12)), ((13, 14, 15, 16), (17,))]

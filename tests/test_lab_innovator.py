@@ -11,8 +11,8 @@ from conftest import ROOT, make, program, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import innovator as lab
-from configurator import UserError
-from data import get_tokenizer
+from engine.errors import UserError
+from engine.shards import get_tokenizer
 
 G = 4
 TINY = dict(vocab_size=320, n_tokens=257, block_size=16, n_layer=2)

@@ -9,9 +9,10 @@ from conftest import ROOT, save
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
-from configurator import UserError, build, read
+from configurator import build, read
+from engine.errors import UserError
 from model import GPT, GPTConfig
-from tools.plan import LiveBytes, activations, memory
+from engine.plan import LiveBytes, activations, memory
 from train import Settings, Trainer
 
 SIZES = os.path.join(ROOT, 'config', 'size')

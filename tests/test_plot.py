@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make, save
 
-from configurator import UserError
+from engine.errors import UserError
 from model import GPT, GPTConfig
 from tools import plot
 
@@ -143,7 +143,7 @@ def test_steps(halting):
 
 
 def test_text(halting):
-    from data import get_tokenizer
+    from engine.shards import get_tokenizer
     figure = plot.text(halting, torch.tensor(list(b'a$\n' * 10 + b'b' * 101)), get_tokenizer('byte'), None)
     ax, bar = figure.axes
     letters = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in ax.texts}
@@ -157,7 +157,7 @@ def test_text(halting):
 
 def test_reads_the_validation_set_or_a_text(folder, small_data, tmp_path):
     path = folder(make(**SIZE, ponder='loop', ponder_steps=1).float())
-    from data import get_tokenizer, open_shard
+    from engine.shards import get_tokenizer, open_shard
     byte = get_tokenizer('byte')
     assert plot.read_text(dict(data_dir=small_data), byte, plot.PlotSettings(tokens=9)).tolist() == open_shard(os.path.join(small_data, 'val_000000.bin'))[:9].tolist()
     assert plot.read_text(dict(data_dir=small_data), byte, plot.PlotSettings(start='ab')).tolist() == [97, 98]

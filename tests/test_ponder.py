@@ -5,7 +5,7 @@ import torch
 from conftest import close, make
 from test_promises import differ, gradients
 
-from memory import ChainMemory, PassMemory
+from engine.memory import ChainMemory, PassMemory
 from model import GPT, GPTConfig
 
 TOKENS = [3, 14, 15, 9, 26]

@@ -17,7 +17,7 @@ from conftest import ONE_EACH, ROOT
 from test_train import QUICK, SHAPE, options, run_train, same_weights  # noqa: F401, run_train is a fixture
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from checkpoint import load_checkpoint
+from engine.checkpoint import load_checkpoint
 from train import Trainer
 
 if sys.platform == 'win32': pytest.skip('gloo over torchrun, fork and signals need POSIX', allow_module_level=True)

@@ -8,8 +8,8 @@ from conftest import ONE_EACH, TOGGLES, close, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hardware import compile_blocks
-from memory import RaggedCache
+from engine.hardware import compile_blocks
+from engine.memory import RaggedCache
 from model import HALTING, PONDER, GPT, GPTConfig
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from conftest import ROOT, make, save
-from configurator import UserError
+from engine.errors import UserError
 from model import HALTING, PONDER, GPT, GPTConfig
 
 

@@ -7,9 +7,9 @@ import torch
 from conftest import ROOT, TOGGLES, make, program, refused, save
 
 import sample
-from checkpoint import load_checkpoint, save_checkpoint
-from configurator import UserError
-from data import get_tokenizer
+from engine.checkpoint import load_checkpoint, save_checkpoint
+from engine.errors import UserError
+from engine.shards import get_tokenizer
 from model import GPT
 from sample import encode_prompt
 

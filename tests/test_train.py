@@ -13,11 +13,12 @@ import pytest
 import torch
 from conftest import ONE_EACH, ROOT, TOGGLES, close, make, program, refused
 
-import hardware
+from engine import hardware
 import train
-from checkpoint import load_checkpoint, save_checkpoint
-from configurator import UserError, build, read
-from data import Windows, alone, read_meta
+from engine.checkpoint import load_checkpoint, save_checkpoint
+from configurator import build, read
+from engine.errors import UserError
+from engine.shards import Windows, alone, read_meta
 from model import GPT, GPTConfig
 from train import Settings, Trainer
 

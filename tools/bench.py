@@ -25,9 +25,10 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
-from checkpoint import whole
-from configurator import UserError, build, read, run
-from hardware import compile_blocks, compile_decoding, expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
+from engine.checkpoint import whole
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.hardware import compile_blocks, compile_decoding, expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from train import Settings
 

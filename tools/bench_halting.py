@@ -18,8 +18,9 @@ import torch.nn as nn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
-from configurator import UserError, build, read, run
-from hardware import expect_new_lengths, pick_device, pick_dtype, tune_cpu
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.hardware import expect_new_lengths, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from tools.bench import TINY, seconds, training_step, whole_numbers
 from train import Settings

@@ -20,8 +20,9 @@ import torch
 import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from configurator import UserError, check_range, run
-from data import Windows, read_meta
+from configurator import check_range
+from engine.errors import UserError, run
+from engine.shards import Windows, read_meta
 from model import HALTING
 from sample import open_one
 

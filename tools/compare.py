@@ -26,10 +26,11 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
-from checkpoint import CHECKPOINTS, load_checkpoint
-from configurator import UserError, build, read, run
-from data import read_meta
-from hardware import pick_device, stop_signals
+from engine.checkpoint import CHECKPOINTS, load_checkpoint
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.shards import read_meta
+from engine.hardware import pick_device, stop_signals
 from model import GPT, GPTConfig
 from train import Settings
 

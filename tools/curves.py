@@ -5,7 +5,9 @@ import re
 
 import numpy as np
 
-from configurator import UserError, build, read
+from configurator import build, read
+
+from engine.errors import UserError
 from model import GPTConfig
 from tools.compare import read_lines, training_flops
 from train import Settings

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import CHECKPOINTS
-from configurator import UserError, build, check_range, read, run
-from data import count_tokens, encode, open_shard, read_meta
-from hardware import explained, pick_device, tune_cpu
+from engine.checkpoint import CHECKPOINTS
+from configurator import build, check_range, read
+from engine.errors import UserError, run
+from engine.shards import count_tokens, encode, open_shard, read_meta
+from engine.hardware import explained, pick_device, tune_cpu
 from sample import load_model, override
 
 

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
-from configurator import run
+from engine.errors import run
 from sample import encode_prompt, open_one
 
 

@@ -15,8 +15,9 @@ from dataclasses import asdict
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import load_weights, whole
-from configurator import UserError, read, run
+from engine.checkpoint import load_weights, whole
+from configurator import read
+from engine.errors import UserError, run
 from model import GPT, GPTConfig
 
 INSTALL = "reading and writing Hugging Face folders needs safetensors: pip install safetensors"

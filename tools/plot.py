@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from checkpoint import change_steps, whole
-from configurator import UserError, build, read, run
-from hardware import pick_device
+from engine.checkpoint import change_steps, whole
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.hardware import pick_device
 from model import HALTING
 from sample import encode_prompt, load_model
 from tools.curves import X, curves, final, new_figure

@@ -8,9 +8,9 @@ import time
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))  # run from anywhere
-from configurator import UserError
-from data import open_shard, read_meta
-from hardware import tune_cpu
+from engine.errors import UserError
+from engine.shards import open_shard, read_meta
+from engine.hardware import tune_cpu
 from sample import load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"

@@ -54,8 +54,9 @@ import torch
 import torch.nn.functional as F
 
 from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
-from configurator import UserError, build, read, run
-from data import on_disk
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.shards import on_disk
 from model import RMSNorm
 
 

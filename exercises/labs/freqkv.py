@@ -46,8 +46,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
-from configurator import UserError, build, read, run
-from memory import KVCache
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.memory import KVCache
 from model import GPT, apply_rope, rope_table
 
 

@@ -50,8 +50,9 @@ from dataclasses import dataclass
 import torch
 
 from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
-from configurator import UserError, build, read, run
-from data import read_meta
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.shards import read_meta
 from minerals import completion, documents, question, world
 
 

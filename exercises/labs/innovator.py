@@ -65,8 +65,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import fit, load_plain, loss_on, own_text, table, warm_up, windows
-from configurator import UserError, build, read, run
-from data import encode
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.shards import encode
 from prepare_data import walk
 
 

@@ -9,7 +9,7 @@ Who still thinks, and who goes on to the next token.
 
 import torch
 
-from memory import NEVER
+from engine.memory import NEVER
 
 
 def awake(x, pos, cache):

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tiktoken
 
-from configurator import UserError
+from engine.errors import UserError
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
 

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from configurator import UserError
+from engine.errors import UserError
 from model import GPTConfig
 
 CHECKPOINT_VERSION = 1

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from checkpoint import load_checkpoint
+from engine.checkpoint import load_checkpoint
 from configurator import build
-from data import read_meta
-from hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
+from engine.shards import read_meta
+from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
 from model import GPT, GPTConfig
 from prepare_data import BUILTIN
 from train import START, accumulation

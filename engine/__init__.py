@@ -1,0 +1,24 @@
+"""
+The machinery: what makes the five files at the top fast, exact and safe.
+
+What model.py takes from here equals a line of plain PyTorch, and says which. Imports point one way:
+nothing in this folder imports a file of the top level.
+
+    thinking      attention.py   the attention kernel for each device, precision, mask and length
+                  loss.py        the head and the cross-entropy in parts, recomputing in backward
+                  memory.py      what attention may read: caches, and the passes before this one
+                  slots.py       which tokens take the next pass
+                  generate.py    token by token, in batches whose rows do not wait for each other
+                  flops.py       what a pass costs
+                  checks.py      settings of a model that do not fit together
+    running       hardware.py    device, precision, compiling, the processes of a run
+                  checkpoint.py  checkpoints: complete or absent
+                  start.py       the model that a run starts from
+                  output.py      the output folder, the log, evaluation reports, signals
+                  plan.py        what a run would take
+                  errors.py      a line for what the user can mend
+    data          shards.py      tokenizers, token shards and their description
+                  windows.py     which tokens a step reads
+                  download.py    over an unreliable network
+                  files.py       whole files, locked folders
+"""
