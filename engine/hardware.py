@@ -9,10 +9,9 @@ import signal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from engine.errors import UserError
-from model import Attention
+from engine import attention
 
 PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12}  # dense bf16
 
@@ -46,26 +45,12 @@ def pick_compile(choice, device):
 
 def tune_cpu():
     """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
-    Attention.sdpa = staticmethod(two_matmuls)
+    attention.kernel = attention.two_matmuls
     # On Linux, let malloc keep freed blocks: every new page of activations would be zeroed by the kernel again.
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
         libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
-
-
-def two_matmuls(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """
-    `F.scaled_dot_product_attention` for CPUs. In bf16 PyTorch's kernel is slower than two matmuls with all scores between them, until
-    these leave the caches, and so is its own form of these, which looks for rows that read nothing (here: they read everything).
-    q (B,nh,S,hd), k and v (B,nh,L,hd) -> (B,nh,S,hd); what is not meant here, such as scores to be added, goes to PyTorch's.
-    """
-    known = is_causal or attn_mask is not None and attn_mask.dtype == torch.bool
-    if q.dtype != torch.bfloat16 or q.size(2) > 512 or enable_gqa or not known:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril() if is_causal else attn_mask
-    hidden = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, torch.finfo(q.dtype).min)
-    return F.dropout((q * scale @ k.mT).add_(hidden).softmax(-1), dropout_p) @ v
 
 
 def expect_new_lengths():
@@ -86,19 +71,34 @@ def compile_blocks(model):
 
 def compile_decoding(model):
     """
-    Compile the pass that reads one new token, all layers in one piece; on a GPU replay it as a CUDA graph. For a model on its
-    device, whose blocks are not compiled; `GPT.stream` then takes static caches. The first tokens wait for the compiler. `loop` with
-    depth_attn stays as it is: what earlier loops made is read again, but would not outlast the graph's next replay.
+    Compile the pass that reads one new token, all blocks in one piece; on a GPU replay it as a CUDA
+    graph. For a model on its device, whose blocks are not compiled; caches are static from then on.
+    The first tokens wait for the compiler.
     """
-    cuda = model.wte.weight.is_cuda
-    compiled = torch.compile(model.layers, mode='reduce-overhead' if cuda else None)
+    model.run_blocks = CompiledBlocks(model)
+    model.static_caches = True
 
-    def decode_layers(x, rope, memory, *others):
-        if cuda:
+
+class CompiledBlocks:
+    """
+    GPT.run_blocks, compiled for the passes of new tokens; other passes run as they are. `loop` with
+    depth_attn does too: what earlier loops made would not outlast a CUDA graph's next replay.
+    """
+
+    def __init__(self, model):
+        self.cuda = model.wte.weight.is_cuda
+        self.plain = model.run_blocks
+        self.compiled = torch.compile(self.plain, mode='reduce-overhead' if self.cuda else None)
+
+    def __call__(self, x, rope, memory, mask, layers=None, earlier=None):
+        if earlier is not None or not getattr(memory, 'compiled', False):
+            return self.plain(x, rope, memory, mask, layers, earlier)
+        if self.cuda:
             torch.compiler.cudagraph_mark_step_begin()
-            for held in memory.k + memory.v: torch._dynamo.mark_static_address(held, guard=False)  # written in place, not copied in
-        with explained(): return compiled(x, rope, memory, *others).clone()  # a graph's next replay writes where this one did
-    model.decode_layers = decode_layers
+            for held in memory.k + memory.v:  # written in place, not copied in
+                torch._dynamo.mark_static_address(held, guard=False)
+        with explained():  # the next replay writes where this one did: hence the copy
+            return self.compiled(x, rope, memory, mask, layers).clone()
 
 
 def stop_signals():

@@ -1,19 +1,36 @@
 """
-What attention may read. Attention asks one object:
+What attention may read. One rule says it for every mechanism. A slot is what one pass made of one
+token: it has a time, the token's place in the text, and a step, the number of the pass.
 
-    k, v = memory.update(layer, k, v)    stores this pass's keys and values (B, nkv, S, hd), returns all it has for reading
-    memory.mask(S, device)               which of those each of the S queries reads: bool (B or 1, 1, S, readable), or what
-                                         is added to the scores; or None for "itself and all before it"; or
-                                         [(n, bool (s, n)), ...]: for the first s queries, the next, .., which of the first n
+    A query of time t in step k reads the slots with  time <= t  and  step <= k,
+    and of a token whose keys were replaced the newest of these.
 
-    KVCache         generation, the same number of slots per token         plain, embedding, loop, pause, latent
-    StaticCache     the same, for compiled code
-    RaggedCache     generation, else: slots vary, or some are hidden       everything that halts; chain
-    ChainMemory     no cache: steps read the steps before them             chain
-    StepMemory      the same, each token with its own number of steps      router
-    FrozenMemory    no cache: tokens that stopped are still read           gate
+The plain GPT has one step, so this is causal attention. Without a cache a pass reads its own slots
+and those of the passes before it; with one, all that was read before as well.
 
-The other half of halting is thinking.py: which slots still think.
+    CausalMemory    a pass that reads itself alone                          text as a whole
+    FrozenMemory    tokens that stopped keep the keys of their last pass    the same, gate
+    StepMemory      the slots of all passes so far                          the same, router
+    ChainMemory     the same where all tokens take all passes               the same, chain
+    KVCache         all before, equally many slots for each token           generation
+    StepCache       all before, each token with its own number of slots     the same, chain, router
+    LatestCache     the same; a token is read at its newest slot            the same, gate
+    ThoughtCache    the same; all slots in one row, and keys fade           the same, mask
+
+Attention calls two methods of such an object:
+
+    mask(S, device)         when a pass begins: room for its S slots, and who reads what
+                            (a mask for engine/attention.py: attend)
+    update(layer, k, v)     in each layer: takes the keys and values (B, nkv, S, hd) of the pass,
+                            and returns all there are to read (B, nkv, readable, hd)
+
+A mechanism calls, before a pass,
+
+    open(slots, pos, k)     the pass is number k, of these slots (engine/slots.py) at positions pos;
+                            returns the memory of this pass
+    rewind(n, bias)         the pass has n slots for each new token, in the place of what earlier
+                            passes over these tokens left; bias (B, slots): added to the scores of
+                            these keys
 """
 
 import math
@@ -21,250 +38,375 @@ import math
 import torch
 import torch.nn.functional as F
 
-NEVER = 2 ** 40  # the time of padding: after every slot, so that none reads it
+from engine.attention import Group, KeyBias
+from engine.slots import NEVER
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# generation
+class Memories(list):
+    """The memories of a text: one for each pass, or one that all share."""
+    tokens = 0                      # read so far
+
+    def begin(self, T, device):
+        """T more tokens follow; returns their positions (T,)."""
+        pos = torch.arange(self.tokens, self.tokens + T, device=device)
+        for memory in self:
+            memory.begin(pos)
+        self.tokens += T
+        return pos
+
+
+def new_caches(mechanism, n_layer, capacity, start=None, static=False):
+    """
+    Empty caches for a text of `capacity` tokens. start (B,): tokens of padding on the left of each
+    row. static: for compiled code, see KVCache.
+    """
+    passes = mechanism.steps + 1
+    if mechanism.one_cache:
+        slots = passes  # of each token
+        return Memories([mechanism.cache(n_layer, capacity * slots, start, static)])
+    return Memories(mechanism.cache(n_layer, capacity, start, static) for _ in range(passes))
+
+
+def no_caches(mechanism, n_layer):
+    """What the passes over a text read that is there as a whole, as in training."""
+    number = 1 if mechanism.one_cache else mechanism.steps + 1
+    return Memories(mechanism.memory(n_layer) for _ in range(number))
+
+
+# -------------------------------------------------------------------------------------------------
+# A text as a whole. Autograd forbids to write into a buffer, and a block may run again in backward:
+# each pass has an object of its own, which joins its keys and values with those of the pass before.
+
+
+class CausalMemory:
+    """Each slot reads itself and all before it in this pass: nothing is kept."""
+    cached = False
+    start = None                    # no padding
+
+    def __init__(self, n_layer=None):
+        self.bias = None            # (B,S), of the keys
+
+    def begin(self, pos):
+        """Nothing was read before."""
+
+    def rewind(self, n, bias=None):
+        self.bias = bias
+
+    def mask(self, S, device):
+        return None if self.bias is None else KeyBias(self.bias)
+
+    def update(self, layer, k, v):
+        return k, v
+
+
+class PassMemory:
+    """A pass that reads what `join` makes of its keys and values and those of the pass before."""
+    cached = False
+    start = None
+
+    def __init__(self, n_layer, before=None):
+        self.k = [None] * n_layer   # each (B, nkv, readable, hd)
+        self.v = [None] * n_layer
+        self.before = before        # the memory of the pass before; None in the first
+        self.seen = None            # the mask; None: causal
+
+    def begin(self, pos):
+        """Nothing was read before."""
+
+    def next(self):
+        """An empty memory for the pass after this one."""
+        is_first = self.k[0] is None
+        return type(self)(len(self.k), None if is_first else self)
+
+    def mask(self, S, device):
+        return self.seen
+
+    # It changes state, for which a compiled block would be specialised layer by layer.
+    # torch.compiler.disable does the same, but imports the compiler with this file: two more
+    # seconds before a sample starts. (Private; in PyTorch 2.11 to 2.13.)
+    @torch._disable_dynamo
+    def update(self, layer, k, v):
+        if self.before is not None:
+            k = self.join(self.before.k[layer], k)
+            v = self.join(self.before.v[layer], v)
+        self.k[layer], self.v[layer] = k, v
+        return k, v
+
+
+class FrozenMemory(PassMemory):
+    """Tokens that have stopped keep the keys and values of the pass before."""
+
+    def open(self, slots, pos, k):
+        memory = self.next()
+        memory.thinking = slots.valid[:, None, :, None]                 # (B, 1, T, 1)
+        return memory
+
+    def join(self, before, new):
+        return torch.where(self.thinking, new, before)
+
+
+class StepMemory(PassMemory):
+    """Slots of all passes so far, those of a pass behind those before: the rule needs the times."""
+
+    def open(self, slots, pos, k):
+        memory = self.next()
+        time = slots.time(pos)                                          # (B,n)
+        memory.time = time
+        if memory.before is not None:
+            memory.time = torch.cat((self.time, time), dim=1)           # (B, readable)
+            memory.seen = memory.time[:, None, None, :] <= time[:, None, :, None]
+        return memory
+
+    def join(self, before, new):
+        return torch.cat((before, new), dim=2)
+
+
+class ChainMemory(PassMemory):
+    """
+    Steps where all T tokens take all passes. Keys stand in the order of time, x_0 z_0 .. x_1 z_1,
+    so that a group of QUERIES tokens reads the first so many: half the work at long T.
+    """
+    QUERIES = 256
+
+    def open(self, slots, pos, k):
+        memory = self.next()
+        memory.passes = passes = k + 1
+        T = len(pos)
+        if k == 0 or T == 1:
+            return memory  # causal; or one token, which reads all there is
+        # what the last group reads of all keys; shifted to the left, it is every other group's mask
+        key_pos = pos.repeat_interleave(passes)
+        last = key_pos <= pos[-self.QUERIES:, None]                     # (queries, T passes)
+        memory.seen = []
+        for first in range(0, T, self.QUERIES):
+            end = min(first + self.QUERIES, T)
+            seen = last[first - end:, (T - end) * passes:]
+            memory.seen.append(Group(keys=end * passes, seen=seen))
+        return memory
+
+    def join(self, before, new):
+        before = before.unflatten(2, (-1, self.passes - 1))             # (B, nkv, T, k, hd)
+        return torch.cat((before, new.unsqueeze(3)), dim=3).flatten(2, 3)
+
+
+# -------------------------------------------------------------------------------------------------
+# Generation
+
 
 class KVCache:
     """
-    A memory for `GPT.trunk`: keeps the keys and values of all slots seen so far, so that a new token costs one slot.
+    Keeps the keys and values of all slots so far, so that a new token costs one slot. It holds
+    2 L B nkv capacity hd numbers. Depth-Attention stores its mixed values here: not one byte more.
 
-    Holds 2 L B nkv capacity hd numbers, allocated at first use in the dtype of the keys. Depth-Attention stores its
-    mixed values here, so it needs not one byte more. Rows of a batch may have different lengths: they are aligned at
-    the right end, and `start` (B,) counts the padding tokens on the left of each row, of `slots` slots each, which
-    nobody reads.
+    Rows of a batch are aligned at the right end; start (B,) says how many tokens of padding are on
+    the left of each, which nobody reads. static: for compiled code, a new token reads all
+    `capacity` slots behind a mask, so that shapes and addresses never change and one compiled
+    function, or one CUDA graph, serves all of them.
     """
+    cached = True
 
-    def __init__(self, n_layer, capacity, start=None, slots=1):
-        self.capacity, self.start, self.slots = capacity, start, slots
-        self.slots_now = slots  # in the current pass: `latent` starts with fewer
-        self.k, self.v = [None] * n_layer, [None] * n_layer
-        self.length = self.tokens = 0  # slots and tokens in use
+    def __init__(self, n_layer, capacity, start=None, static=False):
+        self.k = [None] * n_layer   # each (B, nkv, places, hd), made when its first keys come
+        self.v = [None] * n_layer
+        self.capacity = capacity    # most slots of a row
+        self.places = capacity      # slots there is room for
+        self.start = start
+        self.static = static
+        self.length = 0             # slots in use
+        self.began = 0              # of these, from before the tokens that are read now
+        self.pos = None             # (T,): positions of the tokens that are read now
+        self.compiled = False       # whether the pass is one new token's, in compiled code
+        self.real = None            # (B, capacity): slots that are no padding
 
-    def update(self, layer, k, v):
-        """Append k, v (B, nkv, S, hd) of one layer, for reading only (no gradient); returns all it holds, (B, nkv, length + S, hd)."""
-        if self.k[layer] is None:
-            shape = (k.size(0), k.size(1), self.capacity, k.size(3))
-            self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
-        end = self.after(k.size(2))
-        self.k[layer][:, :, self.length:end], self.v[layer][:, :, self.length:end] = k.detach(), v.detach()
-        if layer == len(self.k) - 1: self.length = end  # the last layer closes the pass
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+    def begin(self, pos):
+        self.pos = pos
+        self.began = self.length
 
-    def after(self, S):
-        """The slots in use after S more; ValueError if there is no room for them."""
-        end = self.length + S
-        if end > self.capacity: raise ValueError(f"the cache holds {self.capacity} slots, but {end} are needed: make it larger, or slide")
-        return end
+    def rewind(self, n, bias=None):
+        self.length = self.began
+
+    def make_room(self, S, compiled, device):
+        """For S more slots; returns the place of the first."""
+        first, end = self.length, self.length + S
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} slots, but {end} are needed: "
+                             f"make it larger, or slide")
+        self.length = end
+        self.compiled = compiled
+        self.readable = self.places if compiled else end
+        self.here = torch.arange(first, end, device=device) if compiled else slice(first, end)
+        return first
 
     def mask(self, S, device):
-        """Which slots the next S queries may read: bool (B or 1, 1, S, length + S), or None for "all up to oneself"."""
-        if self.start is None and (S == 1 or self.length == 0): return None
-        return self.seen(S, self.length + S, device)
+        one_token = self.pos is not None and len(self.pos) == 1
+        compiled = self.static and self.length > 0 and one_token
+        first = self.make_room(S, compiled, device)
+        if self.start is None and not compiled and (S == 1 or first == 0):
+            return None
+        key = torch.arange(self.readable, device=device)
+        query = key[first:first + S, None]
+        seen = (key <= query)[None]                                     # (1, S, readable)
+        if self.start is not None:
+            self.mark_padding(first, S)
+            seen = seen & self.real[:, None, :self.readable]            # (B, S, readable)
+            seen = seen | (key == query)  # padding reads itself: a softmax needs something
+        return self.as_numbers(seen[:, None]) if compiled else seen[:, None]
 
-    def seen(self, S, slots, device):
-        """Which of the first `slots` slots the next S queries may read: bool (B or 1, 1, S, slots)."""
-        key = torch.arange(slots, device=device)
-        query = key[self.length:self.length + S, None]
-        seen = (key <= query)[None, None]
-        if self.start is None: return seen
-        padding = self.start[:, None, None, None] * self.slots  # of it held, and in this pass:
-        padding = padding.clamp(max=self.length) + (padding - self.length).clamp(min=0) // self.slots * self.slots_now
-        return seen & (key >= padding) | (key == query)  # padding reads itself: a softmax over nothing would be NaN
+    def mark_padding(self, first, S):
+        """Which of the S new slots are no padding; the tokens read now have equally many each."""
+        if self.real is None:
+            self.real = self.start.new_zeros(len(self.start), self.capacity, dtype=torch.bool)
+        real = self.pos >= self.start[:, None]                          # (B,T)
+        self.real[:, first:first + S] = real.repeat_interleave(S // len(self.pos), dim=1)
+
+    def as_numbers(self, seen):
+        """
+        The mask seen as numbers to add, which otherwise each layer would make of it. Their type is
+        that of the keys: before there are any, it stays as it is.
+        """
+        for keys in self.k:
+            if keys is not None:
+                return torch.where(seen, keys.new_zeros(()), -math.inf)
+        return seen
+
+    def update(self, layer, k, v):
+        """Keeps k and v without their gradients; returns all of this layer."""
+        if self.compiled:
+            keys = self.k[layer].index_copy_(2, self.here, k)
+            return keys, self.v[layer].index_copy_(2, self.here, v)
+        self.k[layer] = self.enlarged(self.k[layer], k)
+        self.v[layer] = self.enlarged(self.v[layer], v)
+        self.k[layer][:, :, self.here] = k.detach()
+        self.v[layer][:, :, self.here] = v.detach()
+        return self.k[layer][:, :, :self.readable], self.v[layer][:, :, :self.readable]
+
+    def enlarged(self, held, new):
+        """held (B, nkv, .., hd), or None before the first keys, with a place for each slot."""
+        if held is None:
+            B, nkv, _, hd = new.shape
+            return new.new_zeros(B, nkv, self.places, hd)
+        more = self.places - held.size(2)
+        return F.pad(held, (0, 0, 0, more)) if more > 0 else held
 
     def bytes(self):
         """Bytes allocated so far."""
         return sum(t.numel() * t.element_size() for t in self.k + self.v if t is not None)
 
 
-class StaticCache(KVCache):
+class StepCache(KVCache):
     """
-    A KVCache of fixed shapes and addresses: one compiled function, or one CUDA graph, then serves all new tokens. The price: each
-    reads all `capacity` slots. Prompts are read as by a KVCache. `compiled`: this pass is one new token's, for GPT.decode_layers.
-    """
-
-    def mask(self, S, device):
-        self.compiled = self.length > 0 and S <= self.slots_now
-        if not self.compiled: return super().mask(S, device)
-        end = self.after(S)
-        self.place, seen = torch.arange(self.length, end, device=device), self.seen(S, self.capacity, device)
-        self.length = end  # here, because `update` would be recompiled for each length
-        return torch.where(seen, self.k[0].new_zeros(()), -math.inf)
-
-    def update(self, layer, k, v):
-        if not self.compiled: return super().update(layer, k, v)
-        return self.k[layer].index_copy_(2, self.place, k), self.v[layer].index_copy_(2, self.place, v)
-
-
-class RaggedCache:
-    """
-    The cache where tokens have different numbers of slots, or slots may not read all before them: it holds what was computed,
-    row by row, and no more. A query of time t in step k reads the slots of times up to t that were made in steps up to k and
-    not replaced by then.
-    capacity: for compiled code, as in StaticCache: allocate this many slots per row at once; a new token's pass reads them all.
+    For tokens with different numbers of slots. Each pass appends a column for each of its slots,
+    the same number in all rows; every slot has labels, its time and its step, by which the rule at
+    the top of this file says who reads it. Where a row has nothing to append, the time is NEVER.
+    It grows by doubling, but for compiled code.
     """
 
-    def __init__(self, n_layer, start=None, capacity=0):
-        self.k, self.v, self.start, self.capacity = [None] * n_layer, [None] * n_layer, start, capacity
-        self.tokens, self.time, self.bias = 0, None, None
+    def __init__(self, n_layer, capacity, start=None, static=False):
+        super().__init__(n_layer, capacity, start, static)
+        self.places = capacity if static else 0
+        self.labels = {}            # name: (B, places)
+        self.new = {}               # name: (B, n), of the pass that is opened
 
-    def open(self, active, time, step=0, bias=None):
-        """
-        Make room for a pass over `active` slots of the times (S,) or (B,S) in a step, one for all or (r,n). bias (r,n): added to
-        all scores of these keys, now and later. Returns self, a memory for this pass.
-        """
-        if self.time is None:
-            self.used = torch.zeros(active.shape[0], dtype=torch.long, device=time.device)   # slots of each row
-            self.time, self.step, self.until = (self.used.new_zeros(len(self.used), 0) for _ in range(3))
-        self.rows, time = active.rows, active.time(time)                                      # (r,), (r,n)
-        step = torch.as_tensor(step, device=time.device).expand_as(time)
-        self.place = self.used[self.rows, None] + torch.arange(time.size(1), device=time.device)  # (r,n)
-        self.step_now, self.index = step, None
-        self.compiled = self.capacity > 0 and self.k[0] is not None and time.size(1) == 1
-        self.end = self.time.size(1) if self.compiled else int(self.place.max()) + 1
-        if self.end > self.time.size(1):                                                      # grow by doubling
-            more = max(self.end, 2 * self.time.size(1), self.capacity) - self.time.size(1)
-            self.time, self.step, self.until = (F.pad(t, (0, more), value=NEVER) for t in (self.time, self.step, self.until))
-            if self.bias is not None: self.bias = F.pad(self.bias, (0, more))
-        self.some = slice(None) if len(self.rows) == len(self.used) else self.rows            # all rows: a view, not a copy
-        here = self.rows[:, None], self.place
-        self.time[here], self.step[here], self.until[here] = time, step, NEVER
-        self.used[self.rows] += active.valid.sum(1)  # padding stands last and is written over
-        key_time, key_step, key_until = (t[self.some, None, :self.end] for t in (self.time, self.step, self.until))
-        time, step = time[..., None], step[..., None]                                         # (r,n,1)
-        self.seen = ((key_time <= time) & (key_step <= step) & (key_until > step))[:, None]   # (r,1,n,end)
-        if bias is not None:
-            if self.bias is None: self.bias = bias.new_zeros(self.time.shape)
-            self.bias[here] = bias
-            self.seen = torch.where(self.seen, self.bias[self.some, None, None, :self.end], -math.inf)
-        elif self.k[0] is not None:  # as numbers: attention would convert a bool mask in every layer
-            self.seen = torch.where(self.seen, self.k[0].new_zeros(()), -math.inf)
+    def open(self, slots, pos, k):
+        time = slots.time(pos)                                          # (B,n)
+        step = torch.as_tensor(k, device=time.device).expand_as(time)
+        self.new = {'time': time, 'step': step}
         return self
 
     def mask(self, S, device):
-        return self.seen
+        compiled = self.static and self.length > 0 and S == 1
+        self.places = self.places_for(self.length + S)
+        first = self.make_room(S, compiled, device)
+        self.write_labels(first)
+        key = {name: label[:, None, :self.readable] for name, label in self.labels.items()}
+        query = {name: label[..., None] for name, label in self.new.items()}
+        seen = self.reads(key, query)[:, None]                          # (B, 1, S, readable)
+        return self.as_numbers(seen)
 
-    def update(self, layer, k, v):
-        """Store k, v (r, nkv, n, hd) of one layer; returns all it holds of these rows, (r, nkv, end, hd)."""
-        (_, nkv, _, hd), slots = k.shape, self.time.size(1)
-        if self.index is None:  # once per pass, for all layers: where these slots stand among all (B nkv slots)
-            heads = self.rows[:, None] * nkv + torch.arange(nkv, device=k.device)             # (r,nkv)
-            self.index = (heads[..., None] * slots + self.place[:, None]).flatten()           # (r nkv n)
-        readable = []
-        for held, new in ((self.k, k), (self.v, v)):                                          # held: (B,nkv,slots,hd) per layer
-            if held[layer] is None: held[layer] = new.new_zeros(len(self.used), nkv, 0, hd)
-            more = slots - held[layer].size(2)
-            if more > 0: held[layer] = F.pad(held[layer], (0, 0, 0, more))
-            held[layer].view(-1, hd).index_copy_(0, self.index, new.detach().reshape(-1, hd))
-            readable.append(held[layer][self.some, :, :self.end])
-        return readable
+    def reads(self, key, query):
+        """The rule. Labels of keys (B,1,readable) and queries (B,S,1) -> bool (B,S,readable)."""
+        return (key['time'] <= query['time']) & (key['step'] <= query['step'])
 
-    def replace(self, which):
-        """Which (r,n) of the last pass's slots get a successor in the next step; from then on it is read in their place."""
-        self.until[self.rows[:, None], self.place] = torch.where(which, self.step_now + 1, NEVER)
+    def places_for(self, slots):
+        """Room for so many slots: what there is, or at least twice that."""
+        return self.places if slots <= self.places else max(slots, 2 * self.places)
 
-    def forget(self, which):
-        """Drop the slots `which` (B,slots); those after them move up. For keys with a bias."""
-        gone = which | (self.time == NEVER)
-        self.time, self.used, order = self.time.masked_fill(gone, NEVER), (~gone).sum(1), gone.byte().argsort(dim=1, stable=True)
-        self.time, self.step, self.until, self.bias = (t.gather(1, order) for t in (self.time, self.step, self.until, self.bias))
-        for held in self.k + self.v: held.copy_(held.gather(2, order[:, None, :, None].expand_as(held)))
+    def write_labels(self, first):
+        for name, new in self.new.items():
+            nothing = NEVER if name == 'time' else 0
+            if name not in self.labels:
+                self.labels[name] = new.new_full((len(new), self.places), nothing)
+            more = self.places - self.labels[name].size(1)
+            if more > 0:
+                self.labels[name] = F.pad(self.labels[name], (0, more), value=nothing)
+            self.labels[name][:, first:self.length] = new
+
+    def held(self):
+        """Slots in the cache, of all rows together."""
+        return int((self.labels['time'] < NEVER).sum())
 
     def keep(self, rows):
-        """Drop all other rows; rows: bool (B,). Without this, every pass over some rows would copy their keys and values."""
-        self.k, self.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
-        self.used, self.time, self.step, self.until = (t[rows] for t in (self.used, self.time, self.step, self.until))
-        self.bias = self.bias[rows] if self.bias is not None else None
-
-    bytes = KVCache.bytes
+        """Forget all rows of the batch but these, bool (B,)."""
+        self.k = [k[rows] for k in self.k]
+        self.v = [v[rows] for v in self.v]
+        self.labels = {name: label[rows] for name, label in self.labels.items()}
 
 
-def new_caches(config, capacity, start=None, ragged=False, static=False):
+class LatestCache(StepCache):
     """
-    Empty caches for generating `capacity` tokens with a model of this config: one for each pass where passes do
-    not read each other's keys, else one. start (B,): tokens of padding on the left of each row. ragged: tokens may take different
-    numbers of slots, or later steps are hidden. static: for compiled code.
+    Where a token's newest slot replaces the ones before it: a query in step k reads the slots of
+    step k, and of tokens that stopped before, the last one that they have.
     """
-    passes = config.ponder_steps + 1
-    if ragged:
-        return [RaggedCache(config.n_layer, start, capacity * passes if static else 0)]
-    kind = StaticCache if static else KVCache
-    caches = 1 if config.ponder in ('none', 'latent', 'pause') else passes
-    return [kind(config.n_layer, capacity * config.slots, start, config.slots) for _ in range(caches)]
+
+    def write_labels(self, first):
+        self.new['replaced'] = torch.zeros_like(self.new['time'], dtype=torch.bool)
+        super().write_labels(first)
+        time, step, replaced = (self.labels[name] for name in ('time', 'step', 'replaced'))
+        same_token = time[:, None] == self.new['time'][..., None]       # (B, n, places)
+        pass_before = step[:, None] == self.new['step'][..., None] - 1
+        self.labels['replaced'] = replaced | (same_token & pass_before).any(1)
+
+    def reads(self, key, query):
+        standing = (key['step'] == query['step']) | ~key['replaced']
+        return super().reads(key, query) & standing
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# training, and any other forward without a cache
-
-class PassMemory:
-    """The memory of one pass without a cache: gradients forbid writing into a buffer. `before`: the memory of the pass before."""
-
-    def __init__(self, n_layer, before=None):
-        self.k, self.v, self.before, self.seen = [None] * n_layer, [None] * n_layer, before, None
-
-    # It changes state, for which a compiled block would be specialised layer by layer. torch.compiler.disable does the same,
-    # but imports the compiler with this file: two more seconds before a sample starts. (Private API; in 2.11 to 2.13.)
-    @torch._disable_dynamo
-    def update(self, layer, k, v):
-        """k, v (B, nkv, S, hd) of this pass -> what it may read, made from them and the pass before."""
-        if self.before: k, v = self.join(self.before.k[layer], k), self.join(self.before.v[layer], v)
-        self.k[layer], self.v[layer] = k, v
-        return k, v
-
-    def mask(self, S, device):
-        return self.seen
-
-
-class StepMemory(PassMemory):
-    """Each step of a chain reads its own slots and those of the steps before, up to its token's time (1 or B, n)."""
-
-    def __init__(self, n_layer, active, pos, before=None):
-        super().__init__(n_layer, before)
-        time = active.time(pos)
-        self.time = time if before is None else torch.cat((before.time, time), 1)
-        if before: self.seen = self.time[:, None, None, :] <= time[:, None, :, None]    # (1 or B, 1, n, keys)
-
-    def join(self, before, new):
-        return torch.cat((before, new), 2)
-
-
-class ChainMemory(PassMemory):
+class ThoughtCache(StepCache):
     """
-    StepMemory where all T tokens take all steps. Keys stand in the order of time, x_0 z_0 .. x_1 z_1 .., so that each group of QUERIES
-    tokens reads a prefix of them: half the work at long T, and one mask of QUERIES times all keys.
+    Where the slots of all tokens stand in one row, x_0 z_{0,1} .. x_1 z_{1,1} .., and each reads
+    all before it: those of earlier tokens, and of its own those of earlier steps. The keys fade:
+    each has a bias, which is added to all scores against it, and -inf hides it.
     """
-    QUERIES = 256
 
-    def __init__(self, n_layer, time, before=None):
-        super().__init__(n_layer, before)
-        self.steps = n = before.steps + 1 if before else 1
-        if not before or len(time) == 1: return  # one token reads all there is
-        last = time.repeat_interleave(n) <= time[-self.QUERIES:, None]  # what the last group reads; shifted, the other groups' masks
-        groups = zip(range(0, len(time), self.QUERIES), [*range(self.QUERIES, len(time), self.QUERIES), len(time)])
-        self.seen = [(end * n, last[begin - end:, (len(time) - end) * n:]) for begin, end in groups]
+    def reads(self, key, query):
+        earlier = key['time'] < query['time']
+        own = (key['time'] == query['time']) & (key['step'] <= query['step'])
+        return earlier | own
 
-    def join(self, before, new):
-        return torch.cat((before.unflatten(2, (-1, self.steps - 1)), new.unsqueeze(3)), 3).flatten(2, 3)
+    def add_bias(self, bias):
+        """bias (B,n): of the slots of the pass that is opened."""
+        self.new['bias'] = bias
 
+    def rewind(self, n, bias):
+        super().rewind(n)
+        if self.labels:
+            self.labels['time'][:, self.length:] = NEVER
+        time = self.pos.expand(len(bias), -1)                           # (B,T)
+        if self.start is not None:
+            time = time.where(self.pos >= self.start[:, None], NEVER)
+        step = torch.arange(n, device=time.device).repeat(len(bias), len(self.pos))  # (B, T n)
+        self.new = {'time': time.repeat_interleave(n, dim=1), 'step': step, 'bias': bias}
 
-class FrozenMemory(PassMemory):
-    """Tokens that are not `active` keep the keys and values of the pass before."""
+    def as_numbers(self, seen):
+        bias = self.labels['bias'][:, None, None, :self.readable]       # (B, 1, 1, readable)
+        return torch.where(seen, bias, -math.inf)
 
-    def __init__(self, n_layer, active, pos, before=None):  # pos: unused; Thinking makes this or a StepMemory
-        super().__init__(n_layer, before)
-        self.active = active.valid                                                      # (B,S)
-
-    def join(self, before, new):
-        return torch.where(self.active[:, None, :, None], new, before)
-
-
-def with_key_bias(q, k, v, bias):
-    """
-    q, k, v with 8 more dimensions, so that q' k'^T / sqrt(hd) = q k^T / sqrt(hd) + bias: every query gets a 1, key s gets
-    sqrt(hd) bias[s]. For bias (B,S) this is what a mask (B,1,S,S) would do, but flash kernels
-    can run it: they want multiples of 8, so the other 7 dimensions are 0.
-    """
-    own = (bias * math.sqrt(k.size(-1))).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)
-    return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, own), -1), (0, 7)), F.pad(v, (0, 8))
+    def drop_hidden(self):
+        """Forget the slots that nobody reads any more; those behind them move up."""
+        gone = (self.labels['time'] == NEVER) | (self.labels['bias'] == -math.inf)  # (B, places)
+        order = gone.byte().argsort(dim=1, stable=True)                 # the others first
+        self.length = int((~gone).sum(1).max())
+        self.labels['time'] = self.labels['time'].masked_fill(gone, NEVER)
+        self.labels = {name: label.gather(1, order) for name, label in self.labels.items()}
+        for held in self.k + self.v:
+            held.copy_(held.gather(2, order[:, None, :, None].expand_as(held)))

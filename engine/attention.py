@@ -1,0 +1,107 @@
+"""
+Attention kernels: `attend` computes softmax(q k^T / sqrt(hd) + mask) v in the way that is fastest
+for its arguments. docs/performance.md has what each way gains.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+kernel = None  # engine/hardware.py: what to use in the place of PyTorch's own
+
+
+@dataclass
+class KeyBias:
+    """A mask: causal, and a number for each key that is added to all scores against it."""
+    bias: torch.Tensor                                              # (B,S)
+
+
+@dataclass
+class Group:
+    """Part of a mask: some queries read the first `keys` keys, and of these the ones `seen`."""
+    keys: int
+    seen: torch.Tensor                                              # (queries, keys), bool
+
+
+def attend(q, k, v, mask=None, dropout=0.0):
+    """
+    q (B,nh,S,hd), k and v (B,nkv,N,hd) -> (B,nh,S,hd). The same as
+
+        k, v = (t.repeat_interleave(nh // nkv, dim=1) for t in (k, v))
+        F.dropout((q @ k.mT / sqrt(hd) + mask).softmax(-1), dropout) @ v
+
+    mask    None        query i of S reads the keys 0 .. i; a single query reads all there are
+            a tensor    (B or 1, 1, S, N): True where a key is read, or numbers added to the scores
+            KeyBias     causal, with a number for each key
+            [Group, ..] the first queries, the next, ..: each group with its own keys
+    """
+    B, nh, S, hd = q.shape
+    nkv = k.size(1)
+    run = partial(kernel or F.scaled_dot_product_attention, dropout_p=dropout, scale=hd ** -0.5)
+    if isinstance(mask, KeyBias):
+        q, k, v = with_key_bias(q, k, v, mask.bias)
+        mask = None
+
+    if S == 1:  # queries that share a key head take the place of the sequence: no key is repeated
+        y = run(q.reshape(B, nkv, nh // nkv, -1), k, v, attn_mask=mask).reshape(q.shape)
+        return y[..., :hd]
+    if nh > nkv and must_repeat(q, mask):
+        k = k.repeat_interleave(nh // nkv, dim=1)
+        v = v.repeat_interleave(nh // nkv, dim=1)
+    if isinstance(mask, list):
+        return attend_in_groups(run, q, k, v, mask)
+    y = run(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=nh > k.size(1))
+    return y[..., :hd]
+
+
+def must_repeat(q, mask):
+    """Whether PyTorch's attention with shared key heads might hold all scores at once on CUDA."""
+    return mask is not None or (q.is_cuda and q.dtype != torch.bfloat16)
+
+
+def attend_in_groups(run, q, k, v, groups):
+    """One group of queries at a time, each with only the keys it may read."""
+    parts = []
+    for queries, group in zip(q.split([len(g.seen) for g in groups], dim=2), groups):
+        keys, values = k[:, :, :group.keys], v[:, :, :group.keys]
+        parts.append(run(queries, keys, values, attn_mask=group.seen))
+    return torch.cat(parts, dim=2)
+
+
+def with_key_bias(q, k, v, bias):
+    """
+    q, k and v with 8 more dimensions, so that q' k'^T = q k^T + sqrt(hd) bias: every query gets a
+    1, key s gets sqrt(hd) bias[s]. The first hd dimensions of the result are those of attention
+    with the mask (B,1,S,S) that is causal plus bias (B,S); but flash kernels take no such mask.
+    They want widths that are multiples of 8: the other 7 dimensions are 0.
+    """
+    hd = k.size(-1)
+    column = (bias * hd ** 0.5).to(k.dtype)[:, None, :, None]       # (B,1,S,1)
+    column = column.expand(*k.shape[:3], 1)                         # (B,nkv,S,1)
+    q = F.pad(F.pad(q, (0, 1), value=1.0), (0, 7))
+    k = F.pad(torch.cat((k, column), dim=-1), (0, 7))
+    return q, k, F.pad(v, (0, 8))
+
+
+def two_matmuls(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                enable_gqa=False):
+    """
+    F.scaled_dot_product_attention for CPUs. In bf16 two matmuls with all scores between them are
+    faster until the scores leave the caches: up to 512 queries. PyTorch's own form of these looks
+    for rows that read nothing; here such a row would read everything. What is not meant here, such
+    as scores to be added, goes to PyTorch's kernel.
+    """
+    bool_mask = attn_mask is not None and attn_mask.dtype == torch.bool
+    fits = q.dtype == torch.bfloat16 and q.size(2) <= 512 and not enable_gqa
+    if not fits or not (is_causal or bool_mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal,
+                                              scale=scale, enable_gqa=enable_gqa)
+    seen = attn_mask
+    if is_causal:
+        seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+    hidden = torch.zeros(seen.shape, dtype=q.dtype)
+    hidden.masked_fill_(~seen, torch.finfo(q.dtype).min)
+    weights = (q * scale @ k.mT).add_(hidden).softmax(-1)
+    return F.dropout(weights, dropout_p) @ v

@@ -1,0 +1,72 @@
+"""Settings of a model that do not fit together are refused, by name and with what to change."""
+
+POSITIVE = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
+            'mlp_hidden', 'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale',
+            'init_std')
+
+
+def require(ok, message):
+    if not ok:
+        raise ValueError(message)
+
+
+def check_config(c, ponder_modes, halting_modes):
+    """
+    ValueError for the first thing that is wrong with c, a GPTConfig before its defaults are filled
+    in. The tables are model.py's: {setting: class}.
+    """
+    for name in POSITIVE:
+        value = getattr(c, name)
+        require(value is None or value > 0, f"{name}={value} must be positive")
+    check_shape(c)
+    check_pondering(c, ponder_modes)
+    check_halting(c, halting_modes)
+
+
+def check_shape(c):
+    n_kv_head = c.n_kv_head or c.n_head
+    head_dim = c.head_dim or c.n_embd // c.n_head
+    n_tokens = c.n_tokens or c.vocab_size
+    require(c.head_dim is not None or c.n_embd % c.n_head == 0,
+            f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: "
+            f"change one, or set head_dim")
+    require(head_dim % 2 == 0,
+            f"head_dim={head_dim} is odd, but rotary positions turn pairs: "
+            f"change n_head or head_dim")
+    require(c.n_head % n_kv_head == 0,
+            f"n_head={c.n_head} is not a multiple of n_kv_head={n_kv_head}: change one of them")
+    require(n_tokens <= c.vocab_size,
+            f"n_tokens={n_tokens} is larger than vocab_size={c.vocab_size}: raise vocab_size")
+    require(c.depth_mode in ('softmax', 'uniform'),
+            f"depth_mode={c.depth_mode!r} must be 'softmax' or 'uniform'")
+    require(0 <= c.dropout < 1, f"dropout={c.dropout} must be at least 0 and below 1")
+
+
+def check_pondering(c, modes):
+    n_tokens = c.n_tokens or c.vocab_size
+    require(c.ponder in modes, f"ponder={c.ponder!r} must be one of {in_words(modes)}")
+    require(c.ponder_steps >= 0 and c.jacobi_iters >= 0,
+            f"ponder_steps={c.ponder_steps} and jacobi_iters={c.jacobi_iters} must not be negative")
+    require(c.ponder_topk is None or 1 <= c.ponder_topk <= n_tokens,
+            f"ponder_topk={c.ponder_topk} must be between 1 and n_tokens={n_tokens}")
+
+
+def check_halting(c, modes):
+    names = ('none', *modes)
+    require(c.halting in names, f"halting={c.halting!r} must be one of {in_words(names)}")
+    if c.halting != 'none':
+        needed = modes[c.halting].needs
+        require(c.ponder == needed,
+                f"halting={c.halting!r} does not work with ponder={c.ponder!r}: "
+                f"set ponder={needed!r}")
+    require(0 <= c.halt_start < c.halt_full <= 1,
+            f"halt_start={c.halt_start} and halt_full={c.halt_full} must be shares of the run, "
+            f"the first one smaller")
+    at_least_0 = min(c.halt_tau, c.halt_lambda or 0, c.halt_beta) >= 0
+    require(at_least_0 and 0 <= c.halt_share <= 1,
+            "halt_tau, halt_lambda and halt_beta must not be negative, "
+            "halt_share must be between 0 and 1")
+
+
+def in_words(names):
+    return ', '.join(repr(name) for name in names)

@@ -1,0 +1,244 @@
+"""
+Generation with caches.
+
+    stream        token by token, for a batch of prompts of any lengths
+    in_step       within one window of the context: all rows get their next token together
+    run_ahead     the same where tokens stop thinking by themselves: a row goes on to its next token
+                  while others still think about theirs
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torch.nn as nn
+
+from engine.slots import Everyone, for_each_field
+
+
+@torch.inference_mode()
+def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
+           stop_token=None, exact=False):
+    """
+    Generate step by step; yields (token (B,), passes (B,)): each row's new token, and the passes
+    (of `pause`, slots) it took. ValueError for prompts that do not fit.
+
+    prompts      (B,T), or a list of B sequences of any lengths, none empty or above block_size
+    temperature  0 takes the likeliest token
+    top_k        only the k likeliest
+    top_p        only the fewest that together have this probability
+    seed         makes the draw repeatable on one device
+    stop_token   a row that drew it repeats it; the stream ends when all rows have
+    exact        'latent' and 'mask': read prompts token by token, not by Jacobi iteration
+
+    Past block_size: when the window is full, its newer half is read afresh, as if it were the whole
+    text. So each token is predicted from block_size / 2 to block_size tokens, as by `forward` on
+    that window, for one slot more per token on average.
+    """
+    device, window = gpt.wte.weight.device, gpt.config.block_size
+    prompt, padding = left_pad(prompts, window, device)                 # (B,n), (B,) or None
+    n = prompt.size(1)
+    tokens = torch.cat((prompt, prompt.new_zeros(len(prompt), max_new_tokens)), dim=1)
+    sampler = Sampler(temperature, top_k, top_p, stop_token)
+    if seed is not None:
+        sampler.generator = torch.Generator(device).manual_seed(seed)
+    sampler.done = torch.zeros(len(prompt), dtype=torch.bool, device=device)
+    decode = run_ahead if gpt.mechanism.halts else in_step
+
+    was_training = gpt.training
+    gpt.eval()
+    try:
+        first = 0                   # where the window begins
+        while n < tokens.size(1):
+            end = min(first + window + 1, tokens.size(1))
+            start = None if padding is None else (padding - first).clamp(min=0)
+            memory = gpt.new_memory(end - first - 1, start)
+            for part in tokens[:, first:n].split(1 if exact else n, dim=1):
+                h = gpt.hidden(part, memory)                            # read what is there
+            for token, passes in decode(gpt, tokens[:, :end], n, h, memory, sampler):
+                yield token, passes                                     # write until it is full
+                if sampler.all_done(token):
+                    return
+            n, first = end, end - max(1, window // 2)
+    finally:
+        gpt.train(was_training)
+
+
+def generate(gpt, prompts, max_new_tokens, **options):
+    """All of `stream`: (B,T) gives (B, T + new); a list gives tensors, cut after the stop token."""
+    device, stop = gpt.wte.weight.device, options.get('stop_token')
+    rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
+    new = [token for token, _ in stream(gpt, prompts, max_new_tokens, **options)]
+    if new:
+        new = torch.stack(new, dim=1)                                   # (B,new)
+    else:
+        new = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
+    if isinstance(prompts, torch.Tensor):
+        return torch.cat((prompts.to(device), new), dim=1)
+    return [torch.cat((prompt, cut(row, stop))) for prompt, row in zip(rows, new)]
+
+
+def cut(row, stop):
+    """The tokens of a row up to its first `stop`."""
+    stops = (row == stop).nonzero() if stop is not None else []
+    return row[:stops[0] + 1] if len(stops) > 0 else row
+
+
+def left_pad(prompts, block_size, device):
+    """
+    Right-align prompts: tokens (B, longest), and the padding left of each row (B,), None for none.
+    Rotary attention sees differences of positions only: rows shifted to the right need no positions
+    of their own.
+    """
+    rows = [torch.as_tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
+    lengths = [len(row) for row in rows]
+    if not rows or min(lengths) == 0:
+        raise ValueError("an empty prompt: give at least one token, such as the end-of-text token")
+    longest = max(lengths)
+    if longest > block_size:
+        raise ValueError(f"a prompt of {longest} tokens does not fit into block_size={block_size}")
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side='left')
+    if min(lengths) == longest:
+        return tokens, None
+    return tokens, torch.tensor([longest - n for n in lengths], device=device)
+
+
+@dataclass
+class Sampler:
+    """How tokens are drawn, and which rows have said their last word."""
+    temperature: float
+    top_k: Optional[int]
+    top_p: Optional[float]
+    stop_token: Optional[int]
+    generator: Optional[torch.Generator] = None
+    done: Optional[torch.Tensor] = None                                 # (B,)
+
+    def draw(self, logits, rows):
+        """logits (r,V) of these rows of the batch -> tokens (r,)."""
+        token = sample(logits, self.temperature, self.top_k, self.top_p, self.generator)
+        if self.stop_token is None:
+            return token
+        return torch.where(self.done[rows], self.stop_token, token)
+
+    def all_done(self, token):
+        """Whether, with these tokens (B,), all rows have had their stop token."""
+        if self.stop_token is None:
+            return False
+        self.done |= token == self.stop_token
+        return bool(self.done.all())
+
+
+def sample(logits, temperature, top_k, top_p, generator):
+    """One token (B,) from logits (B,V)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p is not None:
+        p, order = logits.softmax(-1).sort(descending=True)
+        likelier = p.cumsum(-1) - p
+        enough = likelier >= top_p  # the likelier ones reach top_p without it
+        drop = torch.zeros_like(enough).scatter(1, order, enough)
+        logits = logits.masked_fill(drop, -math.inf)
+    p = logits.softmax(-1)
+    # as torch.multinomial, but without its check for NaN, for which the host would wait for the GPU
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+
+
+def in_step(gpt, tokens, n, h, memory, sampler):
+    """
+    Fill tokens (B,end) from place n on and yield (token (B,), passes (B,)) of each place.
+    h (B,T,C): hidden states of the text so far.
+    """
+    B, end = tokens.shape
+    passes = tokens.new_full((B,), gpt.mechanism.steps + 1)
+    for n in range(n, end):
+        tokens[:, n] = sampler.draw(gpt.head(h[:, -1]), slice(None))
+        yield tokens[:, n], passes
+        if n + 1 < end:
+            h = gpt.hidden(tokens[:, n:n + 1], memory)
+
+
+def run_ahead(gpt, tokens, n, h, memory, sampler):
+    """
+    The same where tokens stop by themselves. In step, a batch would wait for the row that thinks
+    longest. Here each pass is for all rows, each at its own token and its own step: a row that has
+    had enough draws its next token, and begins with it in the next pass. A place is yielded as soon
+    as all rows have filled it.
+    """
+    first = n - memory.tokens       # where the window begins
+    rows = Rows(gpt, tokens, n, first, memory[0])
+    h, passes = h[:, -1], gpt.mechanism.passes[:, -1]                   # (r,C), (r,)
+    while True:
+        rows.write(h, passes, sampler)
+        while n < rows.at.min():
+            yield tokens[:, n], rows.passes[:, n]
+            n += 1
+        if n == tokens.size(1):
+            return
+        rows.drop_full_ones()
+        rows.begin_next_tokens()
+        h, passes = rows.think()
+
+
+class Rows:
+    """The rows of a batch that write ahead of each other, each at its own token and step."""
+
+    def __init__(self, gpt, tokens, n, first, cache):
+        self.gpt, self.tokens, self.first, self.cache = gpt, tokens, first, cache
+        B = len(tokens)
+        self.passes = torch.zeros_like(tokens)                          # (B,end): of each token
+        self.at = tokens.new_full((B,), n)                              # (B,): place to fill next
+        # of the rows that are not full:
+        self.left = torch.arange(B, device=tokens.device)               # (r,): which they are
+        self.enough = torch.ones_like(self.left, dtype=torch.bool)      # (r,): who can draw a token
+        self.step = torch.zeros_like(self.left)[:, None]                # (r,1): passes so far
+        self.state = None                                               # what their tokens carry
+
+    def write(self, h, passes, sampler):
+        """The rows that have had enough draw from h (r,C) and fill their next place."""
+        ready = self.enough.nonzero()[:, 0]  # once: indexing by a mask would wait for the GPU
+        rows = self.left[ready]
+        token = sampler.draw(self.gpt.head(h[ready]), rows)
+        self.tokens[rows, self.at[rows]] = token
+        self.passes[rows, self.at[rows]] = passes[ready]
+        self.at[rows] += 1
+        if sampler.stop_token is not None:
+            for row in rows[token == sampler.stop_token]:               # it says no more
+                self.tokens[row, self.at[row]:] = sampler.stop_token
+                self.at[row] = self.tokens.size(1)
+
+    def drop_full_ones(self):
+        """Go on without the rows that have filled all their places."""
+        stay = self.at[self.left] < self.tokens.size(1)
+        if stay.all():
+            return
+        self.left, self.enough, self.step = self.left[stay], self.enough[stay], self.step[stay]
+        if self.state is not None:
+            self.state = for_each_field(lambda x: x[stay], self.state)
+        self.cache.keep(stay)
+
+    def begin_next_tokens(self):
+        """Those who drew a token think about it next."""
+        token = self.tokens[self.left, self.at[self.left] - 1]          # (r,)
+        x = self.gpt.embed(token[:, None])                              # (r,1,C)
+        fresh = self.gpt.mechanism.start(x, torch.ones_like(self.enough)[:, None])
+        if self.state is None:
+            self.state = fresh
+        self.state = Everyone(self.enough[:, None]).put(self.state, fresh)
+        self.step = self.step.masked_fill(self.enough[:, None], 0)
+
+    def think(self):
+        """Passes for all rows, until one has had enough; returns h (r,C), passes (r,) of each."""
+        everyone = Everyone(torch.ones_like(self.step, dtype=torch.bool), all_valid=True)
+        pos = (self.at[self.left] - 1 - self.first)[:, None]            # (r,1)
+        self.enough = torch.zeros_like(self.enough)
+        while not self.enough.any():
+            memory = self.cache.open(everyone, pos, self.step)
+            self.state = self.gpt.mechanism.step(self.gpt, self.state, self.step, pos, memory)
+            self.step = self.step + 1
+            self.enough = ~self.state.go_on[:, 0]
+        return self.state.out[:, 0].to(self.state.x.dtype), self.step[:, 0]
