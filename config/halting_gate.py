@@ -1,6 +1,8 @@
 """
-AdaPonderLM (arXiv 2603.01914) as in the paper: PonderLM's three steps, each behind a gate. The learning rate is the paper's at 410M.
-Cost: as config/ponder.py in training, plus a small MLP per step; at inference only the steps that a token takes.
+AdaPonderLM (arXiv 2603.01914) as in the paper: PonderLM's three steps, each behind a gate. The
+learning rate is the paper's at 410M.
+Cost: as config/ponder.py in training, plus a small MLP per step; at inference only the steps that
+a token takes.
 """
 out_dir = 'out/halting_gate'
 ponder = 'embedding'

@@ -1,6 +1,6 @@
 """
-Adaptive Latent CoT (arXiv 2602.08220) as in the paper, which leaves tau open: a chain of up to three latent
-steps, which each token may leave.
+Adaptive Latent CoT (arXiv 2602.08220) as in the paper, which leaves tau open: a chain of up to
+three latent steps, which each token may leave.
 Cost: 1 plain pass and as many more as a token takes, in training too.
 """
 out_dir = 'out/halting_router'

@@ -1,6 +1,8 @@
 """
-The looped Transformer, the papers' baseline: the whole stack four times in a row. Cost: 4 plain passes. Learning rate, batch and
-length are those of PonderLM-2's 410M script for it; weight decay is 0.1, as in all files here, there 0.01.
+The looped Transformer, the papers' baseline: the whole stack four times in a row.
+Learning rate, batch and length are those of PonderLM-2's 410M script for it; weight decay is 0.1,
+as in all files here, there 0.01.
+Cost: 4 plain passes.
 """
 out_dir = 'out/loop'
 ponder = 'loop'

@@ -1,6 +1,7 @@
 """
-PonderLM (arXiv 2505.20674): three steps, each adding the expected embedding of the next token. Learning rate, weight decay, warm-up
-and batch are those of the authors' 410M script; not its length (300B tokens, some 143,000 steps) nor its factor 3 on the input.
+PonderLM (arXiv 2505.20674): three steps, each adding the expected embedding of the next token.
+Learning rate, weight decay, warm-up and batch are those of the authors' 410M script. Its length
+(300B tokens, some 143,000 steps) and its factor 3 on the input are not.
 Cost: 4 plain passes, and 3 times a head and a mixing matmul, which backward computes once more.
 """
 out_dir = 'out/ponder'

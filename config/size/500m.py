@@ -1,4 +1,7 @@
-"""The 500M row of the Depth-Attention paper (arXiv 2606.05014, tables 8 and 9): 1024 x 2048 tokens per step, 32B in all."""
+"""
+The 500M row of the Depth-Attention paper (arXiv 2606.05014, tables 8 and 9):
+1024 x 2048 tokens per step, 32B in all.
+"""
 n_layer = 24
 n_head = 18
 n_kv_head = None

@@ -1,4 +1,7 @@
-"""2.8M parameters, for two CPU cores: a few minutes on bytes. Small batches and many steps learn most per minute here."""
+"""
+2.8M parameters, for two CPU cores: a few minutes on bytes.
+Small batches and many steps learn most per minute here.
+"""
 n_layer = 6
 n_head = 3
 n_embd = 192
