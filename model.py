@@ -413,7 +413,8 @@ class Mechanism(nn.Module):
     memory = CausalMemory   # what a pass reads, where the text is there as a whole
     cache = KVCache         # the same in generation (both: engine/memory.py)
     one_cache = False       # False: a cache for each pass. True: one, with K + 1 slots per token
-    halts = False
+    halts = False           # whether tokens stop by themselves
+    settings = ('ponder_steps',)  # what it reads of GPTConfig, beside the shape
 
     def __init__(self, config):
         super().__init__()
@@ -459,6 +460,7 @@ class Mechanism(nn.Module):
 class Plain(Mechanism):
     """The plain GPT: one pass."""
     steps = 0
+    settings = ()
 
     @staticmethod
     def embed_scale(C):
@@ -483,6 +485,7 @@ class Embedding(Mechanism):
     input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
     mixed, as in their code; the paper's text has the 100 likeliest (ponder_topk).
     """
+    settings = ('ponder_steps', 'ponder_topk')
 
     @staticmethod
     def embed_scale(C):
@@ -543,6 +546,7 @@ class Latent(Mechanism):
     step, not for each forward; and a prompt can be read exactly (`exact` in GPT.stream).
     """
     one_cache = True
+    settings = ('ponder_steps', 'jacobi_iters')
 
     def forward(self, gpt, x, pos, memory):
         K, memory = self.steps, memory[0]

@@ -95,7 +95,7 @@ class CompiledBlocks:
             return self.plain(x, rope, memory, mask, layers, earlier)
         if self.cuda:
             torch.compiler.cudagraph_mark_step_begin()
-            for held in memory.k + memory.v:  # written in place, not copied in
+            for held in memory.all_tensors():  # written in place, not copied in
                 torch._dynamo.mark_static_address(held, guard=False)
         with explained():  # the next replay writes where this one did: hence the copy
             return self.compiled(x, rope, memory, mask, layers).clone()

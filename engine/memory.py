@@ -264,10 +264,8 @@ class KVCache:
         The mask seen as numbers to add, which otherwise each layer would make of it. Their type is
         that of the keys: before there are any, it stays as it is.
         """
-        for keys in self.k:
-            if keys is not None:
-                return torch.where(seen, keys.new_zeros(()), -math.inf)
-        return seen
+        held = self.all_tensors()
+        return torch.where(seen, held[0].new_zeros(()), -math.inf) if held else seen
 
     def update(self, layer, k, v):
         """Keeps k and v without their gradients; returns all of this layer."""
@@ -288,9 +286,13 @@ class KVCache:
         more = self.places - held.size(2)
         return F.pad(held, (0, 0, 0, more)) if more > 0 else held
 
+    def all_tensors(self):
+        """Keys and values of all layers that have some."""
+        return [t for t in self.k + self.v if t is not None]
+
     def bytes(self):
         """Bytes allocated so far."""
-        return sum(t.numel() * t.element_size() for t in self.k + self.v if t is not None)
+        return sum(t.numel() * t.element_size() for t in self.all_tensors())
 
 
 class StepCache(KVCache):
@@ -347,8 +349,8 @@ class StepCache(KVCache):
 
     def keep(self, rows):
         """Forget all rows of the batch but these, bool (B,)."""
-        self.k = [k[rows] for k in self.k]
-        self.v = [v[rows] for v in self.v]
+        self.k = [None if k is None else k[rows] for k in self.k]
+        self.v = [None if v is None else v[rows] for v in self.v]
         self.labels = {name: label[rows] for name, label in self.labels.items()}
 
 
@@ -408,5 +410,5 @@ class ThoughtCache(StepCache):
         self.length = int((~gone).sum(1).max())
         self.labels['time'] = self.labels['time'].masked_fill(gone, NEVER)
         self.labels = {name: label.gather(1, order) for name, label in self.labels.items()}
-        for held in self.k + self.v:
+        for held in self.all_tensors():
             held.copy_(held.gather(2, order[:, None, :, None].expand_as(held)))

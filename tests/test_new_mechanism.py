@@ -1,0 +1,128 @@
+"""
+A new mechanism is one class: the one on the page docs/architecture.md, taken from there, keeps the
+promises without a change anywhere else.
+"""
+import importlib.util
+import os
+import re
+
+import pytest
+import torch
+from conftest import ROOT, close, make
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import model as library
+from model import GPT, GPTConfig, rope_table
+
+SETTINGS = dict(ponder='middle', ponder_steps=3, n_layer=6)
+
+
+@pytest.fixture(autouse=True)
+def middle(tmp_path, monkeypatch):
+    """The code of the page, with its entry in the table, for the length of one test."""
+    with open(os.path.join(ROOT, 'docs', 'architecture.md'), encoding='utf-8') as f:
+        page = f.read()
+    [code] = [part for part in re.findall(r'```python\n(.*?)```', page, re.S)
+              if 'class Middle' in part]
+    path = tmp_path / 'middle.py'
+    path.write_text(code)
+    monkeypatch.setattr(library, 'PONDER', dict(library.PONDER))
+    spec = importlib.util.spec_from_file_location('middle', path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def naive(model, idx):
+    """Block after block, with plain attention over this pass alone."""
+    pos = torch.arange(idx.size(1))
+    rope = rope_table(pos, model.config.head_dim, model.config.rope_theta, torch.float64)
+    third = model.config.n_layer // 3
+    order = [*range(third)]
+    for _ in range(model.config.ponder_steps + 1):
+        order += range(third, model.config.n_layer - third)
+    order += range(model.config.n_layer - third, model.config.n_layer)
+    x = model.embed(idx)
+    for layer in order:
+        x, _ = model.h[layer](x, rope, [], library.CausalMemory(), None)
+    return model.head(model.ln_f(x))
+
+
+@pytest.mark.parametrize('steps', [0, 1, 3])
+def test_forward_is_the_naive_loop(steps, idx):
+    model = make(**{**SETTINGS, 'ponder_steps': steps})
+    close(model(idx)[0], naive(model, idx), 1e-12)
+
+
+@pytest.mark.parametrize('split', [[1, 12], [5, 3, 1, 4], [1] * 13])
+def test_cached_is_full(split, idx):
+    model = make(**SETTINGS)
+    memory, parts = model.new_memory(13), []
+    for part in idx.split(split, dim=1):
+        parts.append(model.head(model.hidden(part, memory)))
+    close(torch.cat(parts, 1), model(idx)[0])
+
+
+def test_rows_of_unequal_prompts_are_those_of_each_alone():
+    model = make(**SETTINGS)
+    prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
+    rows = model.generate(prompts, 25, temperature=0)  # past the context of 24
+    for prompt, row in zip(prompts, rows):
+        alone = model.generate(torch.tensor([prompt]), 10, temperature=0)[0]
+        assert torch.equal(row[:len(alone)], alone)
+
+
+def test_passes_are_reported():
+    _, passes = next(make(**SETTINGS).stream([[3, 1, 4]], 1))
+    assert passes.tolist() == [4]
+
+
+def test_causality(idx):
+    model = make(**SETTINGS)
+    before = model(idx)[0]
+    idx[:, 5] += 1
+    after = model(idx)[0]
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5], after[:, 5])
+
+
+@pytest.mark.parametrize('training', [False, True])
+@pytest.mark.parametrize('depth_attn', [False, True])
+def test_flops_are_those_that_torch_counts(training, depth_attn):
+    config = GPTConfig(vocab_size=256, block_size=128, n_head=4, n_embd=128, mlp_hidden=256,
+                       depth_attn=depth_attn, depth_stride=2, **SETTINGS)
+    model, idx = GPT(config), torch.randint(0, 256, (2, 128))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits, loss = model(idx, idx if training else None)
+        if training:
+            loss.backward()
+    counted = counter.get_total_flops() / idx.numel()
+    assert counted == pytest.approx(model.flops_per_token(training=training), rel=0.03)
+
+
+def test_gradients_are_finite_differences(idx):
+    model = make(**SETTINGS).train()
+    targets = torch.roll(idx, -1, 1)
+    model(idx, targets)[1].backward()
+    generator = torch.Generator().manual_seed(3)
+    ways = []
+    for p in model.parameters():
+        ways.append(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        assert p.grad.abs().sum() > 0
+    slope = sum((p.grad * way).sum() for p, way in zip(model.parameters(), ways)).item()
+    losses = []
+    for by in (1e-6, -2e-6):
+        with torch.no_grad():
+            for p, way in zip(model.parameters(), ways):
+                p += by * way
+            losses.append(model(idx, targets)[1].item())
+    assert slope == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-4)
+
+
+def test_recomputed_blocks_change_nothing(idx):
+    model = make(**SETTINGS).train()
+    grads = []
+    for model.checkpoint_activations in (False, True):
+        model.zero_grad()
+        model(idx, idx)[1].backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    close(*grads, 1e-12)
