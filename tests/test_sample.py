@@ -1,6 +1,7 @@
 """sample.py: text in, text out, from a checkpoint trained here."""
 import os
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,6 +59,8 @@ def test_show_steps(tmp_path, capsys, monkeypatch, toggle):
     plain = capsys.readouterr().out
     assert plain.startswith('ab[')
     assert '[n] before the text' in plain
+    marks = re.findall(r'\[(\d)\]', plain)
+    assert all(mark != next_mark for mark, next_mark in pairwise(marks))    # where it changes
 
     monkeypatch.setattr('sys.stdout.isatty', lambda: True)
     monkeypatch.delenv('NO_COLOR', raising=False)
