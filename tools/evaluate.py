@@ -48,7 +48,7 @@ class EvaluateSettings:
     num_fewshot: Optional[int] = None   # examples before each question (None: what the task says)
     limit: Optional[int] = None         # questions per task, for a quick look (None: all)
     include_path: Optional[str] = None  # folder with your own tasks' .yaml files
-    cache: Optional[str] = None         # file that keeps answers, one for each checkpoint and setting
+    cache: Optional[str] = None         # file of answers to go on from; one per model and setting
     batch_size: int = 16                # sequences computed together
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     ponder_steps: Optional[int] = None  # other than in training (None: as there)
