@@ -12,55 +12,101 @@ from tools import explain
 IDX = torch.randint(0, 50, (7,), generator=torch.Generator().manual_seed(2))
 
 
+def output(model, idx=IDX):
+    """The model's logits (T,V)."""
+    return model(idx[None])[0][0]
+
+
+def assert_equal(got, want):
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+# ---- what is seen --------------------------------------------------------------------------------
+
 def test_steps_end_in_the_models_output(toggle):
     model = make(**toggle)
-    seen, c = explain.look(model, IDX), model.config
-    want = model(IDX[None])[0][0]
-    torch.testing.assert_close(seen['logits'], want, rtol=0, atol=1e-9)
-    if getattr(c, 'halting', 'none') in ('none', 'gate'):  # the others mix their steps
-        last = seen['after'][seen['steps'] - 1, torch.arange(7)]
-        torch.testing.assert_close(last, want, rtol=0, atol=1e-9)
-    if getattr(c, 'halting', 'none') == 'none':
-        assert seen['steps'].tolist() == [1 if c.ponder == 'none' else c.ponder_steps + 1] * 7 and not seen['halting']
-    else:  # what decided agrees with what was done
-        said = torch.stack(seen['halting'], -1)  # (7,n)
-        after = {'gate': said, 'mask': said.flip(-1).cumsum(-1).flip(-1)[:, 1:], 'router': said.cumprod(-1)}[c.halting]
-        went = (after >= c.halt_tau).long().cumprod(-1).sum(-1)
-        assert said.shape == (7, c.ponder_steps + (c.halting == 'mask')) and torch.equal(went + 1, seen['steps'])
-    if c.depth_attn:  # shares of all layers' values
-        assert seen['values'].shape == (7, 5 if c.ponder != 'latent' else 3, c.n_layer + 1)
-        torch.testing.assert_close(seen['values'].sum(-1), torch.ones(7, c.n_layer).double())
+    config = model.config
+    seen = explain.look(model, IDX)
+    want = output(model)
+    assert_equal(seen.logits, want)
+
+    if config.halting in ('none', 'gate'):      # the others mix their steps
+        last = seen.after[seen.steps - 1, torch.arange(7)]
+        assert_equal(last, want)
+    if config.halting == 'none':
+        steps = 1 if config.ponder == 'none' else config.ponder_steps + 1
+        assert seen.steps.tolist() == [steps] * 7
+        assert not seen.halting
+    else:
+        decisions_agree_with_steps(seen, config)
+    if config.depth_attn:
+        n_layer = 3 if config.ponder == 'latent' else 5
+        assert seen.values.shape == (7, n_layer, n_layer + 1)
+        ones = torch.ones(7, n_layer).double()
+        torch.testing.assert_close(seen.values.sum(-1), ones)   # shares of all layers' values
+    else:
+        assert seen.values is None
+
+
+def decisions_agree_with_steps(seen, config):
+    """What decided, the paper's rule and the steps taken fit together."""
+    said = torch.stack(seen.halting, -1)                # (7,n)
+    if config.halting == 'gate':
+        go_on = said
+        assert said.shape == (7, config.ponder_steps)
+    if config.halting == 'router':
+        go_on = said.cumprod(-1)                        # probability of getting there
+        assert said.shape == (7, config.ponder_steps)
+    if config.halting == 'mask':
+        at_least = said.flip(-1).cumsum(-1).flip(-1)    # probability of needing k thoughts or more
+        go_on = at_least[:, 1:]
+        assert said.shape == (7, config.ponder_steps + 1)
+    went = (go_on >= config.halt_tau).long().cumprod(-1).sum(-1)
+    assert torch.equal(went + 1, seen.steps)
 
 
 @pytest.mark.parametrize('ponder', ['embedding', 'chain', 'loop'])
 def test_a_step_is_the_output_of_a_model_with_fewer(ponder):
     model = make(ponder=ponder, ponder_steps=3)
-    after = explain.look(model, IDX)['after']
+    after = explain.look(model, IDX).after
     for steps in range(4):
         model.config.ponder_steps = steps
-        torch.testing.assert_close(after[steps], model(IDX[None])[0][0], rtol=0, atol=1e-9)
+        assert_equal(after[steps], output(model))
 
 
 def test_values_by_hand():
-    model = make(depth_attn=True, n_kv_head=2)  # 5 layers, stride 2, two query heads to a key head
-    values, c = explain.look(model, IDX)['values'], model.config
-    rope = rope_table(torch.arange(7), c.head_dim, c.rope_theta, torch.float64)
-    x, keys, sources = model.embed(IDX[None]), [], []
+    # 5 layers, stride 2, two query heads to a key head
+    model = make(depth_attn=True, n_kv_head=2)
+    config = model.config
+    values = explain.look(model, IDX).values
+    rope = rope_table(torch.arange(7), config.head_dim, config.rope_theta, torch.float64)
+    x = model.embed(IDX[None])
+    all_keys = []
+    sources = []
     for layer, block in enumerate(model.h):
-        a, y = block.attn, block.ln_1(x)
-        q, k, _ = a.c_attn(y).view(7, 8, c.head_dim).split((4, 2, 2), 1)
-        q, k = apply_rope(a.q_norm(q), *rope).view(7, 2, 2, -1).mean(2), apply_rope(a.k_norm(k), *rope)  # (7, nkv, hd)
+        attn = block.attn
+        qkv = attn.c_attn(block.ln_1(x)).view(7, 8, config.head_dim)
+        q, k, _ = qkv.split((4, 2, 2), 1)
+        q = apply_rope(attn.q_norm(q), *rope).view(7, 2, 2, -1).mean(2)     # (7,nkv,hd)
+        k = apply_rope(attn.k_norm(k), *rope)                               # (7,nkv,hd)
+
         below = [j for j in (0, 2, 4) if j < layer]
-        scores = torch.stack([(q * key).sum(-1) for key in [keys[j] for j in below] + [k]], -1) / c.head_dim ** 0.5
+        keys = [all_keys[j] for j in below] + [k]
+        scores = torch.stack([(q * key).sum(-1) for key in keys], -1)       # (7,nkv,sources + 1)
+        weights = (scores / config.head_dim ** 0.5).softmax(-1)
         want = torch.zeros(7, 6, dtype=torch.float64)
-        want[:, [*below, layer]] = scores.softmax(-1).mean(1)
-        torch.testing.assert_close(values[:, layer], want, rtol=0, atol=1e-9)
-        keys.append(k)
+        want[:, [*below, layer]] = weights.mean(1)
+        assert_equal(values[:, layer], want)
+
+        all_keys.append(k)
         x, new = block(x, rope, tuple(sources))
-        if layer in (0, 2, 4): sources.append(new)
+        if layer in (0, 2, 4):
+            sources.append(new)
 
 
 class TwoBelow(GPTConfig):
+    """Depth-Attention with other sources: the two layers just below."""
+
     def sources(self, layer):
         return [j for j in (layer - 1, layer - 2) if j >= 0]
 
@@ -68,40 +114,79 @@ class TwoBelow(GPTConfig):
 def test_which_layers_are_read_is_said_in_one_place():
     """Another rule in GPTConfig.sources changes the model, its picture and its cost alike."""
     model = make(depth_attn=True)
-    before = model(IDX[None])[0]
+    before = output(model)
+    flops = model.flops_per_token(24, False)
     model.config = TwoBelow(**asdict(model.config))
+
     seen = explain.look(model, IDX)
-    assert (seen['logits'] - before[0])[..., :50].abs().max() > 1e-3
-    read = (seen['values'] > 0).all(0)  # (L, L + 1)
-    assert [row.nonzero()[:, 0].tolist() for row in read] == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
-    assert model.flops_per_token(24, False) - make(depth_attn=True).flops_per_token(24, False) == 2 * 2 * 4 * 8  # one source more
+    assert (seen.logits - before)[..., :50].abs().max() > 1e-3
+    read = (seen.values > 0).all(0)             # (L,L+1)
+    read = [row.nonzero()[:, 0].tolist() for row in read]
+    assert read == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert model.flops_per_token(24, False) - flops == 2 * 2 * 4 * 8    # one source more
 
 
-def test_prints_every_position(tmp_path, capsys):
-    model = make(vocab_size=320, n_tokens=257, ponder='loop', ponder_steps=1, depth_attn=True).float()
-    folder = save(tmp_path / 'ckpt', model)
+# ---- what is printed -----------------------------------------------------------------------------
+
+@pytest.fixture
+def looped(tmp_path):
+    """A model with two passes and Depth-Attention, and its checkpoint."""
+    model = make(vocab_size=320, n_tokens=257, ponder='loop', ponder_steps=1, depth_attn=True)
+    model = model.float()
+    return model, save(tmp_path / 'ckpt', model)
+
+
+def test_prints_every_position(looped, capsys):
+    model, folder = looped
     explain.main([folder, '--start=dé', '--top=2', '--device=cpu'])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 * 4 and lines[0] == "   0 'd'   2 passes" and lines[4] == "   1 '\\xc3'   2 passes"
-    p = model(torch.tensor([list('dé'.encode())]))[0][0, 2].softmax(-1).topk(2)
-    numbers = [float(word) for word in lines[10].split() if word.startswith('0.') and len(word) == 5]
-    assert lines[10].startswith('       after pass 2') and numbers == pytest.approx(p.values.tolist(), abs=6e-4)
-    assert 'layer 0' in lines[11] and 'earlier loops' in lines[11] and 'output' not in lines[10]
-    explain.main([folder, '--start=a', '--top=300', '--device=cpu'])  # no more than there are tokens; the table has 320 rows
-    assert len(capsys.readouterr().out.splitlines()[1].split('   ')[3:]) >= 257
-    for args, words in ([], 'checkpoint folder'), (['nowhere'], 'no checkpoint'), ([folder, '--top=0'], 'top'), ([folder, '--start='], 'empty'):
-        with pytest.raises(UserError, match=words): explain.main(args)
+    assert len(lines) == 3 * 4                  # three bytes: a title, two passes and the layers
+    assert lines[0] == "   0 'd'   2 passes"
+    assert lines[4] == "   1 '\\xc3'   2 passes"
+
+    after_last, values = lines[10:]
+    assert after_last.startswith('       after pass 2')
+    numbers = [float(word) for word in after_last.split() if len(word) == 5 and word[:2] == '0.']
+    p = output(model, torch.tensor(list('dé'.encode())))[2].softmax(-1).topk(2)
+    assert numbers == pytest.approx(p.values.tolist(), abs=6e-4)
+    assert 'output' not in after_last
+    assert 'layer 0' in values
+    assert 'earlier loops' in values
+
+
+def test_prints_no_more_tokens_than_there_are(looped, capsys):
+    _, folder = looped
+    explain.main([folder, '--start=a', '--top=300', '--device=cpu'])    # the table has 320 rows
+    line = capsys.readouterr().out.splitlines()[1]
+    assert len(line.split('   ')[3:]) == 257
+
+
+@pytest.mark.parametrize('args, words', [
+    ([], 'checkpoint folder'),
+    (['nowhere'], 'no checkpoint'),
+    (['CKPT', '--top=0'], 'top'),
+    (['CKPT', '--start='], 'empty'),
+])
+def test_refusals(looped, args, words):
+    _, folder = looped
+    args = [folder if arg == 'CKPT' else arg for arg in args]
+    with pytest.raises(UserError, match=words):
+        explain.main(args)
 
 
 @pytest.mark.parametrize('halting', ['gate', 'router'])
 def test_prints_a_number_for_each_decision_that_was_made(halting, tmp_path, capsys):
-    model = make(**{**TOGGLES[halting], 'vocab_size': 320, 'n_tokens': 257, 'halt_tau': 0.3}).float()
-    explain.main([save(tmp_path / 'ckpt', model), '--start=def add(a, b): return', '--device=cpu'])
+    settings = dict(TOGGLES[halting], vocab_size=320, n_tokens=257, halt_tau=0.3)
+    model = make(**settings).float()
+    folder = save(tmp_path / 'ckpt', model)
+    explain.main([folder, '--start=def add(a, b): return', '--device=cpu'])
     taken = set()
     for line in capsys.readouterr().out.splitlines():
-        if 'pass' not in line or 'after' in line: continue
-        count, numbers = line.split('   ')[-2:]
-        taken.add(int(count.split()[0]))
-        decisions = min(int(count.split()[0]), model.config.ponder_steps)  # after the last pass there is none
-        assert len([word for word in numbers.split() if '.' in word]) == decisions
+        if 'pass' not in line or 'after' in line:
+            continue
+        passes, decisions = line.split('   ')[-2:]      # 2 passes   gate 0.4710 0.2233
+        passes = int(passes.split()[0])
+        numbers = [word for word in decisions.split() if '.' in word]
+        assert len(numbers) == min(passes, model.config.ponder_steps)   # none after the last pass
+        taken.add(passes)
     assert len(taken) > 1
