@@ -729,6 +729,10 @@ class Halting(Mechanism):
         trace, self.trace = self.trace, []  # it would keep the step's graph alive
         return self.penalty(gpt, targets, trace) if self.training else 0.0
 
+    def decisions(self):
+        """What the mechanism decided by, in each pass over the last text: [(B,T), ..]."""
+        return []
+
     def ramp(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
         c = self.config
@@ -807,6 +811,9 @@ class Gate(Halting, Embedding):
             if i < self.steps:
                 s = s + (k == i) * decide(self.gates[i], h).squeeze(-1).sigmoid()
         return s
+
+    def decisions(self):
+        return [said.s for _, said in self.trace[:self.steps]]
 
     def penalty(self, gpt, targets, trace):
         """halt_lambda times the mean of the lowest gates."""
@@ -911,6 +918,9 @@ class Mask(Halting, Latent):
         out = state.out + at(s, k)[..., None] * h
         return MaskState(x=h, out=out, go_on=go_on, s=s, log_w=log_w)
 
+    def decisions(self):
+        return self.trace[0].unbind(-1)                                 # of 0, 1, .. K thoughts
+
     def penalty(self, gpt, targets, trace):
         """halt_lambda times the mean number of thoughts expected, sum_{k >= 1} w_{t,k}."""
         [s] = trace                                                     # (B,T,K+1)
@@ -980,6 +990,10 @@ class Router(Halting, Chain):
         weight = torch.where(go_on, state.reach * (1 - g), state.reach)  # (5), (7)
         out = state.out + weight[..., None] * z                         # (8)
         return RouterState(x=z, out=out, go_on=go_on, reach=reach, g=g)
+
+    def decisions(self):
+        nothing = self.trace[0][1].g.new_zeros(self.passes.shape)
+        return [slots.put(nothing, said.g) for slots, said in self.trace[:self.steps]]
 
     def penalty(self, gpt, targets, trace):
         """halt_lambda times the mean over tokens of sum_k g^(k) p_k^beta."""

@@ -59,8 +59,8 @@ def names(config):
 
 def rename_from_hf(state_dict, config):
     """
-    {Hugging Face name: tensor} -> {our name: tensor}. Other names, those of a mechanism's weights,
-    stay as they are. KeyError if a tensor is missing.
+    {Hugging Face name: tensor} -> {our name: tensor}. All other tensors belong to the mechanism.
+    KeyError if a tensor is missing.
     """
     table = names(config)
     translated = {'lm_head.weight'}     # in some files also where it is the embedding
@@ -71,7 +71,7 @@ def rename_from_hf(state_dict, config):
     for name, tensor in state_dict.items():
         computed_here = name.endswith('rotary_emb.inv_freq')    # old files have these frequencies
         if name not in translated and not computed_here:
-            out[name] = tensor
+            out[f'mechanism.{name}'] = tensor
     for ours, theirs in table.items():
         parts = [state_dict[name] for name in theirs]
         out[ours] = torch.cat(parts) if len(parts) > 1 else parts[0]

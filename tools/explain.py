@@ -5,8 +5,8 @@ after each, and the layers its values came from.
     python tools/explain.py out/ponder --start="def f(x):"
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
 
-A step is a pass over the text (embedding, loop, chain) or a slot of the token (latent, pause). Its
-line shows the likeliest next tokens, as if the model ended there: the last one is what it was
+A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
+Its line shows the likeliest next tokens, as if the model ended there: the last one is what it was
 trained for, unless it says "output" below.
 """
 
@@ -50,27 +50,35 @@ class Seen:
     """
     steps: torch.Tensor             # (T,) long     the steps each token took
     logits: torch.Tensor            # (T,V)         the model's output
-    halting: list                   # [(T,), ..]    what its gates or router said
+    halting: list                   # [(T,), ..]    what its gates or router said (`decisions`)
     after: torch.Tensor             # (n,T,V)       logits after each step, as if it were the last
     values: Optional[torch.Tensor]  # (T,L,L+1)     whose values each layer mixed
-
-    def __getitem__(self, name):
-        """seen['values'] is seen.values."""
-        return getattr(self, name)
+    kind: str                       # 'pass' or 'slot': what a step is
 
 
 class Recorder:
-    """Listens to the last block and to Depth-Attention, and keeps what they made."""
+    """Listens to the passes of a model and to Depth-Attention, and keeps what they made."""
 
-    def __init__(self):
+    def __init__(self, model):
+        self.config = model.config
         self.outputs = []           # of each pass: (1,S,C)
-        self.weights = []           # of each layer of each pass: (1,S,sources + 1)
+        self.shares = []            # of each pass, with Depth-Attention: (1,S,L,L+1)
+        self.layer = None           # the block that runs
+        self.run_pass = model.blocks
         self.mix = library.depth_attention
 
-    def last_block(self, block, args, result):
-        """A forward hook."""
-        x, _ = result
+    def blocks(self, x, *args, **options):
+        """In the place of GPT.blocks."""
+        if self.config.depth_attn:
+            L = self.config.n_layer
+            self.shares.append(x.new_zeros(*x.shape[:2], L, L + 1))
+        x = self.run_pass(x, *args, **options)
         self.outputs.append(x)
+        return x
+
+    def begin_block(self, block, args):
+        """A hook before each block."""
+        self.layer = block.attn.layer
 
     def depth_attention(self, q, k, v, sources, mode):
         """
@@ -80,36 +88,48 @@ class Recorder:
         unit = torch.eye(len(sources) + 1, dtype=v.dtype, device=v.device)
         rows = [row.expand(*k.shape[:3], -1) for row in unit]               # (1,nkv,S,sources + 1)
         keys = [k_j for k_j, _ in sources]
-        weights = self.mix(q, k, rows[-1], list(zip(keys, rows)), mode)
-        self.weights.append(weights.mean(1))                                # (1,S,sources + 1)
+        weights = self.mix(q, k, rows[-1], list(zip(keys, rows)), mode).mean(1)
+        self.put_at_layers(weights)                                         # (1,S,sources + 1)
         return self.mix(q, k, v, sources, mode)
+
+    def put_at_layers(self, weights):
+        """The weights of sources, in the order of GPT.run_blocks, in the columns of their layers."""
+        earlier = self.config.sources(self.layer)
+        loops = weights.size(-1) - 1 - len(earlier)                         # these come first
+        row = self.shares[-1][:, :, self.layer]                             # (1,S,L+1)
+        row[..., -1] = weights[..., :loops].sum(-1)
+        row[..., [*earlier, self.layer]] = weights[..., loops:]
 
 
 @torch.inference_mode()
 def look(model, idx):
     """What happens while a model in eval mode reads idx (T,): a `Seen`."""
     T = len(idx)
-    recorder = Recorder()
-    model.dense = True              # halting='router': all tokens in all passes
-    hook = model.h[-1].register_forward_hook(recorder.last_block)
+    recorder = Recorder(model)
+    mechanism = model.mechanism
+    mechanism.dense = True          # halting='router': all tokens in all passes
+    hooks = [block.register_forward_pre_hook(recorder.begin_block) for block in model.h]
     try:
-        with mock.patch.object(library, 'depth_attention', recorder.depth_attention):
+        with mock.patch.object(library, 'depth_attention', recorder.depth_attention), \
+                mock.patch.object(model, 'blocks', recorder.blocks):
             logits = model(idx[None])[0][0]                                 # (T,V)
     finally:
-        hook.remove()
-        model.dense = False
+        mechanism.dense = False
+        for hook in hooks:
+            hook.remove()
 
-    outputs = by_token(recorder.outputs, T)                                 # (n,T,C)
-    after = model.head(model.ln_f(outputs))                                 # (n,T,V)
-    if model.steps is not None:
-        steps = model.steps[0]                                              # (T,)
-    else:
-        steps = torch.full((T,), len(after), device=idx.device)
+    after = model.head(model.ln_f(by_token(recorder.outputs, T)))           # (n,T,V)
+    steps = torch.full((T,), len(after), device=idx.device)
+    halting = []
+    if mechanism.halts:
+        steps = mechanism.passes[0]                                         # (T,)
+        halting = [decided[0] for decided in mechanism.decisions()]         # each (T,)
     values = None
     if model.config.depth_attn:
-        values = layer_weights(recorder.weights, model.config, T)           # (n,T,L,L+1)
+        values = by_token(recorder.shares, T)                               # (n,T,L,L+1)
         values = values[steps - 1, torch.arange(T, device=idx.device)]      # (T,L,L+1)
-    return Seen(steps, logits, halting(model, T), after, values)
+    kind = 'pass' if recorder.outputs[-1].size(1) == T else 'slot'
+    return Seen(steps, logits, halting, after, values, kind)
 
 
 def by_token(passes, T):
@@ -123,60 +143,17 @@ def by_token(passes, T):
     return slots.transpose(0, 1)
 
 
-def layer_weights(weights, config, T):
-    """What Recorder has of Depth-Attention -> (n,T,L,L+1): of every step, by layers."""
-    passes = []
-    for first in range(0, len(weights), config.n_layer):
-        rows = []
-        for layer in range(config.n_layer):
-            rows.append(source_layers(weights[first + layer], layer, config))
-        passes.append(torch.stack(rows, 2))                                 # (1,S,L,L+1)
-    return by_token(passes, T)
-
-
-def source_layers(weights, layer, config):
-    """
-    Weights (1,S,n) of one layer's sources, in the order of GPT.layers, put at the layers they are
-    of: (1,S,L+1).
-    """
-    earlier = config.sources(layer)
-    loops = weights.size(-1) - 1 - len(earlier)         # these come first
-    row = weights.new_zeros(*weights.shape[:2], config.n_layer + 1)
-    row[..., -1] = weights[..., :loops].sum(-1)
-    row[..., [*earlier, layer]] = weights[..., loops:]
-    return row
-
-
-def halting(model, T):
-    """
-    What decided on each token's steps. gate: a score (T,) after each pass; router: the probability
-    (T,) of going on, after each step; mask: the probability (T,) of needing 0, 1, .. thoughts.
-    Without halting none.
-    """
-    found = []
-    for item in model.trace:
-        if isinstance(item, tuple):                     # router: only the tokens that got there
-            active, _, go_on = item
-            found.append(active.put(go_on.new_zeros(1, T), go_on)[0])
-        elif item.dim() == 2:                           # gate (1,T)
-            found.append(item[0])
-        else:                                           # mask (1,T,n)
-            found.extend(item[0].unbind(-1))
-    return found
-
-
 # ---- showing -------------------------------------------------------------------------------------
 
 def show(seen, config, idx, tokenizer, top):
     """Print a paragraph for each position."""
     top = min(top, config.n_tokens)
-    kind = 'slot' if config.ponder in ('latent', 'pause') else 'pass'
     for t, token in enumerate(idx.tolist()):
         n = seen.steps[t].item()
         decided = decisions(seen.halting, t, n, config)
-        print(f"{t:4d} {word(token, tokenizer)}   {count(n, kind)}{decided}")
+        print(f"{t:4d} {word(token, tokenizer)}   {count(n, seen.kind)}{decided}")
         for k in range(n):
-            print(f"       after {kind} {k + 1}   {likeliest(seen.after[k, t], tokenizer, top)}")
+            print(f"       after {seen.kind} {k + 1}   {likeliest(seen.after[k, t], tokenizer, top)}")
         mixed = not torch.allclose(seen.after[n - 1, t], seen.logits[t], atol=1e-3)
         if mixed:       # the output is not the last step's, but a mixture of them
             print(f"       output         {likeliest(seen.logits[t], tokenizer, top)}")

@@ -67,7 +67,7 @@ def per_token(model, tokens):
 def depth(model, tokens, tokenizer, s):
     """Depth-Attention: whose values each layer mixes, as a mean over the text's first window."""
     if not model.config.depth_attn: raise UserError("this model has depth_attn=False: name one with Depth-Attention")
-    values = look(model, tokens[:model.config.block_size].to(model.wte.weight.device))['values'].mean(0).cpu().numpy()
+    values = look(model, tokens[:model.config.block_size].to(model.wte.weight.device)).values.mean(0).cpu().numpy()
     n, loops = len(values), bool(values[:, -1].any())
     values = np.where(values > 0, values, np.nan)[:, :n + loops]
     figure, (ax,) = new_figure(size=(0.45 * n + 3, 0.4 * n + 1.8))
