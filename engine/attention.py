@@ -38,22 +38,22 @@ def attend(q, k, v, mask=None, dropout=0.0):
             [Group, ..] the first queries, the next, ..: each group with its own keys
     """
     B, nh, S, hd = q.shape
-    nkv = k.size(1)
+    nkv, width = k.size(1), v.size(-1)
     run = partial(kernel or F.scaled_dot_product_attention, dropout_p=dropout, scale=hd ** -0.5)
     if isinstance(mask, KeyBias):
         q, k, v = with_key_bias(q, k, v, mask.bias)
         mask = None
 
     if S == 1:  # queries that share a key head take the place of the sequence: no key is repeated
-        y = run(q.reshape(B, nkv, nh // nkv, -1), k, v, attn_mask=mask).reshape(q.shape)
-        return y[..., :hd]
+        y = run(q.reshape(B, nkv, nh // nkv, -1), k, v, attn_mask=mask)
+        return y.reshape(B, nh, 1, -1)[..., :width]
     if nh > nkv and must_repeat(q, mask):
         k = k.repeat_interleave(nh // nkv, dim=1)
         v = v.repeat_interleave(nh // nkv, dim=1)
     if isinstance(mask, list):
         return attend_in_groups(run, q, k, v, mask)
     y = run(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=nh > k.size(1))
-    return y[..., :hd]
+    return y[..., :width]
 
 
 def must_repeat(q, mask):

@@ -6,6 +6,7 @@ import torch
 from conftest import TOGGLES, make, save
 
 from engine.errors import UserError
+from engine.memory import CausalMemory
 from model import GPTConfig, apply_rope, rope_table
 from tools import explain
 
@@ -99,7 +100,7 @@ def test_values_by_hand():
         assert_equal(values[:, layer], want)
 
         all_keys.append(k)
-        x, new = block(x, rope, tuple(sources))
+        x, new = block(x, rope, sources, CausalMemory(), None)
         if layer in (0, 2, 4):
             sources.append(new)
 

@@ -60,12 +60,12 @@ def test_names_are_inverse(settings):
         assert torch.equal(back[name], state[name])
 
 
-def test_parameters_of_mechanisms_keep_their_names():
+def test_parameters_of_mechanisms_go_to_the_mechanism():
     model = make()
     theirs = rename_to_hf(model.state_dict(), model.config)
     theirs['router.weight'] = torch.ones(1, 32)
     ours = rename_from_hf(theirs, model.config)
-    assert torch.equal(ours['router.weight'], torch.ones(1, 32))
+    assert torch.equal(ours['mechanism.router.weight'], torch.ones(1, 32))
 
 
 @pytest.mark.parametrize('settings', PLAIN)

@@ -85,6 +85,8 @@ class Recorder:
         In the place of model.depth_attention. Mixing the rows of a unit matrix instead of values
         gives the weights themselves.
         """
+        if not self.config.depth_attn:
+            return v
         unit = torch.eye(len(sources) + 1, dtype=v.dtype, device=v.device)
         rows = [row.expand(*k.shape[:3], -1) for row in unit]               # (1,nkv,S,sources + 1)
         keys = [k_j for k_j, _ in sources]
@@ -93,7 +95,7 @@ class Recorder:
         return self.mix(q, k, v, sources, mode)
 
     def put_at_layers(self, weights):
-        """The weights of sources, in the order of GPT.run_blocks, in the columns of their layers."""
+        """Weights of sources, in the order of GPT.run_blocks, in the columns of their layers."""
         earlier = self.config.sources(self.layer)
         loops = weights.size(-1) - 1 - len(earlier)                         # these come first
         row = self.shares[-1][:, :, self.layer]                             # (1,S,L+1)
@@ -153,7 +155,8 @@ def show(seen, config, idx, tokenizer, top):
         decided = decisions(seen.halting, t, n, config)
         print(f"{t:4d} {word(token, tokenizer)}   {count(n, seen.kind)}{decided}")
         for k in range(n):
-            print(f"       after {seen.kind} {k + 1}   {likeliest(seen.after[k, t], tokenizer, top)}")
+            words = likeliest(seen.after[k, t], tokenizer, top)
+            print(f"       after {seen.kind} {k + 1}   {words}")
         mixed = not torch.allclose(seen.after[n - 1, t], seen.logits[t], atol=1e-3)
         if mixed:       # the output is not the last step's, but a mixture of them
             print(f"       output         {likeliest(seen.logits[t], tokenizer, top)}")
