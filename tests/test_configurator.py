@@ -102,7 +102,7 @@ def test_impossible_pairs_and_help():
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='POSIX pipes')
 def test_a_reader_that_leaves_is_no_error(tmp_path):
-    (tmp_path / 'talk.py').write_text("from configurator import run\nrun(lambda argv: print('line\\n' * 100000))\n")
+    (tmp_path / 'talk.py').write_text("from engine.errors import run\nrun(lambda argv: print('line\\n' * 100000))\n")
     process = subprocess.Popen([sys.executable, tmp_path / 'talk.py'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'PYTHONPATH': ROOT})
     process.stdout.readline()
     process.stdout.close()
