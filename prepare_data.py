@@ -34,7 +34,8 @@ import numpy as np
 from configurator import build, read
 
 from engine.errors import UserError, run
-from engine.shards import HEADER_BYTES, MAGIC, VERSION, alone, checksum, count_tokens, encode, get_tokenizer, on_disk, read_meta
+from engine.files import alone, checksum, on_disk
+from engine.shards import HEADER_BYTES, MAGIC, VERSION, count_tokens, encode, get_tokenizer, read_meta
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB

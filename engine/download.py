@@ -15,7 +15,8 @@ import numpy as np
 import requests
 
 from engine.errors import UserError
-from engine.shards import HEADER_BYTES, checksum, count_tokens, get_tokenizer
+from engine.files import checksum
+from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer
 
 FINEWEB = {'fineweb': ('kjj0/fineweb10B-gpt2', 'fineweb', 103), 'fineweb-edu': ('kjj0/finewebedu10B-gpt2', 'finewebedu', 99)}
 SHAKESPEARE = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'

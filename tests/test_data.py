@@ -16,8 +16,10 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 import prepare_data
 from engine.errors import UserError
-from engine.shards import HEADER_BYTES, MAGIC, Windows, get_tokenizer, open_shard, read_meta, shuffle
-from prepare_data import checksum, write_dataset
+from engine.files import checksum
+from engine.shards import HEADER_BYTES, MAGIC, get_tokenizer, open_shard, read_meta
+from engine.windows import Batch, Windows, shuffle
+from prepare_data import write_dataset
 
 CPU = torch.device('cpu')
 
@@ -421,7 +423,9 @@ def test_batches_read_ahead_are_the_same(small_data):
     plain, ahead = (Windows(small_data, 'train', read_meta(small_data), 16) for _ in range(2))
     for first in (0, 8, 16, 4, 40, plain.n - 4):  # also where the guess was wrong
         for one, other in zip(plain.sample(first, 8, 1, CPU), ahead.sample(first, 8, 1, CPU, then=first + 8)): assert torch.equal(one, other)
-    assert ahead.ahead[0] == (plain.n + 4, 8, 1, CPU) and torch.equal(ahead.ahead[1].result(), ahead._sample(plain.n + 4, 8, 1, CPU))
+    last = Batch(plain.n + 4, 8, 1, CPU)
+    assert ahead.ahead == last
+    assert torch.equal(ahead.ahead_tokens.result(), ahead.read_batch(last))
     assert 0 < ahead.waited < 60
 
 
