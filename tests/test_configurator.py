@@ -153,6 +153,7 @@ def test_files_compose_left_to_right(tmp_path):
     'count += 1',
     'count = name',
     'count, rate = 1, 2',
+    'count = rate = 3',
     'def f(): pass',
     'count: int = 3',
     'Block.count = 3',
