@@ -620,9 +620,12 @@ def test_no_file_makes_the_shard_reader_fail_otherwise(tmp_path_factory, content
         del tokens  # before the file it maps is written again
 
 
-NO_TOKENIZER = '{"tokenizer": 3, "n_tokens": 2, "eot": 1, "train": {}, "val": {}}'
+NO_SPLITS = '{"tokenizer": 3, "n_tokens": 2, "eot": 1, "train": {}, "val": {}}'
 NO_SHARDS = ('{"tokenizer": "byte", "n_tokens": 257, "eot": 256, '
              '"train": {"bytes": 1, "tokens": 1, "shards": "ab"}, "val": 0}')
+NO_NUMBER = ('{"tokenizer": "byte", "n_tokens": "257", "eot": 256, "source": "test", '
+             '"train": {"bytes": 1, "tokens": 1, "shards": []}, '
+             '"val": {"bytes": 1, "tokens": 1, "shards": []}}')
 
 
 @pytest.mark.parametrize('text', [
@@ -631,8 +634,9 @@ NO_SHARDS = ('{"tokenizer": "byte", "n_tokens": 257, "eot": 256, '
     '{',
     '[]',
     '{"tokenizer": "byte"}',
-    NO_TOKENIZER,
+    NO_SPLITS,
     NO_SHARDS,
+    NO_NUMBER,
 ])
 def test_bad_meta(tmp_path, text):
     if text is not None:
