@@ -1,104 +1,209 @@
 """
-Settings from config files and the command line. Values are literals and arithmetic; nothing is ever executed.
+Settings from config files and the command line.
 
-    given, rest = read(argv, usage, Settings, ...)    # {name: value} that the user set, and what is no setting
-    settings = build(Settings, given)                 # the dataclass with these values in it
+    given, rest = read(argv, usage, Settings, ...)    {name: value} the user set; what is left over
+    settings = build(Settings, given)                 the dataclass with these values in it
 
-A dataclass is one block of settings: its fields with their types, defaults and comments are all there is to declare.
-Arguments apply from left to right: FILE.py holds lines `name = value`, FILE.json one object, --name=value sets one.
-Bad input is a UserError: one line that says what, where and what to do.
+A dataclass is one block of settings: its fields with their types, defaults and comments are all
+there is to declare. Arguments apply from left to right: FILE.py holds lines `name = value`,
+FILE.json one object, --name=value sets one. Values are literals and arithmetic; nothing is ever
+executed. Bad input is a UserError: one line that says what, where and what to do.
 """
-import ast, difflib, inspect, json, math, operator, re, sys
-from dataclasses import fields
+
+import ast
+import difflib
+import inspect
+import json
+import math
+import operator
+import re
+import sys
+from dataclasses import dataclass, fields
 from typing import get_args
 
 from engine.errors import UserError
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+CALLED = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}
+FIELD = re.compile(r'^    (\w+): .*? = (.*?) *# (.*)$', re.MULTILINE)  # name, default, comment
 
 
-def evaluate(node):
-    """The value of an expression tree of literals and arithmetic on numbers; ValueError or ArithmeticError otherwise."""
-    if isinstance(node, ast.Constant): return node.value
-    operands = {ast.BinOp: ('left', 'right'), ast.UnaryOp: ('operand',)}.get(type(node))
-    if not operands or type(node.op) not in OPERATORS: raise ValueError("may only be a literal or arithmetic")
-    numbers = [evaluate(getattr(node, name)) for name in operands]
-    if not all(type(n) in (int, float) for n in numbers): raise ValueError("may only calculate with numbers")
-    if isinstance(node.op, ast.Pow) and max(map(abs, numbers)) > 1e4: raise ValueError("holds too large a power")
-    return OPERATORS[type(node.op)](*numbers)
-
-
-def convert(value, kinds):
-    """`value` as the declared type; ValueError where that would change it (1.5 as a whole number, text as a number)."""
-    if type(value) in kinds and type(value) not in (int, float): return value
-    if type(value) in (int, float) and abs(value) < 2 ** 63:  # not so for inf and nan
-        if float in kinds: return float(value)
-        if int in kinds and value == int(value): return int(value)
-    wanted = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}[kinds[0]]
-    raise ValueError(f"should be {wanted}{' or None' if len(kinds) > 1 else ''}, not {value!r}")
-
-
-def lines(path):
-    """(name, value as a tree, where) of every line `name = value` of a .py file, or of every entry of a .json file."""
-    try:
-        with open(path, encoding='utf-8-sig') as f: text = f.read()
-        if path.endswith('.json'): return [(name, ast.Constant(value), path) for name, value in json.loads(text).items()]
-        body = ast.parse(text).body
-    except OSError as error: raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
-        raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not a file of lines name = value") from None
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant): body = body[1:]  # a docstring
-    for node in body:
-        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
-            raise UserError(f"{path}:{node.lineno}: only lines name = value are allowed")
-    return [(node.targets[0].id, node.value, f"{path}:{node.lineno}") for node in body]
-
-
-def option(arg, kinds):
-    """The same for an argument --name=value. Text needs no quotes."""
-    name, equals, text = arg[2:].partition('=')
-    if not equals: raise UserError(f"{arg}: write it as --name=value")
-    try: tree = ast.parse(text.strip(), mode='eval').body
-    except (SyntaxError, ValueError, RecursionError, MemoryError): tree = ast.Constant(text)
-    return [(name, ast.Constant(text) if str in kinds.get(name, ()) and text != 'None' else tree, arg)]
+@dataclass
+class Assignment:
+    """One `name = value` of a file, or one argument --name=value."""
+    name: str
+    value: ast.expr  # the text as a tree; nobody has calculated it yet
+    where: str       # for messages: FILE.py:LINE, FILE.json, or the argument
 
 
 def read(argv, usage, *blocks, files=True):
     """
-    ({name: value} that argv and its files set, [arguments that are neither]); --help prints all settings and leaves.
+    ({name: value} that argv and its files set, [arguments that are neither]). --help prints `usage`
+    and all settings, and leaves.
+
     files=False: arguments that end with .py or .json are no config files here.
     """
-    kinds = {f.name: get_args(f.type) or (f.type,) for block in blocks for f in fields(block)}  # Optional[int]: (int, NoneType)
+    kinds = {}  # {name: types that are allowed}
+    for block in blocks:
+        for field in fields(block):
+            # of Optional[int]: (int, NoneType); of int: nothing, so (int,)
+            kinds[field.name] = get_args(field.type) or (field.type,)
+
     given, rest = {}, []
     for arg in argv:
-        if arg in ('-h', '--help'): sys.exit(print(usage, *map(describe, blocks), sep='\n\n', flush=True))
-        is_file, is_option = files and arg.endswith(('.py', '.json')), arg.startswith('--')
-        if not (is_file or is_option): rest.append(arg)
-        for name, tree, where in option(arg, kinds) if is_option else lines(arg) if is_file else ():
-            near = [f"; did you mean '{n}'?" for n in difflib.get_close_matches(name, kinds, 1)] or ["; see --help"]
-            if name not in kinds: raise UserError(f"{where}: there is no setting '{name}'{near[0]}")
-            try: given[name] = convert(evaluate(tree), kinds[name])
-            except (ValueError, ArithmeticError, RecursionError) as error: raise UserError(f"{where}: {name} {error}") from None
+        if arg in ('-h', '--help'):
+            print(usage, *map(describe, blocks), sep='\n\n', flush=True)
+            sys.exit()
+        assignments = []
+        if arg.startswith('--'):
+            assignments = [read_option(arg, kinds)]
+        elif files and arg.endswith(('.py', '.json')):
+            assignments = read_file(arg)
+        else:
+            rest.append(arg)
+        for assignment in assignments:
+            given[assignment.name] = calculate(assignment, kinds)
     return given, rest
 
 
+def read_option(arg, kinds):
+    """The Assignment of an argument --name=value. Text needs no quotes."""
+    name, equals, text = arg[2:].partition('=')
+    if not equals:
+        raise UserError(f"{arg}: write it as --name=value")
+    value = ast.Constant(text)
+    if str not in kinds.get(name, ()) or text == 'None':
+        try:
+            value = ast.parse(text.strip(), mode='eval').body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            pass  # it stays text, and is refused as such
+    return Assignment(name, value, arg)
+
+
+def read_file(path):
+    """An Assignment for every line of a .py file, or for every entry of a .json file."""
+    try:
+        with open(path, encoding='utf-8-sig') as f:
+            text = f.read()
+        if path.endswith('.json'):
+            entries = json.loads(text).items()
+            return [Assignment(name, ast.Constant(value), path) for name, value in entries]
+        statements = ast.parse(text).body
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        number = getattr(error, 'lineno', 1)
+        raise UserError(f"{path}:{number}: not a file of lines name = value") from None
+
+    if statements and is_docstring(statements[0]):
+        statements = statements[1:]
+    return [read_statement(statement, path) for statement in statements]
+
+
+def is_docstring(statement):
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def read_statement(statement, path):
+    """The Assignment of a statement `name = value`; UserError for any other."""
+    where = f"{path}:{statement.lineno}"
+    has_one_target = isinstance(statement, ast.Assign) and len(statement.targets) == 1
+    if not has_one_target or not isinstance(statement.targets[0], ast.Name):
+        raise UserError(f"{where}: only lines name = value are allowed")
+    return Assignment(statement.targets[0].id, statement.value, where)
+
+
+def calculate(assignment, kinds):
+    """The value of an assignment, as the type of its setting. UserError if it is none."""
+    name, where = assignment.name, assignment.where
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, 1)
+        advice = f"did you mean '{near[0]}'?" if near else "see --help"
+        raise UserError(f"{where}: there is no setting '{name}'; {advice}")
+    try:
+        return convert(evaluate(assignment.value), kinds[name])
+    except (ValueError, ArithmeticError, RecursionError) as error:
+        raise UserError(f"{where}: {name} {error}") from None
+
+
+def evaluate(node):
+    """
+    The value of an expression tree of literals and arithmetic on numbers; ValueError or
+    ArithmeticError otherwise.
+    """
+    if isinstance(node, ast.Constant):
+        return node.value
+    if not isinstance(node, (ast.BinOp, ast.UnaryOp)) or type(node.op) not in OPERATORS:
+        raise ValueError("may only be a literal or arithmetic")
+    if isinstance(node, ast.BinOp):
+        numbers = [evaluate(node.left), evaluate(node.right)]
+    else:
+        numbers = [evaluate(node.operand)]
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("may only calculate with numbers")
+    if isinstance(node.op, ast.Pow) and max(map(abs, numbers)) > 1e4:
+        raise ValueError("holds too large a power")
+    return OPERATORS[type(node.op)](*numbers)
+
+
+def convert(value, kinds):
+    """
+    `value` as the declared type; ValueError where that would change it (1.5 as a whole number, text
+    as a number).
+    """
+    is_number = type(value) in (int, float)      # True and False are none
+    if type(value) in kinds and not is_number:
+        return value
+    if is_number and abs(value) < 2 ** 63:       # neither inf nor nan is
+        if float in kinds:
+            return float(value)
+        if int in kinds and value == int(value):
+            return int(value)
+    wanted = CALLED[kinds[0]]
+    if len(kinds) > 1:
+        wanted += " or None"
+    raise ValueError(f"should be {wanted}, not {value!r}")
+
+
 def build(block, given):
-    """An instance of `block` with the given values; its own ValueError (an impossible pair) becomes a UserError."""
-    try: return block(**{f.name: given[f.name] for f in fields(block) if f.name in given})
-    except ValueError as error: raise UserError(str(error)) from None
+    """
+    An instance of `block` with the given values; its own ValueError (an impossible pair) becomes a
+    UserError.
+    """
+    values = {field.name: given[field.name] for field in fields(block) if field.name in given}
+    try:
+        return block(**values)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def check_range(settings, low, high, *names):
-    """ValueError for the first of these settings that is not between low and high (inf: no bound); None is."""
+    """
+    ValueError for the first of these settings that is not between low and high (inf: no bound).
+    None is allowed.
+    """
     bounds = f"between {low} and {high}" if high < math.inf else f"at least {low}"
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not low <= value <= high: raise ValueError(f"{name}={value} must be {bounds}")
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{name}={value} must be {bounds}")
 
 
 def describe(block):
     """A block's settings for --help: each with its default and the comment behind its field."""
-    rows = re.findall(r'^    (\w+): .*? = (.*?) *# (.*)$', inspect.getsource(block), re.M)
-    words = {f.name: f.default for f in fields(block) if type(f.default) is str}  # as they are typed: no quotes, no names
-    return '\n'.join([f"{block.__name__}: {block.__doc__}"] + [f"  --{k}={words.get(k, v)}".ljust(34) + f" {text}" for k, v, text in rows])
+    # text as it is typed: without quotes, and the value where the default is a constant's name
+    texts = {field.name: field.default for field in fields(block) if type(field.default) is str}
+    rows = [f"{block.__name__}: {block.__doc__}"]
+    for name, default, comment in FIELD.findall(inspect.getsource(block)):
+        option = f"  --{name}={texts.get(name, default)}"
+        rows.append(f"{option:34s} {comment}")
+    return '\n'.join(rows)

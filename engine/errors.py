@@ -1,9 +1,10 @@
 """
-What ends a program: a line for what the user can mend, an exit status for everything else that is no bug.
+How a program ends: one line for what the user can mend, and an exit status that says so.
 
-    raise UserError("data/mine: no data set; make it with ...")     what is wrong, where, and what to do
+    raise UserError("data/mine: no data set; make ..")    where, what is wrong, and what to do
+
     if __name__ == '__main__':
-        run(main)                                                   main(argv), with all of this applied
+        run(main)                                         main(argv), with all of this applied
 """
 
 import os
@@ -39,16 +40,17 @@ def run(main):
 def say(error):
     """The error's text on stderr, as one line; with several ranks it says which one found it."""
     rank = os.environ.get('RANK')  # set by torchrun
-    words = str(error).splitlines()
+    words = ["error:"]
     if rank is not None:
-        words.insert(0, f"rank {rank}:")
+        words.append(f"rank {rank}:")
+    words += str(error).splitlines()
     if rank not in (None, '0'):
         time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
-    print("error:", *words, file=sys.stderr)
+    print(*words, file=sys.stderr)
 
 
 def leave(status):
-    """Exit. What is still to be printed and cannot be (the reader left, the disk is full) is lost."""
+    """Exit. What cannot be printed any more (the reader left, the disk is full) is lost."""
     try:
         if sys.stdout:
             sys.stdout.flush()

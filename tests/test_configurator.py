@@ -1,4 +1,5 @@
 """Settings: what is accepted, what is refused and how, and that no input can do anything else."""
+
 import json
 import os
 import subprocess
@@ -11,7 +12,6 @@ from conftest import ROOT, program
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from configurator import build, describe, read
-
 from engine.errors import UserError, run
 
 
@@ -26,93 +26,224 @@ class Block:
     label: Optional[str] = None         # text, or none
 
     def __post_init__(self):
-        if self.count == 13: raise ValueError("count=13 is impossible: take 12")
-
-
-def test_a_terminal_that_cannot_show_a_character():
-    done = program('-c', r"from engine.errors import run; run(lambda argv: print('caf\xe9', '\udce9'))", PYTHONIOENCODING='ascii:strict')
-    assert done.stdout == 'caf? ?\n'
+        if self.count == 13:
+            raise ValueError("count=13 is impossible: take 12")
 
 
 def parse(*argv):
     return read(list(argv), 'usage', Block)
 
 
+# --------------------------------------------------------------------------------------------------
+# arguments
+
+
 @pytest.mark.parametrize('arg, name, value', [
-    ('--count=5', 'count', 5), ('--count=2**4*3', 'count', 48), ('--count=1e3', 'count', 1000), ('--count=-(4//2)', 'count', -2),
-    ('--rate=1', 'rate', 1.0), ('--rate=6e-4/2', 'rate', 3e-4), ('--name=a b=c#d', 'name', 'a b=c#d'), ('--name=3', 'name', '3'), ('--name=', 'name', ''),
-    ('--flag=True', 'flag', True), ('--limit=None', 'limit', None), ('--limit=7', 'limit', 7), ('--label=None', 'label', None), ('--label=ab', 'label', 'ab')])
+    ('--count=5', 'count', 5),
+    ('--count=2**4*3', 'count', 48),
+    ('--count=1e3', 'count', 1000),
+    ('--count=-(4//2)', 'count', -2),
+    ('--rate=1', 'rate', 1.0),
+    ('--rate=6e-4/2', 'rate', 3e-4),
+    ('--name=a b=c#d', 'name', 'a b=c#d'),
+    ('--name=3', 'name', '3'),
+    ('--name=', 'name', ''),
+    ('--flag=True', 'flag', True),
+    ('--limit=None', 'limit', None),
+    ('--limit=7', 'limit', 7),
+    ('--label=None', 'label', None),
+    ('--label=ab', 'label', 'ab'),
+])
 def test_options(arg, name, value):
     got, rest = parse(arg)
-    assert got == {name: value} and type(got[name]) is type(value) and rest == []
+    assert got == {name: value}
+    assert type(got[name]) is type(value)
+    assert rest == []
 
 
 @pytest.mark.parametrize('arg, words', [
-    ('--cuont=5', ["'cuont'", "did you mean 'count'"]), ('--zzz=5', ['zzz', '--help']), ('--count', ['--name=value']), ('--count=1.5', ['whole number', '1.5']),
-    ('--count=True', ['whole number']), ('--count=abc', ['count']), ('--count=', ['count']), ('--rate=nan', ['rate']), ('--rate=1e999', ['number', 'inf']),
-    ('--flag=1', ['True or False']), ('--flag=true', ['flag']), ('--name=None', ['text']), ('--count=1/0', ['zero']), ('--count=9**9**9', ['power']), ('--count=10**30', ['whole number']), ('--rate=1e300', ['number']),
-    ('--count=2**-99999', ['power']), ('--count=(-8)**0.5', ['count']), ('--count=1);flag=(True', ['count']), ("--count='a'*9", ['numbers']),
-    ('--count=__import__("os")', ['literal']), ('--limit=[1]', ['literal']), ('nofile.py', ['nofile.py', 'cannot be read']), ('--count=' + '(' * 500, ['count'])])
+    ('--cuont=5', ["'cuont'", "did you mean 'count'"]),
+    ('--zzz=5', ['zzz', '--help']),
+    ('--count', ['--name=value']),
+    ('--count=1.5', ['whole number', '1.5']),
+    ('--count=True', ['whole number']),
+    ('--count=abc', ['count']),
+    ('--count=', ['count']),
+    ('--rate=nan', ['rate']),
+    ('--rate=1e999', ['number', 'inf']),
+    ('--flag=1', ['True or False']),
+    ('--flag=true', ['flag']),
+    ('--name=None', ['text']),
+    ('--count=1/0', ['zero']),
+    ('--count=9**9**9', ['power']),
+    ('--count=10**30', ['whole number']),
+    ('--rate=1e300', ['number']),
+    ('--count=2**-99999', ['power']),
+    ('--count=(-8)**0.5', ['count']),
+    ('--count=1);flag=(True', ['count']),
+    ("--count='a'*9", ['numbers']),
+    ('--count=__import__("os")', ['literal']),
+    ('--limit=[1]', ['literal']),
+    ('nofile.py', ['nofile.py', 'cannot be read']),
+    ('--count=' + '(' * 500, ['count']),
+])
 def test_refusals_name_the_argument(arg, words):
-    with pytest.raises(UserError) as error: parse(arg)
-    assert '\n' not in str(error.value) and arg.partition('=')[0].lstrip('-') in str(error.value)
-    for word in words: assert word in str(error.value)
+    with pytest.raises(UserError) as error:
+        parse(arg)
+    message = str(error.value)
+    assert '\n' not in message
+    assert arg.partition('=')[0].lstrip('-') in message
+    for word in words:
+        assert word in message
+
+
+@hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text(max_size=40), st.sampled_from(['', *(f.name for f in fields(Block))]))
+def test_no_argument_makes_a_traceback(text, name):
+    for arg in (text, f'--{text}', f'--{name}={text}'):
+        if arg in ('-h', '--help') or arg.endswith(('.py', '.json')):
+            continue
+        try:
+            got, _ = parse(arg)
+        except UserError:
+            continue
+        assert set(got) <= {name, text.partition('=')[0]}
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
+@given(NUMBERS, st.sampled_from(['count', 'rate']))
+def test_numbers_arrive_unchanged_or_not_at_all(value, name):
+    try:
+        got = parse(f'--{name}={value!r}')[0][name]
+    except UserError:
+        is_fraction = name == 'count' and value != int(value)
+        assert is_fraction or abs(value) >= 2 ** 63
+    else:
+        assert got == (float(value) if name == 'rate' else value)
+
+
+# --------------------------------------------------------------------------------------------------
+# files
 
 
 def test_files_compose_left_to_right(tmp_path):
     a, b, c = tmp_path / 'a.py', tmp_path / 'b.py', tmp_path / 'c.json'
-    a.write_text('"""A docstring."""\ncount = 4 * 2   # a comment\nname = "a"\n')
-    b.write_text("\ufeffcount = 9\nlimit = None\n", encoding='utf-8')  # as some editors on Windows begin a file
+    a.write_text('"""A docstring."""\n'
+                 'count = 4 * 2   # a comment\n'
+                 'name = "a"\n')
+    b.write_text('\ufeff'  # as some editors on Windows begin a file
+                 'count = 9\n'
+                 'limit = None\n', encoding='utf-8')
     c.write_text(json.dumps(dict(rate=2, flag=True)))
-    assert parse(str(a), str(b), '--name=z', str(c), 'other')[0] == dict(count=9, name='z', limit=None, rate=2.0, flag=True)
-    assert parse(str(b), str(a), 'other') == (dict(count=8, name='a', limit=None), ['other'])
+
+    given, _ = parse(str(a), str(b), '--name=z', str(c), 'other')
+    assert given == dict(count=9, name='z', limit=None, rate=2.0, flag=True)
+    given, rest = parse(str(b), str(a), 'other')
+    assert given == dict(count=8, name='a', limit=None)
+    assert rest == ['other']
 
 
-@pytest.mark.parametrize('line', ['import os', 'count = len("abc")', 'for i in range(3): count = i', 'count += 1', 'count = name', 'count, rate = 1, 2', 'def f(): pass',
-                                  'count: int = 3', 'Block.count = 3', 'count = [1][0]', 'count = lambda: 3', 'count = 3 if True else 4', 'print(1)', 'count = = 3', 'name = 3', 'coutn = 3',
-                                  'name = f"{1}"', 'count = (rate := 3)', '"""late"""'])
+@pytest.mark.parametrize('line', [
+    'import os',
+    'count = len("abc")',
+    'for i in range(3): count = i',
+    'count += 1',
+    'count = name',
+    'count, rate = 1, 2',
+    'count = rate = 3',
+    'def f(): pass',
+    'count: int = 3',
+    'Block.count = 3',
+    'count = [1][0]',
+    'count = lambda: 3',
+    'count = 3 if True else 4',
+    'print(1)',
+    'count = = 3',
+    'name = 3',
+    'coutn = 3',
+    'name = f"{1}"',
+    'count = (rate := 3)',
+    '"""late"""',
+])
 def test_config_files_hold_nothing_but_assignments(tmp_path, line):
     path = tmp_path / 'bad.py'
     path.write_text(f'rate = 1\n{line}\n')
-    with pytest.raises(UserError) as error: parse(str(path))
-    assert f'{path}:2' in str(error.value) and '\n' not in str(error.value)
+    with pytest.raises(UserError) as error:
+        parse(str(path))
+    assert f'{path}:2' in str(error.value)
+    assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('text', ['[1, 2]', '{', '{"count": [1]}', '{"count": "3"}', '{"nope": 1}', '3', ''])
+@pytest.mark.parametrize('text', [
+    '[1, 2]',
+    '{',
+    '{"count": [1]}',
+    '{"count": "3"}',
+    '{"nope": 1}',
+    '3',
+    '',
+])
 def test_bad_json(tmp_path, text):
     path = tmp_path / 'bad.json'
     path.write_text(text)
-    with pytest.raises(UserError) as error: parse(str(path))
+    with pytest.raises(UserError) as error:
+        parse(str(path))
     assert str(path) in str(error.value)
 
 
 def test_a_binary_file_is_refused(tmp_path):
     path = tmp_path / 'bad.py'
     path.write_bytes(b'\xff\xfe\0\x01')
-    with pytest.raises(UserError): parse(str(path))
+    with pytest.raises(UserError):
+        parse(str(path))
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(max_size=60))
+def test_no_config_file_makes_a_traceback(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / 'any.py'
+    path.write_text(text, encoding='utf-8', errors='replace')
+    try:
+        parse(str(path))
+    except UserError as error:
+        assert str(path) in str(error)
+
+
+BLOCKS = st.builds(
+    Block,
+    count=st.integers(-2 ** 63 + 1, 2 ** 63 - 1).filter(lambda n: n != 13),
+    rate=st.floats(-9e18, 9e18),
+    name=st.text(),
+    flag=st.booleans(),
+    limit=st.none() | st.integers(0, 2 ** 63 - 1),
+    label=st.none() | st.text(),
+)
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
+@given(BLOCKS)
+def test_stored_settings_come_back_unchanged(tmp_path_factory, block):
+    path = tmp_path_factory.getbasetemp() / 'stored.json'
+    path.write_text(json.dumps(asdict(block)))
+    assert build(Block, parse(str(path))[0]) == block
+
+
+# --------------------------------------------------------------------------------------------------
+# blocks and --help
 
 
 def test_impossible_pairs_and_help():
-    with pytest.raises(UserError, match='take 12'): build(Block, dict(count=13))
+    with pytest.raises(UserError, match='take 12'):
+        build(Block, dict(count=13))
     assert build(Block, dict(count=4)) == Block(count=4)
     text = describe(Block)
-    for f in fields(Block): assert f'--{f.name}=' in text
-    assert '--rate=0.5' in text and 'any number' in text
-
-
-@pytest.mark.skipif(sys.platform == 'win32', reason='POSIX pipes')
-def test_a_reader_that_leaves_is_no_error(tmp_path):
-    (tmp_path / 'talk.py').write_text("from configurator import run\nrun(lambda argv: print('line\\n' * 100000))\n")
-    process = subprocess.Popen([sys.executable, tmp_path / 'talk.py'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'PYTHONPATH': ROOT})
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.stderr.read() == b'' and process.wait(timeout=60) == 141
-
-
-def test_ctrl_c_is_said_by_the_status(capsys):
-    def main(argv): raise KeyboardInterrupt
-    with pytest.raises(SystemExit) as leaves: run(main)
-    assert leaves.value.code == 130 and capsys.readouterr() == ('', '')
+    for field in fields(Block):
+        assert f'--{field.name}=' in text
+    assert '--rate=0.5' in text
+    assert 'any number' in text
 
 
 def test_every_setting_of_the_programs_is_in_their_help():
@@ -122,40 +253,38 @@ def test_every_setting_of_the_programs_is_in_their_help():
     from train import Settings
     for block in (GPTConfig, Settings, SampleSettings, DataSettings):
         text = describe(block)
-        for f in fields(block): assert f'--{f.name}=' in text, f'{f.name} has no comment on its line'
+        for field in fields(block):
+            assert f'--{field.name}=' in text, f'{field.name} has no comment on its line'
 
 
-@hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.text(max_size=40), st.sampled_from(['', *(f.name for f in fields(Block))]))
-def test_no_argument_makes_a_traceback(text, name):
-    for arg in (text, f'--{text}', f'--{name}={text}'):
-        if arg in ('-h', '--help') or arg.endswith(('.py', '.json')): continue
-        try: got, _ = parse(arg)
-        except UserError: pass
-        else: assert set(got) <= {name, text.partition('=')[0]}
+# --------------------------------------------------------------------------------------------------
+# how a program ends
 
 
-@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)), st.sampled_from(['count', 'rate']))
-def test_numbers_arrive_unchanged_or_not_at_all(value, name):
-    try: got = parse(f'--{name}={value!r}')[0][name]
-    except UserError: assert name == 'count' and value != int(value) or abs(value) >= 2 ** 63
-    else: assert got == (float(value) if name == 'rate' else value)
+def test_a_terminal_that_cannot_show_a_character():
+    code = r"from engine.errors import run; run(lambda argv: print('caf\xe9', '\udce9'))"
+    done = program('-c', code, PYTHONIOENCODING='ascii:strict')
+    assert done.stdout == 'caf? ?\n'
 
 
-@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.builds(Block, st.integers(-2 ** 63 + 1, 2 ** 63 - 1).filter(lambda n: n != 13), st.floats(-9e18, 9e18), st.text(), st.booleans(),
-                 st.none() | st.integers(0, 2 ** 63 - 1), st.none() | st.text()))
-def test_stored_settings_come_back_unchanged(tmp_path_factory, block):
-    path = tmp_path_factory.getbasetemp() / 'stored.json'
-    path.write_text(json.dumps(asdict(block)))
-    assert build(Block, parse(str(path))[0]) == block
+@pytest.mark.skipif(sys.platform == 'win32', reason='POSIX pipes')
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    talk = tmp_path / 'talk.py'
+    talk.write_text("from engine.errors import run\n"
+                    "run(lambda argv: print('line\\n' * 100000))\n")
+    process = subprocess.Popen([sys.executable, talk], env={**os.environ, 'PYTHONPATH': ROOT},
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b''
+    assert process.wait(timeout=60) == 141
 
 
-@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.text(max_size=60))
-def test_no_config_file_makes_a_traceback(tmp_path_factory, text):
-    path = tmp_path_factory.getbasetemp() / 'any.py'
-    path.write_text(text, encoding='utf-8', errors='replace')
-    try: parse(str(path))
-    except UserError as error: assert str(path) in str(error)
+def test_ctrl_c_is_said_by_the_status(capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as leaves:
+        run(interrupted)
+    assert leaves.value.code == 130
+    assert capsys.readouterr() == ('', '')
