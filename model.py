@@ -9,7 +9,8 @@ way to use the second:
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C)
     z = gpt.head(h)             hidden states         -> logits (B,T,V)
 
-Read from top to bottom; each part needs only those above it.
+Read from top to bottom. After part 2 you have read a complete, ordinary GPT; it names three things
+that come later, and a plain model uses none of them: depth_attention, PONDER and HALTING.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Attention, MLP, Block, GPT
@@ -17,8 +18,9 @@ Read from top to bottom; each part needs only those above it.
     4  pondering            for each token the trunk is called several times, or on several slots
     5  halting              each token takes as many of these passes as it needs
 
-What comes from engine/ makes it fast, or exact when a text is read in pieces. Nothing there is an
-idea of its own: the first lines of each function name the plain PyTorch that it equals.
+What comes from engine/ makes it fast, or gives the same result when a text is read in pieces as
+when it is read at once. Nothing there is an idea of its own: each function says which plain PyTorch
+it equals.
 
     B batch   T tokens   S slots (tokens, or tokens and their thoughts)   C n_embd   V vocab_size
     nh query heads   nkv key/value heads   hd head dimension   K ponder_steps
@@ -49,7 +51,7 @@ from engine.slots import Everyone, choose, real_tokens
 @dataclass
 class GPTConfig:
     """Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper."""
-    vocab_size: int = 50304              # rows of the embedding table; multiples of 64 are fast
+    vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows in use, the others are padding (None: all)
     block_size: int = 2048               # longest context, in tokens
     n_layer: int = 24                    # blocks
@@ -57,13 +59,13 @@ class GPTConfig:
     n_kv_head: Optional[int] = None      # key/value heads (None: n_head)
     n_embd: int = 960                    # width of the residual stream
     head_dim: Optional[int] = None       # width of a head (None: n_embd / n_head)
-    mlp_hidden: Optional[int] = 2560     # width inside the MLP (None: 8/3 n_embd, up to a 64)
+    mlp_hidden: Optional[int] = 2560     # width inside the MLP (None: 8/3 n_embd, in steps of 64)
     rope_theta: float = 1e4              # base of the rotary frequencies
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
     tie_embeddings: bool = False         # one table for the embedding and the output head
     embed_scale: Optional[float] = None  # factor on embeddings (None: as the mode's paper has it)
-    init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(2 / (5 n_embd)))
+    init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(0.4 / n_embd))
     dropout: float = 0.0                 # on embeddings, attention weights and both branches
 
     # Depth-Attention
@@ -73,21 +75,21 @@ class GPTConfig:
 
     # pondering
     ponder: str = 'none'                 # 'embedding', 'latent', 'chain', 'loop' or 'pause'
-    ponder_steps: int = 3                # extra passes, or slots, per token (0: one plain pass)
+    ponder_steps: int = 3                # K: extra passes, or slots, per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # embedding: mix the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # latent: sweeps that refine; in training this or one less
+    jacobi_iters: int = 3                # latent: R, see Latent; training draws R or R - 1
 
     # halting
-    halting: str = 'none'                # 'gate' on embedding, 'mask' on latent, 'router' on chain
+    halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain
     halt_tau: float = 1e-4               # below this probability a step is not taken
-    halt_lambda: Optional[float] = None  # weight of the loss term for fewer steps (None: its own)
+    halt_lambda: Optional[float] = None  # weight of the loss term for fewer steps (None: default)
     halt_start: float = 0.4              # gate, mask: share of the run at which that term sets in
     halt_full: float = 0.48              # gate, mask: share from which it has its full weight
-    halt_share: float = 0.1              # gate: the term averages this share of the gates
-    halt_beta: float = 10.0              # router: a step costs p^beta, p of the right token
+    halt_share: float = 0.1              # gate: the term averages the lowest gates, this share
+    halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
 
     def __post_init__(self):
-        check_config(self, PONDER, HALTING)  # ValueError: what does not fit, and what to change
+        check_config(self, PONDER, HALTING)  # ValueError: which settings clash, and what to do
         if self.n_tokens is None:
             self.n_tokens = self.vocab_size
         if self.n_kv_head is None:
@@ -136,15 +138,16 @@ def rope_table(pos, head_dim, theta, dtype):
     wide_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     channel = torch.arange(0, head_dim, 2, device=pos.device, dtype=wide_dtype)
     frequency = theta ** (-channel / head_dim)                          # (hd/2,)
-    angle = pos.to(wide_dtype)[..., None, None] * frequency             # (.., S, 1, hd/2)
+    angle = pos.to(wide_dtype)[..., None, None] * frequency             # (.., S, 1 head, hd/2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def apply_rope(x, cos, sin):
     """Turn x (B,S,heads,hd): each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     swapped = x.roll(x.size(-1) // 2, -1)  # (b, a): half as expensive as cutting and joining
-    return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
+    return torch.addcmul(x * cos, swapped, sin)  # x cos + swapped sin
 
 
 class Attention(nn.Module):
@@ -168,9 +171,9 @@ class Attention(nn.Module):
         """
         x (B,S,C) -> y (B,S,C), and this layer's keys and values for the layers above.
         rope       cos and sin of all positions
-        sources    (keys, values) of earlier layers, for Depth-Attention; none without it
-        memory     what there is to read besides this pass, such as a cache
-        mask       which of it each slot reads (None: itself and all before it)
+        sources    for Depth-Attention: (keys, values) of earlier layers. Plain: an empty list
+        memory     holds what there is to read, such as a cache. Plain: only this pass's k and v
+        mask       which keys each slot reads. Plain: None, which is causal
         """
         B, S, _ = x.shape
         nh, nkv, hd = self.n_head, self.n_kv_head, self.head_dim
@@ -230,13 +233,13 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # the plain GPT: one call of the trunk
+        self.mechanism = new_mechanism(config)  # Plain: one call of the trunk
         self.init_weights()
         self.checkpoint_activations = False     # train.py: recompute each block in backward
         self.static_caches = False              # engine/hardware.py: caches for compiled decoding
 
     def init_weights(self):
-        """Normal matrices of one std; smaller in blocks that run on what they made themselves."""
+        """Normal matrices; pondering models, as GPT-2, begin with small residual branches."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
@@ -251,8 +254,13 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, jacobi=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean in nats, in training with what a mechanism adds to it. Negative targets do not
-        count. jacobi: as in `hidden`.
+        the mean cross-entropy in nats, in training plus the mechanism's own term. Negative targets
+        do not count. jacobi: see `hidden`. In the plain GPT this is
+
+            x = self.embed(idx)
+            for block in self.h:
+                x = block(x)
+            logits = self.lm_head(self.ln_f(x))
         """
         if idx.dim() != 2 or idx.size(1) > self.config.block_size:
             raise ValueError(f"tokens of shape {tuple(idx.shape)} must be (B,T), T up to "
@@ -265,16 +273,16 @@ class GPT(nn.Module):
 
     def hidden(self, idx, memory=None, jacobi=None):
         """
-        Tokens (B,T) -> the hidden states (B,T,C) that predict their successors; in the plain GPT
-        trunk(embed(idx), pos).
-        memory     caches from `new_memory`: the tokens follow those that they hold
-        jacobi     sweeps of 'latent' and 'mask' (None: config.jacobi_iters)
+        Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens.
+        memory     caches from `new_memory`: these tokens follow those that the caches hold
+        jacobi     only 'latent' and 'mask' read it: their R (None: config.jacobi_iters)
         """
         if memory is None:
             memory = no_caches(self.mechanism, self.config.n_layer)
         self.mechanism.jacobi = self.config.jacobi_iters if jacobi is None else jacobi
-        pos = memory.begin(idx.size(1), idx.device)                     # (T,)
-        return self.mechanism(self, self.embed(idx), pos, memory)
+        pos = memory.begin(*idx.shape, idx.device)                      # (T,): 0, 1, .. T - 1
+        x = self.embed(idx)
+        return self.mechanism(self, x, pos, memory)  # Plain: self.trunk(x, pos, memory[0])
 
     def embed(self, idx):
         """Tokens (B,T) -> embeddings (B,T,C)."""
@@ -289,20 +297,19 @@ class GPT(nn.Module):
 
     def blocks(self, x, pos, memory=None, layers=None, earlier=None):
         """
-        The trunk without the final norm. layers: the blocks to run (None: all). earlier: for each
-        layer the (keys, values) of earlier loops, to which those of this one are added.
+        The trunk without the final norm.
+        layers     the blocks to run (None: all)
+        earlier    of Loop: for each layer the (keys, values) of the loops before, as more sources
+                   for Depth-Attention; those of this loop are added
         """
         if memory is None:
             memory = CausalMemory()
+        if layers is None:
+            layers = range(self.config.n_layer)
         mask = memory.mask(x.size(1), x.device)
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        return self.run_blocks(x, rope, memory, mask, layers, earlier)
-
-    def run_blocks(self, x, rope, memory, mask, layers=None, earlier=None):
-        """One block after the other, each with its sources for Depth-Attention, of this pass."""
-        layers = range(self.config.n_layer) if layers is None else layers
         wanted = {j for layer in layers for j in self.config.sources(layer)}
-        made = {}  # layer: (keys, values)
+        made = {}  # of the layers that later ones want: (keys, values)
         for layer in layers:
             sources = [made[j] for j in self.config.sources(layer) if j in made]
             if earlier is not None:
@@ -325,7 +332,7 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets):
-        """F.cross_entropy(head(h), targets): a scalar, without ever holding all logits."""
+        """F.cross_entropy(head(h), targets), without ever holding all logits: a scalar."""
         rows, weight = h.reshape(-1, h.size(-1)), self.lm_head.weight
         return chunked_cross_entropy(rows, weight, targets.reshape(-1), self.config.n_tokens)
 
@@ -368,7 +375,7 @@ class GPT(nn.Module):
 # position both are turned alike, so the rotation cancels.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter. The
-# cache stores v~ in the place of v: not one byte more.
+# cache stores v~ in the place of v, so it does not grow.
 # Unlike in the authors' code keys are normed before they are rotated (the paper's order), not
 # after, so that weights depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
@@ -382,14 +389,14 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     """
     if not sources:
         return v
-    if q.size(1) != k.size(1):
-        q = q.unflatten(1, (k.size(1), -1)).mean(2)                 # (B, nkv, S, hd)
-    keys = [k_j for k_j, _ in sources] + [k]
     values = [v_j for _, v_j in sources] + [v]
     if mode == 'uniform':
         return sum(values) / len(values)
-    if k.size(2) == 1 and not torch.compiler.is_compiling():        # one slot: depth is a sequence
-        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    keys = [k_j for k_j, _ in sources] + [k]
+    if q.size(1) != k.size(1):
+        q = q.unflatten(1, (k.size(1), -1)).mean(2)                 # (B, nkv, S, hd)
+    if k.size(2) == 1 and not torch.compiler.is_compiling():  # one slot: its layers are a sequence,
+        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2))  # all of which it reads
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = [(q * k_j).sum(-1, keepdim=True, dtype=dtype) for k_j in keys]
@@ -410,9 +417,9 @@ class Mechanism(nn.Module):
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
     gpt.trunk, has the weights that it adds, its term of the loss, and its cost.
     """
-    memory = CausalMemory   # what a pass reads, where the text is there as a whole
-    cache = KVCache         # the same in generation (both: engine/memory.py)
-    one_cache = False       # False: a cache for each pass. True: one, with K + 1 slots per token
+    memory = CausalMemory   # what a pass may read in training and evaluation: engine/memory.py
+    cache = KVCache         # the same in generation
+    one_cache = False       # False: each pass has its own. True: one for all, K + 1 slots per token
     halts = False           # whether tokens stop by themselves
     settings = ('ponder_steps',)  # what it reads of GPTConfig, beside the shape
 
@@ -431,13 +438,16 @@ class Mechanism(nn.Module):
 
     @staticmethod
     def embed_scale(C):
-        """The default of GPTConfig.embed_scale. Here embeddings get RMS 1, like hidden states."""
+        """
+        The default of GPTConfig.embed_scale. Here scaled embeddings begin with RMS 1, as hidden
+        states have it: sqrt(2.5 C) times an init_std of sqrt(0.4 / C).
+        """
         return math.sqrt(2.5 * C)
 
     def forward(self, gpt, x, pos, memory):
         """
         Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
-        next tokens. memory: a list of what each pass may read, given to gpt.trunk as it is.
+        next tokens. Pass k gives memory[k] to gpt.trunk, with one_cache memory[0].
         """
         raise NotImplementedError
 
@@ -450,16 +460,16 @@ class Mechanism(nn.Module):
         return Cost([Pass()] * (self.steps + 1))
 
     def can_take(self, steps):
-        """Whether the trained model has weights for so many steps."""
+        """Whether a trained model has the weights that so many steps need."""
         return self.config.halting == 'none' or steps == 0
 
     def init_weights(self):
-        """What is special about its own weights: by default nothing, see GPT.init_weights."""
+        """Its own weights that begin otherwise than GPT.init_weights has it."""
 
 
 class Plain(Mechanism):
     """The plain GPT: one pass."""
-    steps = 0
+    steps = 0  # whatever ponder_steps says
     settings = ()
 
     @staticmethod
@@ -474,7 +484,7 @@ class Embedding(Mechanism):
     """
     PonderLM: Pretraining Language Models to Ponder in Continuous Space (arXiv 2505.20674)
 
-    The mean embedding of the next token joins the input, and the trunk runs again:
+    The mean embedding of the next token is added to the input, and the trunk runs again:
 
         P_j     = softmax(head(trunk(E_j)))     what the model would say after j steps      (B,T,V)
         E_{j+1} = E_j + P_j W                   W: the table of embeddings, scaled          (B,T,C)
@@ -489,7 +499,7 @@ class Embedding(Mechanism):
 
     @staticmethod
     def embed_scale(C):
-        return math.sqrt(C)  # RMS 0.63
+        return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
 
     def forward(self, gpt, x, pos, memory):
         for step in range(self.steps):
@@ -530,16 +540,21 @@ class Latent(Mechanism):
     """
     PonderLM-2: Pretraining LLM with Latent Thoughts in Continuous Space (arXiv 2509.23184)
 
-    K thoughts follow each token, at its position; each is the last hidden state of the slot before:
+    K thoughts follow each token, at its position; each is what the trunk made of the slot before:
 
         x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..          z_{t,k} = trunk(..) at the slot before it
 
     What comes out of a token's last slot predicts the next token. Attention is causal over the flat
-    sequence, so a token's thoughts depend on all slots before them: exact, but one after the other.
+    sequence, so a token's thoughts depend on all slots before them: the exact way is sequential.
     Training solves this by Jacobi iteration: guess all thoughts, run the trunk over all slots, take
-    what comes out as the next guess. The first K sweeps add one guess each (the first: a plain
-    pass's hidden state), R more refresh all, a last one gives the output. z_{t,k} is exact after
-    t K + k sweeps.
+    what comes out as the next guess. For K = 2:
+
+        sweep 0     x_t                     guesses z_1
+        sweep 1     x_t  z_1                renews z_1, guesses z_2
+        sweep 2     x_t  z_1  z_2           renews both, R times
+        the last    x_t  z_1  z_2           the output, at the slot of z_2
+
+    z_{t,k} is exact after t K + k sweeps.
 
     Cost: K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the keys; in
     decoding K + 1 passes of one slot. Unlike in the authors' code R is drawn for each optimizer
@@ -558,7 +573,7 @@ class Latent(Mechanism):
         thoughts = []
         for i in range(K + self.jacobi if K > 0 else 0):
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
-            thoughts = h[:min(i + 1, K)]                        # z_k: what came out of slot k - 1
+            thoughts = h[:min(i + 1, K)]                    # z_{k+1} is what came out of slot k
         h = self.sweep(gpt, [x, *thoughts], pos, memory)
         if K > 0 and not self.training:
             change = torch.stack(h[:K]) - torch.stack(thoughts)         # 0 once they are exact
@@ -572,7 +587,9 @@ class Latent(Mechanism):
         """
         n = len(slots)
         x = torch.stack(slots, dim=2).flatten(1, 2)                     # (B, T n, C)
-        memory.rewind(n, bias)  # what the sweep before it left was a guess
+        memory.rewind(n)  # what the sweep before left behind was a guess
+        if bias is not None:
+            memory.add_bias(bias)
         h = gpt.trunk(x, pos.repeat_interleave(n), memory)
         return h.unflatten(1, (-1, n)).unbind(2)                        # n times (B,T,C)
 
@@ -602,9 +619,9 @@ class Chain(Mechanism):
 
     def forward(self, gpt, x, pos, memory):
         memory = memory[0]
-        everyone = Everyone(real_tokens(x, pos, memory))
+        everyone = Everyone(real_tokens(x, pos, memory))  # all tokens, but not the padding
         for k in range(self.steps + 1):
-            memory = memory.open(everyone, pos, k)
+            memory = memory.open(everyone, pos, k)  # this pass reads passes up to k
             x = gpt.trunk(x, pos, memory)
         return x
 
@@ -641,7 +658,7 @@ class Pause(Mechanism):
 
     @staticmethod
     def embed_scale(C):
-        return math.sqrt(C)  # RMS 0.63
+        return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
 
     def forward(self, gpt, x, pos, memory):
         n = self.steps + 1
@@ -669,10 +686,10 @@ PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'chain': Chai
 
 @dataclass
 class Thinking:
-    """What a token carries from pass to pass: (B,T,..), or (B,n,..) of those that take one."""
+    """What a token carries from pass to pass: (B,T,..), or (B,n,..) of the n that take this one."""
     x: torch.Tensor         # (B,T,C)  the input of its next pass
-    out: torch.Tensor       # (B,T,C)  what predicts the next token, should no further pass come
-    go_on: torch.Tensor     # (B,T)    whether another pass comes: who has stopped never comes back
+    out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
+    go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
 
 
 class Halting(Mechanism):
@@ -689,7 +706,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         self.dense = False  # True: compute tokens that stopped too, so that no shape varies
-        self.trace = []     # of the last text: (slots, state) of each pass
+        self.trace = []     # what `penalty` needs: (slots, state) of each pass over the last text
 
     def start(self, x, go_on):
         """The state before the first pass, of embeddings x (B,T,C); go_on (B,T): who takes it."""
@@ -697,8 +714,8 @@ class Halting(Mechanism):
 
     def step(self, gpt, state, k, pos, memory):
         """
-        Pass k of the tokens in `state`: their new state. k counts from 0: a number, or (B,1) where
-        rows of a batch run ahead of each other (engine/generate.py: run_ahead).
+        Pass k of the tokens in `state`: their new state. k counts from 0. Over a text it is one
+        number; in generation rows of a batch are at different passes: (B,1).
         """
         raise NotImplementedError
 
@@ -718,15 +735,15 @@ class Halting(Mechanism):
                 break
             self.passes = self.passes + state.go_on
             slots = choose(state.go_on, leave_out)                      # who takes pass k
-            memory = memory.open(slots, pos, k)
+            memory = memory.open(slots, pos, k)                         # what this pass may read
             new = self.step(gpt, slots.take(state), k, slots.take(pos), memory)
-            state = slots.put(state, new)
+            state = slots.put(state, new)                               # the others do not change
             if not memory.cached:
-                self.trace.append((slots, replace(new, out=None)))
+                self.trace.append((slots, replace(new, out=None)))      # nobody asks for `out`
         return state.out.to(x.dtype)
 
     def extra_loss(self, gpt, targets):
-        trace, self.trace = self.trace, []  # it would keep the step's graph alive
+        trace, self.trace = self.trace, []  # kept longer, it would hold the graph in memory
         return self.penalty(gpt, targets, trace) if self.training else 0.0
 
     def decisions(self):
@@ -739,7 +756,7 @@ class Halting(Mechanism):
         return min(max((self.progress - c.halt_start) / (c.halt_full - c.halt_start), 0.0), 1.0)
 
 
-def decide(module, h):
+def in_fp32(module, h):
     """module(h) in fp32, also under autocast: the result is compared with 1e-4."""
     with torch.autocast(h.device.type, enabled=False):
         weight_dtype = next(module.parameters()).dtype
@@ -755,7 +772,8 @@ class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's pass, with a gate behind each that scales the next step, or ends the pondering:
+    PonderLM's passes (Embedding: its scale, cost and `mixture`), with a gate behind each that
+    scales the next step, or ends the token's pondering:
 
         s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
         m^{i+1} = m^i and s^i >= tau             who takes another pass                    (4), (5)
@@ -763,16 +781,16 @@ class Gate(Halting, Embedding):
         a token with m^i = 0 keeps the K, V of its last pass, in every layer                   (10)
 
     The loss gains halt_lambda times the mean of the lowest gates (13), a share of all that grows to
-    halt_share from halt_start to halt_full (14). Before halt_start nobody halts in training, or
-    cross-entropy alone would shut the gates for good.
+    halt_share from halt_start to halt_full (14). Before halt_start nobody halts in training:
+    otherwise cross-entropy alone would shut the gates for good.
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: a token ends with the hidden state of its last pass
     (else training would compute what skipping cannot); (13) counts its later gates too, on what
-    those passes would have made of it; GELU; gates start about sigmoid(4), as plain pondering.
+    those passes would have made of it; GELU; gates start about sigmoid(4), close to PonderLM.
     """
-    memory = FrozenMemory
-    cache = LatestCache
+    memory = FrozenMemory   # (10)
+    cache = LatestCache     # (10), in generation
     needs = 'embedding'
     default_lambda = 0.1
 
@@ -793,24 +811,19 @@ class Gate(Halting, Embedding):
 
     def step(self, gpt, state, k, pos, memory):
         x, m = state.x, state.go_on
-        if torch.as_tensor(k).any():                                    # not in the first pass
+        passes = different(k)
+        if passes != [0]:                                               # not in the first pass
             gated = (m * state.s)[..., None] * mixture(gpt, state.out)
             x = x + gated.to(x.dtype)                                   # (6) to (9)
         h = gpt.trunk(x, pos, memory)
-        s = self.gate(h, k)                                             # (2), (3)
+        s = wide(h.new_zeros(h.shape[:2]))                              # (2), (3): 0 after the last
+        for i in passes:
+            if i < self.steps:
+                s = s + (k == i) * in_fp32(self.gates[i], h).squeeze(-1).sigmoid()
         m = m & (k < self.steps)
         if not self.training or self.progress >= self.config.halt_start:
             m = m & (s >= self.config.halt_tau)                         # (4), (5)
         return GateState(x=x, out=h, go_on=m, s=s)
-
-    def gate(self, h, k):
-        """The gate after pass k, h (B,T,C) -> (B,T); 0 after the last pass, which has none."""
-        s = wide(h.new_zeros(h.shape[:2]))
-        passes = [k] if isinstance(k, int) else k.unique().tolist()     # rows may be at different k
-        for i in passes:
-            if i < self.steps:
-                s = s + (k == i) * decide(self.gates[i], h).squeeze(-1).sigmoid()
-        return s
 
     def decisions(self):
         return [said.s for _, said in self.trace[:self.steps]]
@@ -821,9 +834,10 @@ class Gate(Halting, Embedding):
         gates = torch.stack([said.s for _, said in trace[:self.steps]])  # (K,B,T)
         gates = gates.masked_fill(~counts, math.inf).flatten().sort().values
         share = self.ramp() * self.config.halt_share
-        n = (share * self.steps * counts.sum()).floor()  # a tensor: no waiting for the GPU
+        n = (share * self.steps * counts.sum()).floor()
         lowest = torch.arange(len(gates), device=gates.device) < n
-        return self.config.halt_lambda * gates.where(lowest, 0.0).sum() / n.clamp(min=1)
+        mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)  # of gates[:n]; n stays on the GPU
+        return self.config.halt_lambda * mean
 
     def cost(self, gpt, sweeps):
         return replace(super().cost(gpt, sweeps), decisions=flops.linear_weights(self.gates))
@@ -832,18 +846,23 @@ class Gate(Halting, Embedding):
         return steps <= len(self.gates)
 
 
+def different(k):
+    """The pass numbers in k: one over a text, in generation perhaps several."""
+    return [k] if isinstance(k, int) else k.unique().tolist()
+
+
 @dataclass
 class MaskState(Thinking):
-    s: torch.Tensor         # (B,T,K+1)  how many thoughts it needs
-    log_w: torch.Tensor     # (B,T,K+1)  log-probability that it needs thought k
+    s: torch.Tensor         # (B,T,K+1)  probability that it needs exactly k thoughts
+    log_w: torch.Tensor     # (B,T,K+1)  log of the probability that it needs at least k
 
 
 class Mask(Halting, Latent):
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
-    A router says after a token's own slot how many of PonderLM-2's thoughts it needs; the others
-    fade out in training, and do not exist otherwise:
+    A router says after a token's own slot how many of PonderLM-2's thoughts it needs (Latent: its
+    scale, cost and `sweep`); the others fade out in training, and are left out otherwise:
 
         s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -851,12 +870,13 @@ class Mask(Halting, Latent):
         output  = sum_k s_{t,k} h_t^(k)          h_t^(k): hidden state at slot (t, k)
 
     Training computes all slots and refreshes s in every sweep. Outside of training, slots with
-    w < tau are hidden. The loss gains halt_lambda times the expected number of thoughts, from
-    halt_start on; this term is ours.
+    w < tau are hidden, and their share of the output is missing: s is not scaled back to a sum of
+    1. The loss gains halt_lambda times the expected number of thoughts, from halt_start on; this
+    term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
-    No public code, and the text of the paper could not be had: the equations are those of its
-    figure and of a reader's notes.
+    No public code, and the text of the paper was not available to us: the equations are those of
+    its figure and of a reader's notes.
     """
     cache = ThoughtCache
     memory = CausalMemory
@@ -876,7 +896,7 @@ class Mask(Halting, Latent):
         thoughts = []
         for i in range(K + self.jacobi + 1):
             bias = log_w[..., :len(thoughts) + 1].flatten(1)            # (B, T n)
-            if not self.training:  # computed, but not read: the next sweep may want it again
+            if not self.training:  # hidden, but still computed: the next sweep may want it again
                 bias = bias.masked_fill(bias < self.log_tau(), -math.inf)
             h = self.sweep(gpt, [x, *thoughts], pos, memory, bias.to(x.dtype))
             s, log_w = self.route(h[0])
@@ -884,7 +904,7 @@ class Mask(Halting, Latent):
 
         kept = (log_w >= self.log_tau()) & real_tokens(x, pos, memory)[..., None]
         self.passes = kept.sum(-1)                                      # (B,T)
-        self.trace = [s]
+        self.trace = [s]  # all that its penalty needs
         if memory.cached:
             memory.drop_hidden()
         if not self.training:
@@ -894,7 +914,7 @@ class Mask(Halting, Latent):
 
     def route(self, h):
         """Hidden states (B,T,C) of the tokens' own slots -> s and log w, each (B,T,K+1)."""
-        log_s = decide(self.router, h).log_softmax(-1)
+        log_s = in_fp32(self.router, h).log_softmax(-1)
         log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)                # sums over j >= k, in logs
         return log_s.exp(), F.pad(log_w[..., 1:], (1, 0))               # log w_0 is exactly 0
 
@@ -908,14 +928,14 @@ class Mask(Halting, Latent):
 
     def step(self, gpt, state, k, pos, memory):
         k = torch.as_tensor(k, device=state.x.device).expand_as(state.go_on)
-        memory.add_bias(at(state.log_w, k).to(state.x.dtype))
+        memory.add_bias(pick(state.log_w, k).to(state.x.dtype))
         h = gpt.trunk(state.x, pos, memory)                             # (B,1,C)
         s, log_w = self.route(h)
         first = (k == 0)[..., None]  # the router is asked once
         s, log_w = torch.where(first, s, state.s), torch.where(first, log_w, state.log_w)
         next_k = (k + 1).clamp(max=self.steps)
-        go_on = state.go_on & (k < self.steps) & (at(log_w, next_k) >= self.log_tau())
-        out = state.out + at(s, k)[..., None] * h
+        go_on = state.go_on & (k < self.steps) & (pick(log_w, next_k) >= self.log_tau())
+        out = state.out + pick(s, k)[..., None] * h
         return MaskState(x=h, out=out, go_on=go_on, s=s, log_w=log_w)
 
     def decisions(self):
@@ -939,7 +959,7 @@ class Mask(Halting, Latent):
         return steps == self.steps
 
 
-def at(values, k):
+def pick(values, k):
     """values (B,T,K+1) at k (B,T) -> (B,T)."""
     return values.gather(-1, k[..., None]).squeeze(-1)
 
@@ -947,14 +967,15 @@ def at(values, k):
 @dataclass
 class RouterState(Thinking):
     reach: torch.Tensor     # (B,T)    probability of getting to its next pass
-    g: torch.Tensor         # (B,T)    probability of going on from its last one
+    g: torch.Tensor         # (B,T)    probability of going on, after its last pass; x is its z
 
 
 class Router(Halting, Chain):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
-    A chain that each token leaves when its probability of going on gets small:
+    A chain (Chain: its scale and cost) that each token leaves when its probability of having got so
+    far is small. The paper counts k from 1, the code from 0:
 
         g_t^(k)   = sigmoid(router(z_t^(k))), 0 after the last step    whether to go on          (3)
         reach^(1) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of step k + 1 (4)
@@ -966,7 +987,7 @@ class Router(Halting, Chain):
 
     Cost: the mean number of steps in plain passes, in training too, where p_k takes a head per
     step. No public code. Where the paper is silent: tau is 1e-4 as in the others, embeddings are
-    scaled as in PonderLM-2, the router starts around 1/2, sums over t are means.
+    scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     """
     memory = StepMemory
     skips = True
@@ -984,12 +1005,12 @@ class Router(Halting, Chain):
 
     def step(self, gpt, state, k, pos, memory):
         z = gpt.trunk(state.x, pos, memory)
-        g = decide(self.router, z).squeeze(-1).sigmoid()                # (3)
-        reach = state.reach * g                                         # (4)
-        go_on = state.go_on & (reach >= self.config.halt_tau) & (k < self.steps)        # (6)
+        g = in_fp32(self.router, z).squeeze(-1).sigmoid()               # (3)
+        next_reach = state.reach * g                                    # (4)
+        go_on = state.go_on & (k < self.steps) & (next_reach >= self.config.halt_tau)   # (6)
         weight = torch.where(go_on, state.reach * (1 - g), state.reach)  # (5), (7)
         out = state.out + weight[..., None] * z                         # (8)
-        return RouterState(x=z, out=out, go_on=go_on, reach=reach, g=g)
+        return RouterState(x=z, out=out, go_on=go_on, reach=next_reach, g=g)
 
     def decisions(self):
         nothing = self.trace[0][1].g.new_zeros(self.passes.shape)
@@ -1018,7 +1039,7 @@ HALTING = {'gate': Gate, 'mask': Mask, 'router': Router}
 
 
 def new_mechanism(config):
-    """The mechanism of a GPTConfig; without steps, nobody has anything to stop."""
+    """The mechanism of a GPTConfig; with 0 steps there is nothing to halt."""
     if config.halting != 'none' and config.ponder_steps > 0:
         return HALTING[config.halting](config)
     return PONDER[config.ponder](config)

@@ -75,30 +75,47 @@ def compile_decoding(model):
     graph. For a model on its device, whose blocks are not compiled; caches are static from then on.
     The first tokens wait for the compiler.
     """
-    model.run_blocks = CompiledBlocks(model)
+    model.blocks = CompiledBlocks(model)
     model.static_caches = True
 
 
 class CompiledBlocks:
     """
-    GPT.run_blocks, compiled for the passes of new tokens; other passes run as they are. `loop` with
+    GPT.blocks, compiled for the passes of new tokens; other passes run as they are. `loop` with
     depth_attn does too: what earlier loops made would not outlast a CUDA graph's next replay.
     """
 
     def __init__(self, model):
         self.cuda = model.wte.weight.is_cuda
-        self.plain = model.run_blocks
+        self.plain = model.blocks
         self.compiled = torch.compile(self.plain, mode='reduce-overhead' if self.cuda else None)
 
-    def __call__(self, x, rope, memory, mask, layers=None, earlier=None):
-        if earlier is not None or not getattr(memory, 'compiled', False):
-            return self.plain(x, rope, memory, mask, layers, earlier)
+    def __call__(self, x, pos, memory=None, layers=None, earlier=None):
+        if memory is None or not memory.cached:
+            return self.plain(x, pos, memory, layers, earlier)
+        opened = Opened(memory, memory.mask(x.size(1), x.device))
+        if earlier is not None or not memory.compiled:
+            return self.plain(x, pos, opened, layers, earlier)
         if self.cuda:
             torch.compiler.cudagraph_mark_step_begin()
             for held in memory.all_tensors():  # written in place, not copied in
                 torch._dynamo.mark_static_address(held, guard=False)
         with explained():  # the next replay writes where this one did: hence the copy
-            return self.compiled(x, rope, memory, mask, layers).clone()
+            return self.compiled(x, pos, opened, layers).clone()
+
+
+class Opened:
+    """A cache whose pass has begun: its mask was made outside of the compiled code."""
+
+    def __init__(self, memory, mask):
+        self.memory = memory
+        self.ready_mask = mask
+
+    def mask(self, S, device):
+        return self.ready_mask
+
+    def update(self, layer, k, v):
+        return self.memory.update(layer, k, v)
 
 
 def stop_signals():

@@ -28,9 +28,9 @@ A mechanism calls, before a pass,
 
     open(slots, pos, k)     the pass is number k, of these slots (engine/slots.py) at positions pos;
                             returns the memory of this pass
-    rewind(n, bias)         the pass has n slots for each new token, in the place of what earlier
-                            passes over these tokens left; bias (B, slots): added to the scores of
-                            these keys
+    rewind(n)               the pass has n slots for each new token, in the place of what earlier
+                            passes over these tokens left behind
+    add_bias(bias)          bias (B,S): added to all scores against the keys of this pass
 """
 
 import math
@@ -46,11 +46,11 @@ class Memories(list):
     """The memories of a text: one for each pass, or one that all share."""
     tokens = 0                      # read so far
 
-    def begin(self, T, device):
-        """T more tokens follow; returns their positions (T,)."""
+    def begin(self, B, T, device):
+        """T more tokens follow in each of B rows; returns their positions (T,)."""
         pos = torch.arange(self.tokens, self.tokens + T, device=device)
         for memory in self:
-            memory.begin(pos)
+            memory.begin(B, pos)
         self.tokens += T
         return pos
 
@@ -86,10 +86,13 @@ class CausalMemory:
     def __init__(self, n_layer=None):
         self.bias = None            # (B,S), of the keys
 
-    def begin(self, pos):
+    def begin(self, B, pos):
         """Nothing was read before."""
 
-    def rewind(self, n, bias=None):
+    def rewind(self, n):
+        """Nothing was left behind."""
+
+    def add_bias(self, bias):
         self.bias = bias
 
     def mask(self, S, device):
@@ -110,7 +113,7 @@ class PassMemory:
         self.before = before        # the memory of the pass before; None in the first
         self.seen = None            # the mask; None: causal
 
-    def begin(self, pos):
+    def begin(self, B, pos):
         """Nothing was read before."""
 
     def next(self):
@@ -214,15 +217,17 @@ class KVCache:
         self.static = static
         self.length = 0             # slots in use
         self.began = 0              # of these, from before the tokens that are read now
+        self.rows = None            # of the batch
         self.pos = None             # (T,): positions of the tokens that are read now
         self.compiled = False       # whether the pass is one new token's, in compiled code
         self.real = None            # (B, capacity): slots that are no padding
 
-    def begin(self, pos):
+    def begin(self, B, pos):
+        self.rows = B
         self.pos = pos
         self.began = self.length
 
-    def rewind(self, n, bias=None):
+    def rewind(self, n):
         self.length = self.began
 
     def make_room(self, S, compiled, device):
@@ -389,15 +394,15 @@ class ThoughtCache(StepCache):
         """bias (B,n): of the slots of the pass that is opened."""
         self.new['bias'] = bias
 
-    def rewind(self, n, bias):
+    def rewind(self, n):
         super().rewind(n)
         if self.labels:
             self.labels['time'][:, self.length:] = NEVER
-        time = self.pos.expand(len(bias), -1)                           # (B,T)
+        time = self.pos.expand(self.rows, -1)                           # (B,T)
         if self.start is not None:
             time = time.where(self.pos >= self.start[:, None], NEVER)
-        step = torch.arange(n, device=time.device).repeat(len(bias), len(self.pos))  # (B, T n)
-        self.new = {'time': time.repeat_interleave(n, dim=1), 'step': step, 'bias': bias}
+        step = torch.arange(n, device=time.device).repeat(self.rows, len(self.pos))  # (B, T n)
+        self.new = {'time': time.repeat_interleave(n, dim=1), 'step': step}
 
     def as_numbers(self, seen):
         bias = self.labels['bias'][:, None, None, :self.readable]       # (B, 1, 1, readable)
