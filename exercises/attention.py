@@ -4,96 +4,137 @@ Exercise 1 of 8: attention and the causal mask. About 40 minutes.
     python exercises/attention.py            checks what you wrote and says what is not right yet
     python exercises/attention.py --hint     a hint; --hint=2 and --hint=3 say more
 
-Each position t asks a question, its query q_t. Each position u offers a key k_u and a value v_u. How well the key
-fits the query decides how much of that value goes into the result of t:
+Each position t asks a question, its query q_t. Each position u offers a key k_u and a value v_u.
+How well the key fits the query decides how much of that value goes into the result of t:
 
     score(t, u)  = q_t . k_u / sqrt(hd)        for u <= t, and -infinity for u > t
-    a(t, u)      = exp(score(t, u)) / sum over u' of exp(score(t, u'))          a softmax: positive, and 1 in sum over u
+    a(t, u)      = exp(score(t, u)) / sum over u' of exp(score(t, u'))
+                                               a softmax: positive, and 1 in sum over u
     y_t          = sum over u of a(t, u) v_u
 
-The case u > t is the causal mask. While training, the model sees the whole text at once and predicts, at each
-position, the next token. A position that could read later ones would find the answer there, and learn nothing.
+The case u > t is the causal mask. While training, the model sees the whole text at once and
+predicts, at each position, the next token. A position that could read later ones would find the
+answer there, and learn nothing.
 
-All heads do this side by side, each with its own q, k and v. Models save memory by having fewer key/value heads than
-query heads: with nh query heads and nkv key/value heads, g = nh / nkv neighbours share one. Query heads 0 .. g-1 read
-key/value head 0, g .. 2g-1 read head 1, and so on.
+All heads do this side by side, each with its own q, k and v. Models save memory by having fewer
+key/value heads than query heads: with nh query heads and nkv key/value heads, g = nh / nkv
+neighbours share one. Query heads 0 .. g-1 read key/value head 0, g .. 2g-1 read head 1, and so on.
 
     shape letters    B rows of the batch    T positions    nh, nkv heads    hd width of a head
 
-Use matmul, softmax and what torch has to build a mask, but not F.scaled_dot_product_attention: model.py calls that,
-and you are compared with it. Afterwards, think about this: without the division by sqrt(hd), what happens to the
-softmax when hd grows?
+Use matmul, softmax and what torch has to build a mask, but not F.scaled_dot_product_attention:
+model.py calls that, and you are compared with it. Afterwards, think about this: without the
+division by sqrt(hd), what happens to the softmax when hd grows?
 """
 import math
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from check import call, causal, compare, expect, forbid, inside, run, same, tiny
+from check import call, causal, compare, difference, expect, forbid, inside, run, same, tiny
 
 
 def attention(q, k, v):
-    """q (B, nh, T, hd), k and v (B, nkv, T, hd) -> y (B, nh, T, hd). First make it work for nkv = nh."""
+    """
+    q (B, nh, T, hd), k and v (B, nkv, T, hd) -> y (B, nh, T, hd).
+    First make it work for nkv = nh.
+    """
     raise NotImplementedError("attention() is still empty: write it in place of this line")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
 HINTS = (
-    "q @ k.transpose(-1, -2) is all scores at once, (B, nh, T, T): row t has the scores of query t.",
-    "torch.ones(T, T, dtype=torch.bool).tril() is True where u <= t. Before the softmax, scores.masked_fill(~that, -math.inf) "
-    "gives the others weight 0. The softmax runs over the last axis, the keys.",
-    "For shared heads, k.repeat_interleave(nh // nkv, dim=1) repeats each head g times in a row, as the query heads need it; "
-    "k.repeat would put them in the order 0 1 0 1.",
+    "q @ k.transpose(-1, -2) is all scores at once, (B, nh, T, T): row t has the scores of query "
+    "t.",
+
+    "torch.ones(T, T, dtype=torch.bool).tril() is True where u <= t. Before the softmax, "
+    "scores.masked_fill(~that, -math.inf) gives the others weight 0. The softmax runs over the "
+    "last axis, the keys.",
+
+    "For shared heads, k.repeat_interleave(nh // nkv, dim=1) repeats each head g times in a row, "
+    "as the query heads need it; k.repeat would put them in the order 0 1 0 1.",
 )
 AXES = ('row', 'head', 'position', 'channel')
 sdpa = F.scaled_dot_product_attention
 
 
 def heads(nh, nkv, T=7, hd=16):
+    """q (2, nh, T, hd), k and v (2, nkv, T, hd) of random numbers."""
     return torch.randn(2, nh, T, hd), torch.randn(2, nkv, T, hd), torch.randn(2, nkv, T, hd)
 
 
-def check():
-    torch.manual_seed(0)
-    name, (q, k, v) = "attention()", heads(4, 4)
-    mistakes = {
+def typical_mistakes(name, q, k, v):
+    """{sentence: what attention() gives with this mistake}"""
+    T, hd = q.size(2), q.size(3)
+    itself_and_the_future = torch.ones(T, T, dtype=torch.bool).triu()
+    return {
         f"{name} sees the future: without a mask, every position reads all others":
             sdpa(q, k, v),
         f"{name} has the mask upside down: each position reads itself and the future":
-            sdpa(q, k, v, attn_mask=torch.ones(7, 7, dtype=torch.bool).triu()),
+            sdpa(q, k, v, attn_mask=itself_and_the_future),
         f"{name} forgets to divide the scores by sqrt(hd)":
             sdpa(q, k, v, is_causal=True, scale=1.0),
         f"{name} divides the scores by hd, not by its square root":
-            sdpa(q, k, v, is_causal=True, scale=1 / 16),
+            sdpa(q, k, v, is_causal=True, scale=1 / hd),
         f"{name} multiplies the scores by sqrt(hd) where it should divide":
-            sdpa(q, k, v, is_causal=True, scale=4.0),
+            sdpa(q, k, v, is_causal=True, scale=math.sqrt(hd)),
         f"{name} has queries and keys swapped: row t of the scores belongs to query t":
             sdpa(k, q, v, is_causal=True),
         f"{name} sums up keys instead of values":
             sdpa(q, k, k, is_causal=True),
     }
 
-    def more():
+
+def check_plain(q, k, v):
+    """As many key/value heads as query heads."""
+    name = "attention()"
+    with forbid(F, 'scaled_dot_product_attention'):
+        y = call(attention, q, k, v)
+    found = difference(name, y, sdpa(q, k, v, is_causal=True), AXES)
+    if found:
+        found.recognise(typical_mistakes(name, q, k, v))
         ones = torch.ones_like(v)
-        expect(same(attention(q, k, ones), ones), "the weights of a position do not sum to 1 over the positions it reads: the mask "
+        expect(same(attention(q, k, ones), ones),
+               "the weights of a position do not sum to 1 over the positions it reads: the mask "
                "belongs before the softmax, and the softmax runs over the keys, the last axis")
         causal(name, lambda x: attention(q, x, x), v, axis=2)
-    with forbid(F, 'scaled_dot_product_attention'): y = call(attention, q, k, v)
-    compare(name, y, sdpa(q, k, v, is_causal=True), AXES, mistakes, more)
-    expect(same(attention(200 * q, k, v), sdpa(200 * q, k, v, is_causal=True)), f"{name} is right only while the scores are small: the "
-           "mask should be -inf, which no score is below, and the softmax torch's, whose exp() does not overflow")
+        found.locate()
 
-    q, k, v = heads(4, 2)
-    name, order = "with 4 query heads and 2 key/value heads, attention()", [0, 1, 0, 1]
-    compare(name, call(attention, q, k, v), sdpa(q, k, v, is_causal=True, enable_gqa=True), AXES, {
-        f"{name} mixes up the groups: query heads 0 and 1 read key/value head 0, and 2 and 3 read head 1":
-            sdpa(q, k[:, order], v[:, order], is_causal=True)})
+    large = 200 * q
+    expect(same(attention(large, k, v), sdpa(large, k, v, is_causal=True)),
+           f"{name} is right only while the scores are small: the mask should be -inf, which no "
+           "score is below, and the softmax torch's, whose exp() does not overflow")
 
-    into_the_model = patch.object(F, 'scaled_dot_product_attention', lambda q, k, v, **options: attention(q, k, v))
+
+def check_grouped(q, k, v):
+    """4 query heads, 2 key/value heads."""
+    name = "with 4 query heads and 2 key/value heads, attention()"
+    y = call(attention, q, k, v)
+    want = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+    order = [0, 1, 0, 1]  # what k.repeat makes
+    compare(name, y, want, AXES, {
+        f"{name} mixes up the groups: query heads 0 and 1 read key/value head 0, and 2 and 3 read "
+        "head 1":
+            sdpa(q, k[:, order], v[:, order], is_causal=True),
+    })
+
+
+def in_place_of_sdpa(q, k, v, **options):
+    """The student's function with the arguments of F.scaled_dot_product_attention."""
+    return attention(q, k, v)
+
+
+def check():
+    torch.manual_seed(0)
+    check_plain(*heads(4, 4))
+    check_grouped(*heads(4, 2))
+    into_the_model = patch.object(F, 'scaled_dot_product_attention', in_place_of_sdpa)
     inside("your attention()", tiny(n_kv_head=2), into_the_model)
-    return "A GPT of model.py gives the same logits and gradients with your attention() inside. Now read class Attention there."
+    return ("A GPT of model.py gives the same logits and gradients with your attention() inside. "
+            "Now read class Attention there.")
 
 
-if __name__ == '__main__': run(__file__, check, HINTS)
+if __name__ == '__main__':
+    run(__file__, check, HINTS)

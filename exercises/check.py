@@ -1,7 +1,8 @@
 """
 Checks exercises, and says in words what is not right yet. You need not read this file to solve one.
 
-    python exercises/check.py             all eight, one line each; exit status 0 if all are right, else 1
+    python exercises/check.py             all eight, one line each;
+                                          exit status 0 if all are right, else 1
     python exercises/check.py FOLDER      the same for the exercises in another folder
     python exercises/attention.py         one of them, the same way
     python exercises/attention.py --hint  a hint; --hint=2 and --hint=3 say more
@@ -14,6 +15,7 @@ import os
 import re
 import sys
 import traceback
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -23,15 +25,25 @@ sys.path.insert(0, os.path.dirname(HERE))
 from engine.errors import UserError, run as run_program
 from model import GPT, GPTConfig
 
-NAMES = ('attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops')
+NAMES = (
+    'attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops',
+)
 ADVICE = {  # words in an error message: what they usually mean here
-    'same dtype|expected scalar type': "Make new tensors with dtype=x.dtype, as the tensor they meet has it.",
-    'inplace operation': "Backward needs what was overwritten there (x += y does that): make a new tensor, as in x = x + y.",
-    'NoneType': "Something is None there: a function without `return`, or a value that was never set.",
-    'is not defined': "A typo, a missing import, or a function that was renamed?",
-    'has no attribute': "That value is of another type than the line expects: print(type(x)) shows it.",
-    'out of (range|bounds)': "Count again: indices start at 0, and torch's axes also count from -1 backwards.",
-    'shape|size|dimension|broadcast|unpack': "Shapes do not fit: print(x.shape) in the line before shows them.",
+    'same dtype|expected scalar type':
+        "Make new tensors with dtype=x.dtype, as the tensor they meet has it.",
+    'inplace operation':
+        "Backward needs what was overwritten there (x += y does that): make a new tensor, "
+        "as in x = x + y.",
+    'NoneType':
+        "Something is None there: a function without `return`, or a value that was never set.",
+    'is not defined':
+        "A typo, a missing import, or a function that was renamed?",
+    'has no attribute':
+        "That value is of another type than the line expects: print(type(x)) shows it.",
+    'out of (range|bounds)':
+        "Count again: indices start at 0, and torch's axes also count from -1 backwards.",
+    'shape|size|dimension|broadcast|unpack':
+        "Shapes do not fit: print(x.shape) in the line before shows them.",
 }
 
 
@@ -41,86 +53,126 @@ class NotYet(Exception):
 
 def expect(ok, sentence):
     """NotYet with the sentence, unless ok."""
-    if not ok: raise NotYet(sentence)
+    if not ok:
+        raise NotYet(sentence)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# comparing
+# -------------------------------------------------------------------------------------------------
+# comparing two tensors
 
-def tensors(x):
-    """All tensors in nested lists and tuples."""
-    if isinstance(x, torch.Tensor): return [x]
-    return [t for part in x for t in tensors(part)] if isinstance(x, (list, tuple)) else []
-
-
-def call(function, *args, name=None):
-    """function(*args); NotYet if it returns None or writes into its arguments."""
-    name, before = name or function.__name__, [t.clone() for t in tensors(args)]
-    result = function(*args)
-    expect(result is not None, f"{name}() returned None: does its last line say `return`?")
-    after = tensors(args)
-    expect(len(before) == len(after) and all(map(torch.equal, before, after)), f"{name}() changed one of its arguments in place "
-           "(x += y does, every method that ends with _, and append on a list): make a new one, as in x = x + y")
-    return result
+def compare(name, got, want, axes, mistakes=None):
+    """
+    NotYet with the most telling difference, if the student's tensor `got` is not `want`.
+    name: what sentences call it. axes: what each axis of want counts, ('row', 'position', ..).
+    mistakes: {sentence: what somebody gets who makes this mistake}.
+    """
+    found = difference(name, got, want, axes)
+    if found:
+        found.recognise(mistakes or {})
+        found.locate()
 
 
-def forbid(owner, name):
-    """A patch: while it lasts, calling owner.name is answered with NotYet."""
-    def stop(*args, **options): raise NotYet(f"{name}() is what you are to write yourself: use its parts instead")
-    return patch.object(owner, name, stop)
+def difference(name, got, want, axes):
+    """
+    None if got is want, else their Difference, for a check that looks for reasons of its own.
+    NotYet at once if got is no tensor of this shape and dtype.
+    """
+    shaped(name, got, want.shape, axes)
+    if same(got, want):
+        return None
+    expect(got.dtype in (want.dtype, torch.float64),
+           f"{name} holds numbers of type {got.dtype}, and should hold {want.dtype}: keep "
+           "the dtype of the tensors that came in")
+    return Difference(name, got.detach().to(want.dtype), want.detach(), axes)
+
+
+@dataclass
+class Difference:
+    """
+    A tensor of the right shape with wrong numbers. First recognise(), then reasons that only this
+    exercise knows, and if none of them was it, locate(): the most telling sentence comes first.
+    """
+    name: str
+    got: torch.Tensor
+    want: torch.Tensor
+    axes: tuple
+
+    def recognise(self, mistakes):
+        """NotYet if it is one of these mistakes, or one that can happen in every exercise."""
+        for sentence, wrong in mistakes.items():
+            shows = not same(wrong, self.want)  # else these numbers cannot tell it from a right one
+            expect(not (shows and same(self.got, wrong)), sentence)
+        self.recognise_size()
+        self.recognise_order()
+
+    def recognise_size(self):
+        """NotYet if all numbers are nearly right, or 0, or wrong by one factor."""
+        name, got, want = self.name, self.got, self.want
+        off = float((got - want).norm() / want.norm())
+        expect(off > 0.005,
+               f"{name} is right but for {100 * off:.2g} %: are numbers rounded to 16 bits on the "
+               "way (bfloat16, half), or is something small let in that should be left out?")
+        expect(got.abs().max() > 0,
+               f"{name} is all zeros: was it made with torch.zeros and never filled?")
+        factor = float((got * want).sum() / (want * want).sum())
+        expect(not same(got, factor * want),
+               f"{name} is right but for a factor: all numbers are {factor:.4g} times what they "
+               "should be")
+
+    def recognise_order(self):
+        """NotYet if the right numbers stand in wrong places."""
+        name, got, want = self.name, self.got, self.want
+        for i, j in pairs(want.dim()):
+            expect(not same(got.transpose(i, j), want), f"{name} has its axes {i} and {j} swapped")
+        expect(not same(got.flatten().sort().values, want.flatten().sort().values),
+               f"{name} holds the right numbers in the wrong places: look at the order in which "
+               "things are put together; and view and reshape never swap axes, transpose does")
+
+    def locate(self):
+        """NotYet: at which positions, heads, .. it is right, or else where it differs most."""
+        name, got, want, axes = self.name, self.got, self.want, self.axes
+        close = (got - want).abs() <= 1e-3 * want.abs().max()
+        positions_first = sorted(range(want.dim()), key=lambda axis: axes[axis] != 'position')
+        for axis in positions_first:
+            right = close.movedim(axis, 0).flatten(1).all(1)  # one bool for each place on this axis
+            expect(right.all() or not right.any(),
+                   f"{name} is right only at {places(axes[axis], right)}")
+        worst = torch.unravel_index((got - want).abs().argmax(), want.shape)
+        raise NotYet(
+            f"{name} differs in {int((~close).sum())} of {close.numel()} numbers, "
+            f"most at {[int(i) for i in worst]}: "
+            f"it is {float(got[worst]):.4g} and should be {float(want[worst]):.4g}")
 
 
 def same(a, b):
     """Two tensors of one shape agree, up to the rounding of a few operations in float32."""
-    return a.shape == b.shape and torch.allclose(a.detach().to(b.dtype), b.detach(), rtol=1e-3, atol=1e-4 * float(b.detach().abs().max()))
+    if a.shape != b.shape:
+        return False
+    a, b = a.detach().to(b.dtype), b.detach()
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
 
 
 def shaped(name, got, shape, axes):
-    """NotYet unless got is a tensor of this shape with only finite numbers in it. axes: what each axis counts."""
-    expect(isinstance(got, torch.Tensor), f"{name} should be a tensor ({', '.join(axes)}), and is of type {type(got).__name__}")
-    sentence = f"{name} has shape {tuple(got.shape)} and should have {tuple(shape)}: ({', '.join(axes)})"
-    for i, j in pairs(len(shape) if got.dim() == len(shape) else 0):
-        swapped = got.shape != shape and got.transpose(i, j).shape == shape
-        expect(not swapped, f"{sentence}. Axes {i} and {j} are swapped: transpose({i}, {j})")
-    expect(got.shape == shape, sentence)
+    """
+    NotYet unless got is a tensor of this shape with only finite numbers in it.
+    axes: what each axis counts.
+    """
+    counts = f"({', '.join(axes)})"
+    expect(isinstance(got, torch.Tensor),
+           f"{name} should be a tensor {counts}, and is of type {type(got).__name__}")
+    if got.shape != shape:
+        sentence = f"{name} has shape {tuple(got.shape)} and should have {tuple(shape)}: {counts}"
+        axes_to_swap = pairs(len(shape)) if got.dim() == len(shape) else []
+        for i, j in axes_to_swap:
+            expect(got.transpose(i, j).shape != shape,
+                   f"{sentence}. Axes {i} and {j} are swapped: transpose({i}, {j})")
+        raise NotYet(sentence)
     wrong = (~got.isfinite()).nonzero()
-    expect(len(wrong) == 0, f"{name} is NaN or infinite in {len(wrong)} of {got.numel()} places, first at "
-           f"{wrong[:1].flatten().tolist()}: a softmax over nothing but -inf does that (does it run over the right axis, and "
-           "may each position read itself?), and so does a division by 0")
-
-
-def compare(name, got, want, axes, mistakes=None, more=None):
-    """
-    NotYet with the most telling difference, if got is not want. axes: names of want's axes. mistakes: {sentence: what that
-    mistake would give}, or a function that makes that dict. more: a function that looks for further reasons. Both are called
-    only if there is a difference.
-    """
-    shaped(name, got, want.shape, axes)
-    if same(got, want): return
-    expect(got.dtype in (want.dtype, torch.float64), f"{name} holds numbers of type {got.dtype}, and should hold {want.dtype}: keep "
-           "the dtype of the tensors that came in")
-    got, want = got.detach().to(want.dtype), want.detach()
-    for sentence, wrong in (mistakes() if callable(mistakes) else mistakes or {}).items():
-        expect(same(wrong, want) or not same(got, wrong), sentence)
-    off = float((got - want).norm() / want.norm())
-    expect(off > 0.005, f"{name} is right but for {100 * off:.2g} %: are numbers rounded to 16 bits on the way (bfloat16, half), or is "
-           "something small let in that should be left out?")
-    expect(got.abs().max() > 0, f"{name} is all zeros: was it made with torch.zeros and never filled?")
-    factor = float((got * want).sum() / (want * want).sum())
-    expect(not same(got, factor * want), f"{name} is right but for a factor: all numbers are {factor:.4g} times what they should be")
-    for i, j in pairs(want.dim()):
-        expect(not same(got.transpose(i, j), want), f"{name} has its axes {i} and {j} swapped")
-    expect(not same(got.flatten().sort().values, want.flatten().sort().values),
-           f"{name} holds the right numbers in the wrong places: look at the order in which things are put together; and view and "
-           "reshape never swap axes, transpose does")
-    if more: more()
-    ok = (got - want).abs() <= 1e-3 * want.abs().max()
-    for axis in sorted(range(want.dim()), key=lambda i: axes[i] != 'position'):
-        good = ok.movedim(axis, 0).flatten(1).all(1)
-        expect(good.all() or not good.any(), f"{name} is right only at {places(axes[axis], good)}")
-    at = torch.unravel_index((got - want).abs().argmax(), want.shape)
-    raise NotYet(f"{name} differs in {int((~ok).sum())} of {ok.numel()} numbers, most at {[int(i) for i in at]}: "
-                 f"it is {float(got[at]):.4g} and should be {float(want[at]):.4g}")
+    expect(len(wrong) == 0,
+           f"{name} is NaN or infinite in {len(wrong)} of {got.numel()} places, first at "
+           f"{wrong[:1].flatten().tolist()}: a softmax over nothing but -inf does that (does it "
+           "run over the right axis, and may each position read itself?), and so does a division "
+           "by 0")
 
 
 def pairs(n):
@@ -131,117 +183,242 @@ def pairs(n):
 def places(what, chosen):
     """Where a row of bools is True: 'position 0', 'positions 0 to 2', or a list."""
     found = chosen.nonzero().flatten().tolist()
-    if len(found) == 1: return f"{what} {found[0]}"
-    run = found == list(range(len(found)))
-    return f"{what}s 0 to {found[-1]}" if run and found else f"{what}s {', '.join(map(str, found))}"
+    if len(found) == 1:
+        return f"{what} {found[0]}"
+    if found and found == list(range(len(found))):
+        return f"{what}s 0 to {found[-1]}"
+    return f"{what}s {', '.join(map(str, found))}"
 
 
-def causal(name, function, x, axis=1, at=4):
-    """NotYet if function(x) depends, at a position before `at`, on position `at` of x or a later one."""
+# -------------------------------------------------------------------------------------------------
+# calling what a student wrote
+
+def call(function, *args, name=None):
+    """function(*args); NotYet if it returns None or writes into its arguments."""
+    name = name or function.__name__
+    before = [tensor.clone() for tensor in tensors(args)]
+    result = function(*args)
+    expect(result is not None, f"{name}() returned None: does its last line say `return`?")
+    after = tensors(args)
+    untouched = len(before) == len(after) and all(map(torch.equal, before, after))
+    expect(untouched,
+           f"{name}() changed one of its arguments in place (x += y does, every method that ends "
+           "with _, and append on a list): make a new one, as in x = x + y")
+    return result
+
+
+def tensors(x):
+    """All tensors in nested lists and tuples."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, (list, tuple)):
+        return [tensor for part in x for tensor in tensors(part)]
+    return []
+
+
+def forbid(owner, name):
+    """A patch: while it lasts, calling owner.name is answered with NotYet."""
+    def stop(*args, **options):
+        raise NotYet(f"{name}() is what you are to write yourself: use its parts instead")
+    return patch.object(owner, name, stop)
+
+
+def causal(name, function, x, axis=1):
+    """NotYet if a result of function(x) depends on what stands in x at a later position."""
+    at = 4  # positions from here on are changed; those before should not notice
     changed = x.clone()
     changed.narrow(axis, at, x.size(axis) - at).add_(1)
-    moved = (function(x) - function(changed)).abs().movedim(axis, 0).flatten(1).amax(1)[:at] > 1e-5
-    expect(not moved.any(), f"{name} sees the future: changing position {at} and later ones changes it at {places('position', moved)}")
+    moved = (function(x) - function(changed)).abs()
+    moved = moved.movedim(axis, 0).flatten(1).amax(1)[:at] > 1e-5  # one bool per position
+    expect(not moved.any(),
+           f"{name} sees the future: changing position {at} and later ones changes it at "
+           f"{places('position', moved)}")
 
 
 def tiny(**settings):
-    """A real model of model.py, small enough for milliseconds, with weights large enough that every part matters."""
+    """A real model of model.py, with weights large enough that every part matters; milliseconds."""
     torch.manual_seed(0)
-    small = dict(vocab_size=40, n_tokens=30, block_size=32, n_layer=4, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2)
-    return GPT(GPTConfig(**{**small, **settings})).eval().requires_grad_(False)
+    small = dict(vocab_size=40, n_tokens=30, block_size=32, n_layer=4, n_head=4, n_embd=32,
+                 mlp_hidden=48, init_std=0.2)
+    config = GPTConfig(**{**small, **settings})
+    return GPT(config).eval().requires_grad_(False)
 
 
+@torch.enable_grad()
 def inside(name, gpt, *patches):
-    """NotYet unless the model's logits and gradients stay what they are while the patches put the student's function into it."""
+    """
+    NotYet unless the model's logits and gradients stay what they are while the patches put the
+    student's function into it.
+    """
+    gpt.requires_grad_(True)
     idx = torch.randint(0, 30, (2, 11))
-    with torch.enable_grad(), contextlib.ExitStack() as stack:
-        want = gpt.requires_grad_(True)(idx)[0][..., :30]
-        for each in patches: stack.enter_context(each)
+    want = gpt(idx)[0][..., :30]  # the other logits are padding, -inf
+    with contextlib.ExitStack() as patched:
+        for each in patches:
+            patched.enter_context(each)
         got = gpt(idx)[0][..., :30]
-    compare(f"{name} is right alone, but a GPT with it inside is not: the tensor of its logits", got, want, ('row', 'position', 'token'))
+    compare(f"{name} is right alone, but a GPT with it inside is not: the tensor of its logits",
+            got, want, ('row', 'position', 'token'))
     gradients(f"{name} inside a GPT", gpt, got, want)
 
 
 @torch.enable_grad()
 def gradients(name, gpt, got, want):
-    """NotYet unless a loss of got, computed by the student's code, has the same gradients as one of want, for all parameters of gpt."""
-    expect(got.requires_grad, f"{name}: the values are right, but no gradient can flow: is there a detach() or torch.no_grad()?")
-    weights, factors = dict(gpt.named_parameters()), torch.linspace(-1, 1, want.numel()).view_as(want)
-    mine, right = (torch.autograd.grad((h * factors).sum(), list(weights.values()), materialize_grads=True) for h in (got, want))
-    for weight, a, b in zip(weights, mine, right):
-        expect(same(a, b), f"{name}: the values are right, but a part of the gradient is lost on its way to {weight}: detach(), .data, "
-               ".item() or torch.no_grad() inside?")
+    """
+    NotYet unless a loss of got, computed by the student's code, has the same gradients as one of
+    want, for all parameters of gpt.
+    """
+    expect(got.requires_grad,
+           f"{name}: the values are right, but no gradient can flow: is there a detach() or "
+           "torch.no_grad()?")
+    names, weights = zip(*gpt.named_parameters())
+    factors = torch.linspace(-1, 1, want.numel()).view_as(want)
+    mine = torch.autograd.grad((got * factors).sum(), weights, materialize_grads=True)
+    right = torch.autograd.grad((want * factors).sum(), weights, materialize_grads=True)
+    for weight, a, b in zip(names, mine, right):
+        expect(same(a, b),
+               f"{name}: the values are right, but a part of the gradient is lost on its way to "
+               f"{weight}: detach(), .data, .item() or torch.no_grad() inside?")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# running
+# -------------------------------------------------------------------------------------------------
+# what is said in the end
 
 def verdict(check):
-    """(True, what is to be said about a right answer) or (False, what is not right yet); never an exception."""
-    try: return True, check()
-    except (NotYet, NotImplementedError) as problem: return False, str(problem) or "something is not implemented yet"
-    except (Exception, SystemExit) as error: return False, explain(error, inspect.unwrap(check).__code__.co_filename)
+    """
+    (True, what is to be said about a right answer) or (False, what is not right yet); never an
+    exception.
+    """
+    try:
+        return True, check()
+    except (NotYet, NotImplementedError) as problem:
+        return False, str(problem) or "something is not implemented yet"
+    except (Exception, SystemExit) as error:
+        path = inspect.unwrap(check).__code__.co_filename  # the exercise, as tracebacks name it
+        return False, explain(error, path)
 
 
 def explain(error, path):
-    """An exception in words: the last line of the student's part of the file that it came through, and what helps."""
-    if isinstance(error, SyntaxError): return f"line {error.lineno} is not Python ({error.msg})"
-    if not os.path.exists(path): return f"{path} is not there"
-    message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(': .')
-    advice = [text for words, text in ADVICE.items() if re.search(words, message)][:1]
-    with open(path, encoding='utf-8') as f: end = next((i for i, line in enumerate(f) if line.startswith('# the check')), math.inf)
-    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path and f.lineno <= end]
-    where = f"line {own[-1].lineno}, `{own[-1].line}`, stops with" if own else "what your code returns cannot be used:"
-    return ' '.join([f"{where} {message}.", *advice])
+    """An exception in words: the student's line that it came through, and what helps."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno} is not Python ({error.msg})"
+    if not os.path.exists(path):
+        return f"{path} is not there"
+    text = ' '.join(str(error).split())
+    message = f"{type(error).__name__}: {text}"[:300].rstrip(': .')
+    return f"{where(error, path)} {message}.{advice(message)}"
 
 
-def main(argv, path, check, hints):
-    """One exercise file: check it, or print hints."""
-    if not argv:
-        right, words = verdict(check)
-        print(f"right. {words}" if right else f"not yet: {words}\n(python {os.path.relpath(path)} --hint gives a hint)")
-        sys.exit(0 if right else 1)
-    if argv in (['-h'], ['--help']): return print(inspect.unwrap(check).__globals__['__doc__'].strip())
-    wanted = re.fullmatch(r'--hint(?:=(\d+))?', argv[0]) if len(argv) == 1 else None
-    if not wanted: raise UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
-    n = int(wanted[1] or 1)
-    if not 1 <= n <= len(hints): raise UserError(f"{argv[0]}: choose --hint=1 to --hint={len(hints)}")
-    for i, hint in enumerate(hints[:n], 1): print(f"hint {i} of {len(hints)}: {hint}")
+def where(error, path):
+    """The beginning of the sentence: the last line of the student's that the error came through."""
+    path, above_the_check = os.path.abspath(path), students_lines(path)
+    lines = traceback.extract_tb(error.__traceback__)
+    lines = [line for line in lines if os.path.abspath(line.filename) == path]
+    own = [line for line in lines if line.lineno <= above_the_check]
+    if not own:
+        return "what your code returns cannot be used:"
+    return f"line {own[-1].lineno}, `{own[-1].line}`, stops with"
 
+
+def students_lines(path):
+    """How many lines of an exercise stand above its check: those are the student's."""
+    with open(path, encoding='utf-8') as f:
+        for i, line in enumerate(f):
+            if line.startswith('# the check'):
+                return i
+    return math.inf
+
+
+def advice(message):
+    """' What such an error usually means here.', or nothing."""
+    for words, text in ADVICE.items():
+        if re.search(words, message):
+            return ' ' + text
+    return ''
+
+
+# -------------------------------------------------------------------------------------------------
+# the programs
 
 def run(path, check, hints):
     """What an exercise file does when it is started."""
     run_program(lambda argv: main(argv, os.path.abspath(path), check, hints))
 
 
+def main(argv, path, check, hints):
+    """One exercise file: check it, or print hints."""
+    if not argv:
+        right, words = verdict(check)
+        if right:
+            print(f"right. {words}")
+        else:
+            print(f"not yet: {words}")
+            print(f"(python {os.path.relpath(path)} --hint gives a hint)")
+        sys.exit(0 if right else 1)
+    elif argv in (['-h'], ['--help']):
+        text = inspect.unwrap(check).__globals__['__doc__']  # at the top of the exercise
+        print(text.strip())
+    else:
+        for i, hint in enumerate(chosen(argv, hints), 1):
+            print(f"hint {i} of {len(hints)}: {hint}")
+
+
+def chosen(argv, hints):
+    """The hints that --hint or --hint=N asks for."""
+    wanted = re.fullmatch(r'--hint(?:=(\d+))?', argv[0]) if len(argv) == 1 else None
+    if not wanted:
+        raise UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
+    n = int(wanted[1] or 1)
+    if not 1 <= n <= len(hints):
+        raise UserError(f"{argv[0]}: choose --hint=1 to --hint={len(hints)}")
+    return hints[:n]
+
+
+def mark(argv):
+    """
+    Mark the exercises in the folder named, or in this one; exit status 0 if all are right, 1 if
+    not.
+    """
+    if argv in (['-h'], ['--help']):
+        print(__doc__.strip())
+        return
+    folder = argv[0] if argv else HERE
+    found = os.path.isfile(os.path.join(folder, NAMES[0] + '.py'))
+    if len(argv) > 1 or not found:
+        words = ' '.join(argv)
+        raise UserError(f"{words}: name one folder with exercises, or none for {HERE}")
+    sys.exit(0 if check_all(folder) else 1)
+
+
+def check_all(folder=HERE):
+    """Print one line per exercise; True if all are right."""
+    n_right = 0
+    for name in NAMES:
+        right, words = check_file(os.path.join(folder, name + '.py'))
+        n_right += right
+        print(f"{name:16} {'right' if right else 'not yet: ' + words}")
+    print(f"{n_right} of {len(NAMES)} right")
+    return n_right == len(NAMES)
+
+
+def check_file(path):
+    """The verdict on an exercise, which may not even be Python."""
+    try:
+        check = load(path).check
+    except (Exception, SystemExit) as error:
+        return False, explain(error, path)
+    return verdict(check)
+
+
 def load(path):
     """The exercise in the file as a module."""
-    spec = importlib.util.spec_from_file_location('exercise_' + os.path.basename(path)[:-3], path)
+    name = 'exercise_' + os.path.basename(path)[:-3]
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def check_all(folder=HERE):
-    """Print one line per exercise; True if all are right."""
-    results = []
-    for name in NAMES:
-        path = os.path.join(folder, name + '.py')
-        try: right, words = verdict(load(path).check)
-        except (Exception, SystemExit) as error: right, words = False, explain(error, path)
-        results.append(right)
-        print(f"{name:16} {'right' if right else 'not yet: ' + words}")
-    print(f"{sum(results)} of {len(NAMES)} right")
-    return all(results)
-
-
-def mark(argv):
-    """Mark the exercises in the folder named, or in this one; exit status 0 if all are right, 1 if not."""
-    if argv in (['-h'], ['--help']): return print(__doc__.strip())
-    if len(argv) > 1 or argv and not os.path.isfile(os.path.join(argv[0], NAMES[0] + '.py')):
-        raise UserError(f"{' '.join(argv)}: name one folder with exercises, or none for {HERE}")
-    sys.exit(0 if check_all(*argv) else 1)
-
-
 if __name__ == '__main__':
-    run_program(lambda argv: __import__('check').mark(argv))  # the module the exercises import, not this second copy of it
+    import check  # what the exercises import; this copy of it has another NotYet than they raise
+    run_program(check.mark)

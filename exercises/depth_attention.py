@@ -1,31 +1,35 @@
 """
 Exercise 4 of 8: Depth-Attention. About 45 minutes.
 
-    python exercises/depth_attention.py            checks what you wrote and says what is not right yet
-    python exercises/depth_attention.py --hint     a hint; --hint=2 and --hint=3 say more
+    python exercises/depth_attention.py         checks what you wrote and says what is not right yet
+    python exercises/depth_attention.py --hint  a hint; --hint=2 and --hint=3 say more
 
-Ordinary attention looks along the text, within one layer. Depth-Attention (arXiv 2606.05014) first looks down through
-the layers, at one position: layer l's query scores its own key and the keys that a few layers below made at the same
-position, and mixes their values. Attention along the text then reads the mixed values v~ in the place of v.
+Ordinary attention looks along the text, within one layer. Depth-Attention (arXiv 2606.05014) first
+looks down through the layers, at one position: layer l's query scores its own key and the keys
+that a few layers below made at the same position, and mixes their values. Attention along the text
+then reads the mixed values v~ in the place of v.
 
-    a(j)  = softmax over j of  q_l . k_j / sqrt(hd)              j in S(l), or j = l itself                       (Eq. 2)
-    v~_l  = a(l) v_l  +  sum over j in S(l) of a(j) v~_j         own value raw, earlier ones already mixed        (Eq. 3)
+    a(j)  = softmax over j of  q_l . k_j / sqrt(hd)          j in S(l), or j = l itself    (Eq. 2)
+    v~_l  = a(l) v_l  +  sum over j in S(l) of a(j) v~_j     own value raw,
+                                                             earlier ones already mixed    (Eq. 3)
 
-    S(l)  = { j < l : j is a multiple of the stride s }          the anchors 0, s, 2s, ..
+    S(l)  = { j < l : j is a multiple of the stride s }      the anchors 0, s, 2s, ..
 
-One softmax per position and key/value head; no position looks at another here. Layer 0 has no sources: v~_0 = v_0.
-With grouped queries (exercise 1), the g queries that share a key/value head are averaged first, and the scale stays 1
-/ sqrt(hd).
+One softmax per position and key/value head; no position looks at another here. Layer 0 has no
+sources: v~_0 = v_0. With grouped queries (exercise 1), the g queries that share a key/value head
+are averaged first, and the scale stays 1 / sqrt(hd).
 
-    shape letters    B rows    T positions    nh query heads    nkv key/value heads    hd width of a head
+    shape letters    B rows    T positions    nh query heads    nkv key/value heads
+                     hd width of a head
 
-You are compared with what the real model computes in a real pass. Afterwards, think about this: why does the cache of
-exercise 3 need not one byte more for a model with Depth-Attention?
+You are compared with what the real model computes in a real pass. Afterwards, think about this:
+why does the cache of exercise 3 need not one byte more for a model with Depth-Attention?
 """
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
-from check import call, compare, expect, inside, run, same, tiny
+from check import call, compare, difference, expect, inside, run, same, tiny
 
 import model
 from model import depth_attention as library
@@ -33,7 +37,8 @@ from model import depth_attention as library
 
 def mix(q, k, v, sources):
     """
-    q (B, nh, T, hd), k and v (B, nkv, T, hd) of one layer; sources [(k_j, v~_j), ...], each (B, nkv, T, hd)
+    q (B, nh, T, hd), k and v (B, nkv, T, hd) of one layer;
+    sources [(k_j, v~_j), ...], each (B, nkv, T, hd)
     -> v~ (B, nkv, T, hd) of this layer. First make it work for nh = nkv.
     """
     raise NotImplementedError("mix() is still empty: write it in place of this line")
@@ -41,96 +46,170 @@ def mix(q, k, v, sources):
 
 def mix_all(layers, stride):
     """layers [(q, k, v), ...] from layer 0 upwards -> [v~_0, v~_1, ...]. Use mix()."""
-    raise NotImplementedError("mix() is right, mix_all() is still empty: write it in place of this line")
+    raise NotImplementedError(
+        "mix() is right, mix_all() is still empty: write it in place of this line")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
 HINTS = (
-    "One score per layer: (q * k_j).sum(-1) is (B, nkv, T). torch.stack of all, own last, then softmax over the new axis.",
-    "q.reshape(B, nkv, g, T, hd).mean(2) averages the queries of each group: neighbours belong together.",
-    "mix_all: keep a list of anchors. Layer l gets all anchors so far; then, if l % stride == 0, it joins them with its own key "
-    "and its mixed value.",
+    "One score per layer: (q * k_j).sum(-1) is (B, nkv, T). torch.stack of all, own last, then "
+    "softmax over the new axis.",
+
+    "q.reshape(B, nkv, g, T, hd).mean(2) averages the queries of each group: neighbours belong "
+    "together.",
+
+    "mix_all: keep a list of anchors. Layer l gets all anchors so far; then, if l % stride == 0, "
+    "it joins them with its own key and its mixed value.",
 )
 AXES = ('row', 'head', 'position', 'channel')
 
 
+@dataclass
+class Recorded:
+    """What a real pass hands to model.depth_attention in one layer, and what comes back."""
+    q: torch.Tensor   # (B, nh, T, hd)
+    k: torch.Tensor   # (B, nkv, T, hd), like all the others
+    v: torch.Tensor
+    sources: list     # [(k_j, v~_j), ...]
+    mixed: torch.Tensor
+
+
 def record(**settings):
-    """What a real pass hands to model.depth_attention in each layer, and gets: [(q, k, v, sources, v~), ...]."""
+    """A real pass of a model with these settings: one Recorded for each of its 6 layers."""
     calls = []
 
     def spy(q, k, v, sources, mode):
-        calls.append((q, k, v, list(sources), library(q, k, v, sources, mode)))
-        return calls[-1][-1]
+        sources = list(sources)
+        mixed = library(q, k, v, sources, mode)
+        calls.append(Recorded(q, k, v, sources, mixed))
+        return mixed
+
     gpt = tiny(depth_attn=True, n_layer=6, **settings)
-    with patch.object(model, 'depth_attention', spy): gpt(torch.randint(0, 30, (2, 5)))
+    with patch.object(model, 'depth_attention', spy):
+        gpt(torch.randint(0, 30, (2, 5)))
     return calls
 
 
-def check_mix(q, k, v, sources, want):
-    g, hd, (first, *others) = q.size(1) // k.size(1), q.size(-1), sources
-    name = "mix()" + (f" with {g} queries for each key/value head" if g > 1 else "")
-    mistakes = {
-        f"{name} leaves the layer's own key and value out of the softmax": library(q, *first, others),
-        f"{name} gives all layers the same weight: the softmax of the scores decides": library(q, k, v, sources, 'uniform'),
-        f"{name} forgets to divide the scores by sqrt(hd)": library(q * hd ** 0.5, k, v, sources),
-        f"{name} returns the layer's own value, unmixed": v,
-        f"{name} scores the layers by its key instead of its query": library(k, k, v, sources),
-        f"{name} mixes keys instead of values": library(q, k, k, [(k_j, k_j) for k_j, _ in sources]),
+def check_mix(made):
+    """mix() on what one layer of a real pass made."""
+    q, k, v, sources = made.q, made.k, made.v, made.sources
+    g = q.size(1) // k.size(1)
+    name = f"mix() with {g} queries for each key/value head" if g > 1 else "mix()"
+    found = difference(name, call(mix, q, k, v, sources), made.mixed, AXES)
+    if not found:
+        return
+    mistakes = typical_mistakes(name, q, k, v, sources)
+    if g > 1:
+        mistakes |= grouping_mistakes(name, q, k, v, sources)
+    found.recognise(mistakes)
+    ones = torch.ones_like(v)
+    ones_below = [(k_j, ones) for k_j, _ in sources]
+    expect(same(mix(q, k, ones, ones_below), ones),
+           f"{name} has weights that do not sum to 1 over the layers of one position: the softmax "
+           "should run over the layers, own one included, not over positions or heads")
+    found.locate()
+
+
+def typical_mistakes(name, q, k, v, sources):
+    """{sentence: what mix() gives with this mistake}"""
+    (first_k, first_v), *others = sources
+    root = q.size(-1) ** 0.5
+    keys_below = [(k_j, k_j) for k_j, _ in sources]
+    return {
+        f"{name} leaves the layer's own key and value out of the softmax":
+            library(q, first_k, first_v, others),
+        f"{name} gives all layers the same weight: the softmax of the scores decides":
+            library(q, k, v, sources, 'uniform'),
+        f"{name} forgets to divide the scores by sqrt(hd)":
+            library(q * root, k, v, sources),
+        f"{name} returns the layer's own value, unmixed":
+            v,
+        f"{name} scores the layers by its key instead of its query":
+            library(k, k, v, sources),
+        f"{name} mixes keys instead of values":
+            library(q, k, k, keys_below),
     }
-    if g > 1: mistakes |= {
-        f"{name} adds the queries of a group, which should be averaged": library(q * g, k, v, sources),
-        f"{name} takes one query of each group; it should average them": library(q[:, ::g], k, v, sources),
-        f"{name} takes the first queries for all; each key/value head has its group": library(q[:, :k.size(1)], k, v, sources),
-        f"{name} puts the wrong queries into a group: neighbours belong together": library(q[:, [0, 2, 1, 3]], k, v, sources),
+
+
+def grouping_mistakes(name, q, k, v, sources):
+    """The same for mistakes that need 4 query heads and 2 key/value heads."""
+    nkv, g = k.size(1), q.size(1) // k.size(1)
+    return {
+        f"{name} adds the queries of a group, which should be averaged":
+            library(q * g, k, v, sources),
+        f"{name} takes one query of each group; it should average them":
+            library(q[:, ::g], k, v, sources),
+        f"{name} takes the first queries for all; each key/value head has its group":
+            library(q[:, :nkv], k, v, sources),
+        f"{name} puts the wrong queries into a group: neighbours belong together":
+            library(q[:, [0, 2, 1, 3]], k, v, sources),
     }
-
-    def more():
-        ones = torch.ones_like(v)
-        expect(same(mix(q, k, ones, [(k_j, ones) for k_j, _ in sources]), ones), f"{name} has weights that do not sum to 1 over the "
-               "layers of one position: the softmax should run over the layers, own one included, not over positions or heads")
-    compare(name, call(mix, q, k, v, sources), want, AXES, mistakes, more)
-
-
-def walk(layers, chosen, raw=False):
-    """v~ of all layers if layer l reads the layers j < l for which chosen(l, j), with their raw or mixed values."""
-    out = []
-    for l, (q, k, v) in enumerate(layers):
-        out.append(library(q, k, v, [(layers[j][1], layers[j][2] if raw else out[j]) for j in range(l) if chosen(l, j)]))
-    return out
 
 
 def check_mix_all(stride):
+    name = f"mix_all(stride={stride})"
     calls = record(n_kv_head=2, depth_stride=stride)
-    layers, name = [c[:3] for c in calls], f"mix_all(stride={stride})"
+    layers = [(made.q, made.k, made.v) for made in calls]
     got = call(mix_all, layers, stride)
-    expect(isinstance(got, (list, tuple)) and len(got) == 6, "mix_all() should return a list with one v~ for each of the 6 layers")
-    wrong = {
+    expect(isinstance(got, (list, tuple)) and len(got) == 6,
+           "mix_all() should return a list with one v~ for each of the 6 layers")
+    mistakes = wrong_sources(name, layers, stride)
+    for layer, made in enumerate(calls):
+        here = {sentence: mixed[layer] for sentence, mixed in mistakes.items()}
+        compare(f"layer {layer}: v~ from {name}", got[layer], made.mixed, AXES, here)
+
+
+def wrong_sources(name, layers, s):
+    """{sentence: v~ of all layers with this mistake}"""
+    return {
         f"{name} mixes raw values of earlier layers; Eq. 3 takes their mixed ones":
-            walk(layers, lambda l, j: j % stride == 0, raw=True),
-        f"{name} has the wrong sources: the anchors are fixed, 0, s, 2s, .., not l - s, l - 2s, .., and layer l reads each j < l of them":
-            walk(layers, lambda l, j: (l - j) % stride == 0),
+            walk(layers, lambda layer, j: j % s == 0, raw=True),
+        f"{name} has the wrong sources: the anchors are fixed, 0, s, 2s, .., not l - s, l - 2s, "
+        ".., and layer l reads each j < l of them":
+            walk(layers, lambda layer, j: (layer - j) % s == 0),
         f"{name} reads all layers below; only multiples of the stride are sources":
-            walk(layers, lambda l, j: True),
+            walk(layers, lambda layer, j: True),
         f"{name} reads only the newest anchor":
-            walk(layers, lambda l, j: j == (l - 1) // stride * stride),
+            walk(layers, lambda layer, j: j == (layer - 1) // s * s),
         f"{name} reads only layer 0":
-            walk(layers, lambda l, j: j == 0),
+            walk(layers, lambda layer, j: j == 0),
     }
-    for l, (*_, right) in enumerate(calls):
-        compare(f"layer {l}: v~ from {name}", got[l], right, AXES, {sentence: values[l] for sentence, values in wrong.items()})
+
+
+def walk(layers, reads, raw=False):
+    """v~ of all layers if a layer reads those j below it for which reads(layer, j) is true."""
+    mixed = []
+    for layer, (q, k, v) in enumerate(layers):
+        sources = []
+        for j in range(layer):
+            _, k_j, v_j = layers[j]
+            if reads(layer, j):
+                sources.append((k_j, v_j if raw else mixed[j]))
+        mixed.append(library(q, k, v, sources))
+    return mixed
+
+
+def in_place_of_the_library(q, k, v, sources, mode):
+    """The student's function with the arguments of model.depth_attention."""
+    sources = list(sources)
+    return mix(q, k, v, sources) if sources else v
 
 
 @torch.no_grad()
 def check():
     torch.manual_seed(0)
-    for settings in (dict(), dict(n_kv_head=2)): check_mix(*record(**settings)[-1])  # the top layer has the most sources
-    for stride in (3, 2): check_mix_all(stride)
-    student = lambda q, k, v, sources, mode: mix(q, k, v, list(sources)) if sources else v
-    inside("your mix()", tiny(depth_attn=True), patch.object(model, 'depth_attention', student))
-    return ("A GPT of model.py gives the same logits and gradients with your mix() inside. Now read depth_attention there: it never stacks "
-            "its sources, and says why.")
+    for settings in (dict(), dict(n_kv_head=2)):
+        *_, top = record(**settings)  # the top layer has the most sources
+        check_mix(top)
+    for stride in (3, 2):
+        check_mix_all(stride)
+    into_the_model = patch.object(model, 'depth_attention', in_place_of_the_library)
+    inside("your mix()", tiny(depth_attn=True), into_the_model)
+    return ("A GPT of model.py gives the same logits and gradients with your mix() inside. "
+            "Now read depth_attention there: it never stacks its sources, and says why.")
 
 
-if __name__ == '__main__': run(__file__, check, HINTS)
+if __name__ == '__main__':
+    run(__file__, check, HINTS)

@@ -4,25 +4,28 @@ Exercise 8 of 8: counting FLOPs, and a fair comparison. About 45 minutes.
     python exercises/flops.py            checks what you wrote and says what is not right yet
     python exercises/flops.py --hint     a hint; --hint=2 and --hint=3 say more
 
-In the papers a model that ponders has a lower loss than a plain one after the same number of tokens; in docs/results.md
-some do. But it also worked four times as much. Would the plain one, given that work, have got further? Count.
+In the papers a model that ponders has a lower loss than a plain one after the same number of
+tokens; in docs/results.md some do. But it also worked four times as much. Would the plain one,
+given that work, have got further? Count.
 
-Only matmuls count here: an (m, k) times (k, n) product takes m k n multiplications and as many additions, 2 m k n
-FLOPs. For one token that is 2 FLOPs for each weight of each matrix it meets. Looking up an embedding is no matmul;
-norms, rotations and softmaxes are left out, they are small. In attention, each query head of width hd meets T keys
-and then T values: all T of them, as is the custom, though the causal mask hides half.
+Only matmuls count here: an (m, k) times (k, n) product takes m k n multiplications and as many
+additions, 2 m k n FLOPs. For one token that is 2 FLOPs for each weight of each matrix it meets.
+Looking up an embedding is no matmul; norms, rotations and softmaxes are left out, they are small.
+In attention, each query head of width hd meets T keys and then T values: all T of them, as is the
+custom, though the causal mask hides half.
 
     a layer:   queries, keys, values   C -> (nh + 2 nkv) hd          the heads' results   nh hd -> C
                MLP with a gate         C -> 2 mlp_hidden,  mlp_hidden -> C
     at the end, once:  the head        C -> V
 
-With ponder='embedding' and s steps (exercise 5), the trunk runs s + 1 times and the head after each of these passes;
-and s times, probabilities (V) meet the embedding table (V, C). Training: the backward pass takes twice the FLOPs of
-the forward pass, so 3 in all. But the head and the mixture of a step are not kept, backward computes them once more
-first: 4 for those.
+With ponder='embedding' and s steps (exercise 5), the trunk runs s + 1 times and the head after
+each of these passes; and s times, probabilities (V) meet the embedding table (V, C). Training: the
+backward pass takes twice the FLOPs of the forward pass, so 3 in all. But the head and the mixture
+of a step are not kept, backward computes them once more first: 4 for those.
 
-The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv), head_dim (hd), mlp_hidden, vocab_size
-(V), ponder_steps (s). You are compared with GPT.flops_per_token, which the tests compare with PyTorch's own counter.
+The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv), head_dim (hd),
+mlp_hidden, vocab_size (V), ponder_steps (s). You are compared with GPT.flops_per_token, which the
+tests compare with PyTorch's own counter.
 """
 import torch
 from check import NotYet, call, expect, run
@@ -37,112 +40,207 @@ def forward_flops(c, T):
 
 def ponder_flops(c, T):
     """The same for ponder='embedding' with c.ponder_steps steps over the whole vocabulary."""
-    raise NotImplementedError("forward_flops() is right, ponder_flops() is still empty: write it in place of this line")
+    raise NotImplementedError(
+        "forward_flops() is right, ponder_flops() is still empty: write it in place of this line")
 
 
 def fair_tokens(c, T, tokens):
-    """How many tokens the plain model can be trained on with the training FLOPs that pondering takes for `tokens` tokens."""
-    raise NotImplementedError("ponder_flops() is right, fair_tokens() is still empty: write it in place of this line")
+    """
+    How many tokens the plain model can be trained on with the training FLOPs that pondering takes
+    for `tokens` tokens.
+    """
+    raise NotImplementedError(
+        "ponder_flops() is right, fair_tokens() is still empty: write it in place of this line")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
 HINTS = (
-    "In each layer the weights are C (nh + 2 nkv) hd, nh hd C, and 3 C mlp_hidden. Attention adds 2 T nh hd products: T keys and T "
-    "values.",
-    "ponder_flops: take forward_flops apart into trunk and head. (s + 1) trunks, s + 1 heads, and s mixtures of 2 V C.",
-    "fair_tokens: training FLOPs per token are 3 forward_flops for the plain model. For pondering they are 3 times (s + 1 trunks and "
-    "one head), and 4 times (s heads and s mixtures).",
+    "In each layer the weights are C (nh + 2 nkv) hd, nh hd C, and 3 C mlp_hidden. Attention adds "
+    "2 T nh hd products: T keys and T values.",
+
+    "ponder_flops: take forward_flops apart into trunk and head. (s + 1) trunks, s + 1 heads, and "
+    "s mixtures of 2 V C.",
+
+    "fair_tokens: training FLOPs per token are 3 forward_flops for the plain model. For pondering "
+    "they are 3 times (s + 1 trunks and one head), and 4 times (s heads and s mixtures).",
 )
-TINY = dict(vocab_size=320, n_layer=6, n_head=3, n_embd=192, mlp_hidden=512, block_size=256)  # config/size/tiny.py with bytes
-SHAPES = ({**TINY, 'n_layer': 3}, dict(vocab_size=448, n_layer=3, n_head=8, n_kv_head=2, n_embd=128, head_dim=32, mlp_hidden=384))
+TINY = dict(  # config/size/tiny.py with bytes
+    vocab_size=320, n_layer=6, n_head=3, n_embd=192, mlp_hidden=512, block_size=256)
+SMALL = {**TINY, 'n_layer': 3}
+GROUPED = dict(
+    vocab_size=448, n_layer=3, n_head=8, n_kv_head=2, n_embd=128, head_dim=32, mlp_hidden=384)
 
 
 def library(c):
     """The real model on torch's meta device: shapes without numbers are enough to count."""
-    with torch.device('meta'): return GPT(c)
-
-
-def compare_number(name, got, want, terms, also=None):
-    """NotYet in words, if got is not want. terms: {what it counts: its FLOPs}, whose lack or doubling explains most mistakes."""
-    expect(type(got) in (int, float), f"{name} should be a number, and is of type {type(got).__name__}")
-    near = lambda a: abs(got - a) <= 1e-6 * want
-    if near(want): return
-    for sentence, wrong in (also or {}).items(): expect(not near(wrong), f"{name} {sentence}")
-    expect(not near(want / 2), f"{name} is half of what it should be: a multiplication and an addition are 2 FLOPs")
-    for what, flops in terms.items():
-        alike = ', or '.join(other for other in terms if terms[other] == flops)  # a number cannot tell which of them it was
-        expect(not near(want - flops), f"{name} leaves out {alike}: {flops:,} FLOPs")
-        expect(not near(want - flops / 2), f"{name} counts {alike} at half the cost")
-        expect(not near(want + flops), f"{name} counts {alike} twice")
-    raise NotYet(f"{name} is {got:,.0f} and should be {want:,.0f}, so {got / want:.4g} times as much as it should be"
-                 + (". Its parts: " if terms else '') + ', '.join(f"{what} {flops:,}" for what, flops in terms.items()))
+    with torch.device('meta'):
+        return GPT(c)
 
 
 def parts(c, T):
     """FLOPs per token of the parts of a plain forward pass."""
-    C, L, width = c.n_embd, c.n_layer, c.n_head * c.head_dim
-    return {'the queries': 2 * L * C * width, 'the keys': 2 * L * C * c.n_kv_head * c.head_dim,
-            'the values': 2 * L * C * c.n_kv_head * c.head_dim, "the projection of the heads' results": 2 * L * width * C,
-            'the scores with T keys': 2 * L * T * width, 'the sum over T values': 2 * L * T * width,
-            'the MLP': 6 * L * C * c.mlp_hidden, 'the head': 2 * C * c.vocab_size}
+    C, L, V = c.n_embd, c.n_layer, c.vocab_size
+    width, kv_width = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    return {
+        "the queries": 2 * L * C * width,
+        "the keys": 2 * L * C * kv_width,
+        "the values": 2 * L * C * kv_width,
+        "the projection of the heads' results": 2 * L * width * C,
+        "the scores with T keys": 2 * L * T * width,
+        "the sum over T values": 2 * L * T * width,
+        "the MLP": 6 * L * C * c.mlp_hidden,
+        "the head": 2 * C * V,
+    }
 
 
-def check_forward(c, T, want):
-    terms, kind = parts(c, T), "grouped queries" if c.n_kv_head < c.n_head else "as many key/value heads as query heads"
-    scores, head, share = terms['the scores with T keys'], terms['the head'], c.n_kv_head / c.n_head
-    compare_number(f"forward_flops(), for {kind} and T = {T},", call(forward_flops, c, T), want, terms, {
-        "counts the embedding as a matmul; it is a look-up": want + head,
-        "leaves out attention itself, the scores with T keys and the sum over T values": want - 2 * scores,
-        "counts half of attention: scores alone, or values alone, or half of the T keys, which by custom all count, masked or not":
-            want - scores,
-        "is for training; the forward pass alone was asked for": 3 * want,
-        "has two matrices in the MLP; it has three, the gate counts too": want - terms['the MLP'] / 3,
-        "counts the head in every layer; it comes once": want + (c.n_layer - 1) * head,
+def check_number(name, got, want, mistakes):
+    """
+    True if got is want. NotYet if it is no number, or one of the mistakes, {what it does: what it
+    gives}, or half of what it should be.
+    """
+    expect(type(got) in (int, float),
+           f"{name} should be a number, and is of type {type(got).__name__}")
+    if near(got, want, want):
+        return True
+    for sentence, wrong in mistakes.items():
+        expect(not near(got, wrong, want), f"{name} {sentence}")
+    expect(not near(got, want / 2, want),
+           f"{name} is half of what it should be: a multiplication and an addition are 2 FLOPs")
+    return False
+
+
+def near(a, b, scale):
+    return abs(a - b) <= 1e-6 * scale
+
+
+def check_parts(name, got, want, terms):
+    """NotYet if got lacks one of these terms, {what: its FLOPs}, or has it half or twice."""
+    for flops in terms.values():
+        # a number cannot tell which of several terms it was, if they cost the same
+        what = ', or '.join(other for other in terms if terms[other] == flops)
+        expect(not near(got, want - flops, want), f"{name} leaves out {what}: {flops:,} FLOPs")
+        expect(not near(got, want - flops / 2, want), f"{name} counts {what} at half the cost")
+        expect(not near(got, want + flops, want), f"{name} counts {what} twice")
+
+
+def beside(name, got, want):
+    return (f"{name} is {got:,.0f} and should be {want:,.0f}, so {got / want:.4g} times as much "
+            "as it should be")
+
+
+def check_forward(c, T):
+    kind = "grouped queries" if c.n_kv_head < c.n_head else "as many key/value heads as query heads"
+    name = f"forward_flops(), for {kind} and T = {T},"
+    want = library(c).flops_per_token(T, training=False)
+    got = call(forward_flops, c, T)
+    if check_number(name, got, want, forward_mistakes(c, T, want)):
+        return
+    terms = parts(c, T)
+    check_parts(name, got, want, terms)
+    list_of_parts = ', '.join(f"{what} {flops:,}" for what, flops in terms.items())
+    raise NotYet(f"{beside(name, got, want)}. Its parts: {list_of_parts}")
+
+
+def forward_mistakes(c, T, right):
+    """{what forward_flops() does: what it gives then}"""
+    terms = parts(c, T)
+    scores, head, keys = terms['the scores with T keys'], terms['the head'], terms['the keys']
+    share = c.n_kv_head / c.n_head
+    return {
+        "counts the embedding as a matmul; it is a look-up":
+            right + head,
+        "leaves out attention itself, the scores with T keys and the sum over T values":
+            right - 2 * scores,
+        "counts half of attention: scores alone, or values alone, or half of the T keys, which by "
+        "custom all count, masked or not":
+            right - scores,
+        "is for training; the forward pass alone was asked for":
+            3 * right,
+        "has two matrices in the MLP; it has three, the gate counts too":
+            right - terms['the MLP'] / 3,
+        "counts the head in every layer; it comes once":
+            right + (c.n_layer - 1) * head,
         "gives keys and values as many heads as the queries have; they have n_kv_head":
-            want + 2 * terms['the keys'] * (1 / share - 1),
+            right + 2 * keys * (1 / share - 1),
         "counts n_kv_head heads in attention too; every query head meets T keys and T values":
-            want - 2 * scores * (1 - share)})
+            right - 2 * scores * (1 - share),
+    }
 
 
-def check_ponder(c, T, want):
-    head, s = parts(c, T)['the head'], c.ponder_steps
-    trunk = sum(parts(c, T).values()) - head
-    compare_number(f"ponder_flops() with ponder_steps={s}", call(ponder_flops, c, T), want, {}, {
-        "forgets that s steps are s + 1 passes": want - trunk - 2 * head,
-        "has a mixture after the last pass too; only steps mix": want + head,
-        "leaves out s matmuls of size V: every step needs the head, and then a mixture": want - s * head,
-        "leaves out heads and mixtures of the steps": want - 2 * s * head,
-        "counts the trunk only once": want - s * trunk} if s else {"should be forward_flops() if there are no steps": -1})
+def check_ponder(c, T):
+    name = f"ponder_flops() with ponder_steps={c.ponder_steps}"
+    want = library(c).flops_per_token(T, training=False)
+    got = call(ponder_flops, c, T)
+    if not check_number(name, got, want, ponder_mistakes(c, T, want)):
+        raise NotYet(beside(name, got, want))
+
+
+def ponder_mistakes(c, T, right):
+    """{what ponder_flops() does: what it gives then}"""
+    s = c.ponder_steps
+    if s == 0:
+        return {"should be forward_flops() if there are no steps": -1}
+    terms = parts(c, T)
+    head = terms['the head']  # a mixture costs as much
+    trunk = sum(terms.values()) - head
+    return {
+        "forgets that s steps are s + 1 passes":
+            right - trunk - 2 * head,
+        "has a mixture after the last pass too; only steps mix":
+            right + head,
+        "leaves out s matmuls of size V: every step needs the head, and then a mixture":
+            right - s * head,
+        "leaves out heads and mixtures of the steps":
+            right - 2 * s * head,
+        "counts the trunk only once":
+            right - s * trunk,
+    }
+
+
+def check_fair(c, T, tokens):
+    name = f"fair_tokens() for {tokens:,.0f} tokens"
+    plain = 3 * sum(parts(c, T).values())
+    want = tokens * library(c).flops_per_token(T) / plain
+    got = call(fair_tokens, c, T, tokens)
+    right = check_number(name, got, want, {
+        "counts the forward pass alone: in training the heads and mixtures of steps weigh 4, the "
+        "rest 3":
+            tokens * 3 * ponder_flops(c, T) / plain,
+        "has the ratio upside down: pondering costs more, so the plain model gets more tokens":
+            tokens ** 2 / want,
+        "gives the plain model as many tokens as the other: what about the work?":
+            tokens,
+        "counts passes only; steps have heads and mixtures too":
+            (c.ponder_steps + 1) * tokens,
+    })
+    if not right:
+        raise NotYet(beside(name, got, want))
 
 
 def check():
-    for c in (GPTConfig(**shape) for shape in SHAPES):
-        gpt = library(c)
-        for T in (250, 100): check_forward(c, T, gpt.flops_per_token(T, training=False))
-    for s in (0, 1, 3):
-        c = GPTConfig(**SHAPES[0], ponder='embedding', ponder_steps=s)
-        check_ponder(c, 250, library(c).flops_per_token(250, training=False))
+    for shape in (SMALL, GROUPED):
+        for T in (250, 100):
+            check_forward(GPTConfig(**shape), T)
+    for steps in (0, 1, 3):
+        check_ponder(GPTConfig(**SMALL, ponder='embedding', ponder_steps=steps), 250)
     c = GPTConfig(**TINY, ponder='embedding', ponder_steps=3)
-    plain = 3 * sum(parts(c, 256).values())
-    want = 1e6 * library(c).flops_per_token(256) / plain
-    compare_number("fair_tokens() for 1,000,000 tokens", call(fair_tokens, c, 256, 1e6), want, {}, {
-        "counts the forward pass alone: in training the heads and mixtures of steps weigh 4, the rest 3":
-            1e6 * 3 * ponder_flops(c, 256) / plain,
-        "has the ratio upside down: pondering costs more, so the plain model gets more tokens": 1e12 / want,
-        "gives the plain model as many tokens as the other: what about the work?": 1e6,
-        "counts passes only; steps have heads and mixtures too": 4e6})
+    check_fair(c, 256, 1e6)
     return conclusion(fair_tokens(c, 256, 800 * 1024))
 
 
 def conclusion(tokens):
     """What the count means for the losses in docs/results.md, measured at this size."""
-    return ("Now use it. docs/results.md has one seed in which pondering wins at equal tokens: after 0.82M bytes the plain model is at "
-            "1.6186 nats per byte and the pondering one at 1.5595 (with three seeds of 0.98M bytes the two are level, and a plain one "
-            "that starts as loop does, with scaled embeddings and small c_proj, is ahead of both: compare equal starts). But its work "
-            f"would have paid for {tokens / 1e6:.2f}M bytes of the plain model, which is at 1.2892 after 2.46M. At equal FLOPs it loses, "
-            "at this size and for so short a training. Which of the two comparisons does a paper's plot show?")
+    return (
+        "Now use it. docs/results.md has one seed in which pondering wins at equal tokens: after "
+        "0.82M bytes the plain model is at 1.6186 nats per byte and the pondering one at 1.5595 "
+        "(with three seeds of 0.98M bytes the two are level, and a plain one that starts as loop "
+        "does, with scaled embeddings and small c_proj, is ahead of both: compare equal starts). "
+        f"But its work would have paid for {tokens / 1e6:.2f}M bytes of the plain model, which is "
+        "at 1.2892 after 2.46M. At equal FLOPs it loses, at this size and for so short a training. "
+        "Which of the two comparisons does a paper's plot show?")
 
 
-if __name__ == '__main__': run(__file__, check, HINTS)
+if __name__ == '__main__':
+    run(__file__, check, HINTS)

@@ -4,31 +4,33 @@ Exercise 3 of 8: the key/value cache. About 45 minutes.
     python exercises/kv_cache.py            checks what you wrote and says what is not right yet
     python exercises/kv_cache.py --hint     a hint; --hint=2 and --hint=3 say more
 
-To generate, a model predicts a token, appends it and predicts the next. Running the whole text again for each new
-token would cost 1 + 2 + .. + T positions. But attention is causal: what a position computes never changes when others
-follow it. All that later positions ever ask of it are its keys and values. Keep those, and a new token costs one
-position.
+To generate, a model predicts a token, appends it and predicts the next. Running the whole text
+again for each new token would cost 1 + 2 + .. + T positions. But attention is causal: what a
+position computes never changes when others follow it. All that later positions ever ask of it are
+its keys and values. Keep those, and a new token costs one position.
 
-model.py has one seam for this. `GPT.trunk(x, pos, memory)` runs the blocks on new positions only, and asks `memory`
-two things:
+model.py has one seam for this. `GPT.trunk(x, pos, memory)` runs the blocks on new positions only,
+and asks `memory` two things:
 
-    memory.mask(S, device)        once per pass, before anything else: what may each of the S new positions read?
-    memory.update(layer, k, v)    in each layer: here are the new keys and values, give me all that there are
+    memory.mask(S, device)        once per pass, before anything else:
+                                  what may each of the S new positions read?
+    memory.update(layer, k, v)    in each layer:
+                                  here are the new keys and values, give me all that there are
 
-If n positions are in the cache and S are new, new position i stands at n + i. It may read the n old ones, and the new
-ones up to itself:
+If n positions are in the cache and S are new, new position i stands at n + i. It may read the n
+old ones, and the new ones up to itself:
 
     mask[i, u] = True  for u <= n + i              (S, n + S)
 
-Keys are rotated before they are handed over (exercise 2), so `pos` has to say where the new positions really stand.
-Write the cache, and then the loop that uses it. You are compared with the model without a cache, and with
-GPT.generate. Afterwards, think about this: how many bytes does your cache hold after T tokens, and what do grouped
-queries (exercise 1) change about it?
+Keys are rotated before they are handed over (exercise 2), so `pos` has to say where the new
+positions really stand. Write the cache, and then the loop that uses it. You are compared with the
+model without a cache, and with GPT.generate. Afterwards, think about this: how many bytes does
+your cache hold after T tokens, and what do grouped queries (exercise 1) change about it?
 """
 from unittest.mock import patch
 
 import torch
-from check import NotYet, call, compare, expect, run, shaped, tensors, tiny
+from check import NotYet, call, compare, expect, run, shaped, tiny
 
 from engine.memory import KVCache
 
@@ -37,112 +39,182 @@ class Cache:
     """The keys and values of all positions read so far, layer by layer."""
 
     def __init__(self, n_layer):
-        self.k, self.v = [None] * n_layer, [None] * n_layer  # None: nothing yet
+        self.k = [None] * n_layer  # None: nothing yet
+        self.v = [None] * n_layer
 
     def update(self, layer, k, v):
-        """Append k and v (B, nkv, S, hd) of one layer -> all keys and all values of that layer, each (B, nkv, n + S, hd)."""
-        raise NotImplementedError("Cache.update() is still empty: write it in place of this line")
+        """
+        Append k and v (B, nkv, S, hd) of one layer
+        -> all keys and all values of that layer, each (B, nkv, n + S, hd).
+        """
+        raise NotImplementedError(
+            "Cache.update() is still empty: write it in place of this line")
 
     def mask(self, S, device):
         """What S new positions may read: bool (S, n + S), True for yes."""
-        raise NotImplementedError("Cache.update() is right, Cache.mask() is still empty: write it in place of this line")
+        raise NotImplementedError(
+            "Cache.update() is right, Cache.mask() is still empty: write it in place of this line")
 
 
 def generate(gpt, prompt, n):
     """
-    prompt (B, T) -> (B, T + n): append the likeliest token n times. Each token may go through gpt.trunk only once.
-    gpt.embed(tokens) gives x, gpt.trunk(x, pos, cache) hidden states h, gpt.head(h) logits; gpt.config.n_layer counts layers.
+    prompt (B, T) -> (B, T + n): append the likeliest token n times. Each token may go through
+    gpt.trunk only once. gpt.embed(tokens) gives x, gpt.trunk(x, pos, cache) hidden states h,
+    gpt.head(h) logits; gpt.config.n_layer counts layers.
     """
-    raise NotImplementedError("Your cache works, generate() is still empty: write it in place of this line")
+    raise NotImplementedError(
+        "Your cache works, generate() is still empty: write it in place of this line")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
 HINTS = (
-    "update: if self.k[layer] is None, the new ones are all there are; otherwise torch.cat along the axis of positions, 2. "
-    "Store the result before you return it.",
+    "update: if self.k[layer] is None, the new ones are all there are; otherwise torch.cat along "
+    "the axis of positions, 2. Store the result before you return it.",
+
     "mask: n is self.k[0].size(2), or 0 at first, since mask is asked before the updates. "
-    "torch.ones(S, n + S, dtype=torch.bool, device=device).tril(n) moves the diagonal n places to the right.",
-    "generate: first the whole prompt at positions 0 .. T-1, then in turn: take h[:, -1], head, argmax(-1), append, and run the "
-    "trunk on that one token, whose pos is a tensor with one number, the count of tokens before it.",
+    "torch.ones(S, n + S, dtype=torch.bool, device=device).tril(n) moves the diagonal n places to "
+    "the right.",
+
+    "generate: first the whole prompt at positions 0 .. T-1, then in turn: take h[:, -1], head, "
+    "argmax(-1), append, and run the trunk on that one token, whose pos is a tensor with one "
+    "number, the count of tokens before it.",
 )
 AXES = ('row', 'head', 'position', 'channel')
 
 
 def check_update():
+    """Two layers take 4 positions, then 1, then 1; layer 1 gets other numbers than layer 0."""
     k, v = torch.randn(2, 3, 2, 6, 8)  # (3 rows, 2 heads, 6 positions, 8 channels) each
     cache = Cache(2)
-    for begin, end, layer in ((0, 4, 0), (0, 4, 1), (4, 5, 0), (4, 5, 1), (5, 6, 0), (5, 6, 1)):
-        sign = 1 - 2 * layer           # layer 1 gets other numbers than layer 0
-        got = call(cache.update, layer, sign * k[:, :, begin:end], sign * v[:, :, begin:end], name='Cache.update')
-        expect(isinstance(got, (tuple, list)) and len(got) == 2, "Cache.update() should return two tensors: all keys, all values")
-        for what, mine, right, other in zip(('keys', 'values'), got, (k, v), (v, k)):
-            expect(not begin or tensors(mine) and mine.shape[2:3] != (end - begin,), f"Cache.update() returns only the new {what}; "
-                   "it should remember those of before, and return them too")
-            expect(not layer or not tensors(mine) or mine.shape[2:3] != (2 * end,), "Cache.update() gives layer 1 what layer 0 stored: "
-                   "each layer has its own keys and values")
-            name, upto = f"layer {layer}: the tensor of {what} that Cache.update() returns after {end} positions", slice(0, end)
-            compare(name, mine, sign * right[:, :, upto], AXES, {
-                "Cache.update() mixes up the layers: each has its own keys and values": -sign * right[:, :, upto],
-                "Cache.update() returns values where keys should be, or the other way round": sign * other[:, :, upto],
-                "Cache.update() stores keys where values should be, or the other way round":
-                    sign * torch.cat((other[:, :, :begin], right[:, :, begin:end]), 2)})
+    for begin, end in ((0, 4), (4, 5), (5, 6)):
+        check_append(cache, 0, k, v, begin, end)
+        check_append(cache, 1, -k, -v, begin, end)
 
 
-def check_mask():
-    for n, S in ((0, 4), (4, 1), (5, 3)):
-        cache, real = Cache(2), KVCache(2, 10)
-        for memory in (cache, real):
-            for layer in range(2 if n else 0): memory.update(layer, torch.ones(1, 1, n, 2), torch.ones(1, 1, n, 2))
-        got, want = cache.mask(S, torch.device('cpu')), real.mask(S, torch.device('cpu'))
-        if want is None:  # model.py leaves the mask out where "all up to oneself" says it all
-            if got is None: continue
-            want = torch.ones(S, n + S).tril(n)
-        name, want = f"with {n} positions in the cache, Cache.mask({S}, ..)", want.reshape(S, n + S).float()
-        expect(got is not None, f"{name} returned None. That is enough only if nothing is in the cache, or one position is new; "
-               "here attention would line up the first new position with the first key")
-        expect(tensors(got) and got.dtype == torch.bool, f"{name} should be a tensor of True and False: dtype=torch.bool")
-        if got.dim() == 4: got = got[0, 0]
-        expect(not n or got.shape[-1:] != (2 * n + S,), f"{name} is as wide as {2 * n} positions in the cache: its layers hold the same "
+def check_append(cache, layer, k, v, begin, end):
+    """Positions begin .. end - 1 of k and v join those before in the cache."""
+    new_k, new_v = k[:, :, begin:end].clone(), v[:, :, begin:end].clone()  # the cache's from now on
+    got = call(cache.update, layer, new_k, new_v, name='Cache.update')
+    expect(isinstance(got, (tuple, list)) and len(got) == 2,
+           "Cache.update() should return two tensors: all keys, all values")
+    so_far = f"that Cache.update() returns after {end} positions"
+    for what, mine, right, other in (('keys', got[0], k, v), ('values', got[1], v, k)):
+        if begin > 0:
+            expect(length(mine) != end - begin,
+                   f"Cache.update() returns only the new {what}; it should remember those of "
+                   "before, and return them too")
+        if layer == 1:
+            expect(length(mine) != 2 * end,
+                   "Cache.update() gives layer 1 what layer 0 stored: each layer has its own keys "
+                   "and values")
+        want, swapped = right[:, :, :end], other[:, :, :end]
+        stored_swapped = torch.cat((other[:, :, :begin], right[:, :, begin:end]), 2)
+        compare(f"layer {layer}: the tensor of {what} {so_far}", mine, want, AXES, {
+            "Cache.update() mixes up the layers: each has its own keys and values":
+                -want,
+            "Cache.update() returns values where keys should be, or the other way round":
+                swapped,
+            "Cache.update() stores keys where values should be, or the other way round":
+                stored_swapped,
+        })
+
+
+def length(x):
+    """How many positions x (B, nkv, positions, hd) has; None if it is something else."""
+    is_one = isinstance(x, torch.Tensor) and x.dim() == 4
+    return x.size(2) if is_one else None
+
+
+def check_mask(n, S):
+    """n positions in the cache, S new ones."""
+    name = f"with {n} positions in the cache, Cache.mask({S}, ..)"
+    got = filled(Cache(2), n).mask(S, torch.device('cpu'))
+    want = filled(KVCache(2, 10), n).mask(S, torch.device('cpu'))
+    if want is None:  # model.py leaves the mask out where "all up to oneself" says it all
+        if got is None:
+            return
+        want = torch.ones(S, n + S).tril(n)
+    want = want.reshape(S, n + S).float()
+
+    expect(got is not None,
+           f"{name} returned None. That is enough only if nothing is in the cache, or one "
+           "position is new; here attention would line up the first new position with the first "
+           "key")
+    expect(isinstance(got, torch.Tensor) and got.dtype == torch.bool,
+           f"{name} should be a tensor of True and False: dtype=torch.bool")
+    if got.dim() == 4:  # (1, 1, S, n + S), as attention has its scores, is right too
+        got = got[0, 0]
+    if n > 0:
+        expect(got.shape[-1:] != (2 * n + S,),
+               f"{name} is as wide as {2 * n} positions in the cache: its layers hold the same "
                "positions, count them once")
-        compare(name, got.float(), want, ('new position', 'readable position'), {
-            f"{name} lets every new position read all others, later ones too": torch.ones(S, n + S),
-            f"{name} has its diagonal in the wrong place: new position i stands at {n} + i": torch.ones(S, n + S).tril(),
-            f"{name} is upside down: True means that it may be read": 1 - want})
+    compare(name, got.float(), want, ('new position', 'readable position'), {
+        f"{name} lets every new position read all others, later ones too":
+            torch.ones(S, n + S),
+        f"{name} has its diagonal in the wrong place: new position i stands at {n} + i":
+            torch.ones(S, n + S).tril(),
+        f"{name} is upside down: True means that it may be read":
+            1 - want,
+    })
 
 
-def check_reading(gpt, idx):
+def filled(cache, n):
+    """The cache with n positions in both of its layers."""
+    if n > 0:
+        ones = torch.ones(1, 1, n, 2)
+        cache.update(0, ones, ones)
+        cache.update(1, ones, ones)
+    return cache
+
+
+def check_reading(gpt, idx, sizes):
+    """A text of 12 tokens read in pieces, each with a pass of its own."""
     x, pos = gpt.embed(idx), torch.arange(idx.size(1))
-    want = gpt.trunk(x, pos)
-    for sizes in ((12,), (5,) + (1,) * 7, (4, 3, 5)):
-        cache = Cache(gpt.config.n_layer)
-        parts = [gpt.trunk(a, p, cache) for a, p in zip(x.split(sizes, 1), pos.split(sizes))]
-        compare(f"a text read with your cache in pieces of {', '.join(map(str, sizes))} gives a tensor of hidden states that",
-                torch.cat(parts, 1), want, ('row', 'position', 'channel'))
+    cache = Cache(gpt.config.n_layer)
+    pieces = zip(x.split(sizes, 1), pos.split(sizes))
+    parts = [gpt.trunk(some_x, some_pos, cache) for some_x, some_pos in pieces]
+    in_pieces = ', '.join(map(str, sizes))
+    compare(f"a text read with your cache in pieces of {in_pieces} gives a tensor of hidden "
+            "states that",
+            torch.cat(parts, 1), gpt.trunk(x, pos), ('row', 'position', 'channel'))
 
 
 def check_generate(gpt, prompt, n):
     """How many positions the student's generate() runs through the trunk."""
-    read, trunk, T = [], gpt.trunk, prompt.size(1)
+    trunk, T = gpt.trunk, prompt.size(1)
+    read = []  # all positions that go through the trunk, in this order
 
     def spy(x, pos, memory=None):
-        expect(memory is not None, "generate() calls gpt.trunk without your cache: trunk(x, pos, cache)")
-        expect(pos.shape == x.shape[1:2], f"generate() gives the trunk {x.size(1)} embeddings, but pos has shape {tuple(pos.shape)}")
+        expect(memory is not None,
+               "generate() calls gpt.trunk without your cache: trunk(x, pos, cache)")
+        expect(pos.shape == x.shape[1:2],
+               f"generate() gives the trunk {x.size(1)} embeddings, but pos has shape "
+               f"{tuple(pos.shape)}")
         read.extend(pos.tolist())
         return trunk(x, pos, memory)
 
-    with patch.object(gpt, 'trunk', spy): got = call(generate, gpt, prompt, n)
-    shaped("what generate() returns, prompt and new tokens,", got, (len(prompt), T + n), ('row', 'position'))
-    expect(got.max() < gpt.config.n_tokens, f"generate() chose token {int(got.max())}, which is padding of the vocabulary: gpt.head masks "
-           "it, gpt.lm_head does not")
-    expect(len(read) <= T + n, f"generate() ran {len(read)} positions through the trunk, and {T + n - 1} are enough: read only what "
-           "the cache does not hold yet")
-    expect(read == list(range(len(read))), f"generate() tells the trunk the positions {read}: they should count on, {T} after "
+    with patch.object(gpt, 'trunk', spy):
+        got = call(generate, gpt, prompt, n)
+    shaped("what generate() returns, prompt and new tokens,",
+           got, (len(prompt), T + n), ('row', 'position'))
+    expect(got.max() < gpt.config.n_tokens,
+           f"generate() chose token {int(got.max())}, which is padding of the vocabulary: "
+           "gpt.head masks it, gpt.lm_head does not")
+    expect(len(read) <= T + n,
+           f"generate() ran {len(read)} positions through the trunk, and {T + n - 1} are enough: "
+           "read only what the cache does not hold yet")
+    expect(read == list(range(len(read))),
+           f"generate() tells the trunk the positions {read}: they should count on, {T} after "
            f"{T - 1}, and never start again")
-    for _, t in (got != gpt.generate(prompt, n, temperature=0)).nonzero().tolist():
-        raise NotYet(f"generate() has another token than GPT.generate at position {t}: is each new token the argmax of the logits at "
-                     "the last position, and is it the one that is read next?")
+    wrong = (got != gpt.generate(prompt, n, temperature=0)).nonzero()
+    if len(wrong):
+        _, first = wrong[0].tolist()
+        raise NotYet(
+            f"generate() has another token than GPT.generate at position {first}: is each new "
+            "token the argmax of the logits at the last position, and is it the one that is read "
+            "next?")
     return len(read)
 
 
@@ -150,12 +222,19 @@ def check_generate(gpt, prompt, n):
 def check():
     torch.manual_seed(0)
     check_update()
-    check_mask()
-    gpt, idx, T, n = tiny(n_kv_head=2), torch.randint(0, 30, (2, 12)), 6, 7
-    check_reading(gpt, idx)
+    for n, S in ((0, 4), (4, 1), (5, 3)):
+        check_mask(n, S)
+    gpt = tiny(n_kv_head=2)
+    idx = torch.randint(0, 30, (2, 12))
+    for sizes in ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (4, 3, 5)):
+        check_reading(gpt, idx, sizes)
+    T, n = 6, 7
     read = check_generate(gpt, idx[:, :T], n)
-    return (f"Your loop read {read} positions for {n} tokens; without a cache it would be {sum(range(T, T + n))}. Now read class "
-            "KVCache in memory.py: it allocates its memory once, where torch.cat copies everything at every token.")
+    without = sum(range(T, T + n))
+    return (f"Your loop read {read} positions for {n} tokens; without a cache it would be "
+            f"{without}. Now read class KVCache in engine/memory.py: it allocates its memory "
+            "once, where torch.cat copies everything at every token.")
 
 
-if __name__ == '__main__': run(__file__, check, HINTS)
+if __name__ == '__main__':
+    run(__file__, check, HINTS)

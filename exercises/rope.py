@@ -4,107 +4,161 @@ Exercise 2 of 8: rotary positions (RoPE). About 40 minutes.
     python exercises/rope.py            checks what you wrote and says what is not right yet
     python exercises/rope.py --hint     a hint; --hint=2 and --hint=3 say more
 
-Attention alone does not know the order of its tokens: shuffle keys and values, and the sums stay the same. RoPE
-(arXiv 2104.09864) tells it, by turning queries and keys. The hd channels of a head are paired, i with i + hd/2, and
-each pair is a point in a plane. At position p the plane of pair i is turned by the angle
+Attention alone does not know the order of its tokens: shuffle keys and values, and the sums stay
+the same. RoPE (arXiv 2104.09864) tells it, by turning queries and keys. The hd channels of a head
+are paired, i with i + hd/2, and each pair is a point in a plane. At position p the plane of pair i
+is turned by the angle
 
     angle(p, i) = p * theta^(-2i / hd)                          i = 0 .. hd/2 - 1
 
     x'_i        = x_i cos(angle) - x_{i+hd/2} sin(angle)        the usual rotation by that angle
     x'_{i+hd/2} = x_i sin(angle) + x_{i+hd/2} cos(angle)
 
-Two points turned by a and b have the scalar product of points turned by 0 and b - a. So q_t . k_u depends on t - u
-alone: the model sees distances, not places. Pair 0 turns by 1 radian per token and tells neighbours apart; the last
-pairs turn so slowly that they reach over the whole text.
+Two points turned by a and b have the scalar product of points turned by 0 and b - a. So q_t . k_u
+depends on t - u alone: the model sees distances, not places. Pair 0 turns by 1 radian per token
+and tells neighbours apart; the last pairs turn so slowly that they reach over the whole text.
 
     shape letters    B rows of the batch    S positions    hd width of a head
 
-You are compared with rope_table and apply_rope of model.py. Afterwards, think about this: the thoughts of
-`ponder='latent'` sit in slots of their own, yet all slots of a token share its position. What would change if they
-counted on?
+You are compared with rope_table and apply_rope of model.py. Afterwards, think about this: the
+thoughts of `ponder='latent'` sit in slots of their own, yet all slots of a token share its
+position. What would change if they counted on?
 """
 from unittest.mock import patch
 
 import torch
-from check import call, compare, expect, inside, run, same, tiny
+from check import call, compare, difference, expect, inside, run, same, tiny
 
 import model
 from model import apply_rope, rope_table
 
 
 def angles(pos, hd, theta):
-    """Positions pos (S,), which may be any numbers in any order -> the angles of all pairs, (S, hd/2)."""
+    """
+    Positions pos (S,), which may be any numbers in any order
+    -> the angles of all pairs, (S, hd/2).
+    """
     raise NotImplementedError("angles() is still empty: write it in place of this line")
 
 
 def rotate(x, pos, theta):
-    """Turn x (B, S, heads, hd), whose entries x[:, s] stand at position pos[s] -> the same shape. Use angles()."""
-    raise NotImplementedError("angles() is right, rotate() is still empty: write it in place of this line")
+    """
+    Turn x (B, S, heads, hd), whose entries x[:, s] stand at position pos[s] -> the same shape.
+    Use angles().
+    """
+    raise NotImplementedError(
+        "angles() is right, rotate() is still empty: write it in place of this line")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
 HINTS = (
-    "torch.arange(0, hd, 2) is 2i for all pairs. pos[:, None] * frequencies makes the table (S, hd/2) by broadcasting.",
-    "x.chunk(2, dim=-1) gives the halves, (B, S, heads, hd/2) each. The angles need an axis for the heads: angle[:, None, :].",
-    "The two lines of the equation give the two halves of the result; torch.cat((first, second), dim=-1) puts them together.",
+    "torch.arange(0, hd, 2) is 2i for all pairs. pos[:, None] * frequencies makes the table "
+    "(S, hd/2) by broadcasting.",
+
+    "x.chunk(2, dim=-1) gives the halves, (B, S, heads, hd/2) each. The angles need an axis for "
+    "the heads: angle[:, None, :].",
+
+    "The two lines of the equation give the two halves of the result; "
+    "torch.cat((first, second), dim=-1) puts them together.",
 )
 AXES = ('row', 'position', 'head', 'channel')
-HALVES = [0, 4, 1, 5, 2, 6, 3, 7]  # of 8 channels in order: which pair they would be in if neighbours were pairs
+
+
+def check_angles(pos, hd, theta):
+    name = f"angles(pos, hd={hd}, theta={theta:g})"
+    i = torch.arange(hd // 2)
+    place = pos[:, None]
+    counted = torch.arange(len(pos))[:, None]
+    right = theta ** (-2 * i / hd)  # radians per token, of each pair
+    compare(name, call(angles, pos, hd, theta), place * right, ('position', 'pair'), {
+        f"{name} ignores pos and counts 0, 1, 2, ..: positions may repeat and jump":
+            counted * right,
+        f"{name} counts from the smallest position in pos; angles are those of pos itself":
+            (place - pos.min()) * right,
+        f"{name} has the exponent -i / hd; it should be -2i / hd":
+            place * theta ** (-i / hd),
+        f"{name} has the exponent -2i / (hd/2): hd is the width of the head, not the number of "
+        "pairs":
+            place * theta ** (-4 * i / hd),
+        f"{name} grows with the pair: the exponent should be negative, so that later pairs turn "
+        "more slowly":
+            place * theta ** (2 * i / hd),
+    })
 
 
 def library(x, pos, theta):
     """What model.py makes of x."""
-    return apply_rope(x, *rope_table(pos, x.size(-1), theta, x.dtype))
+    cos, sin = rope_table(pos, x.size(-1), theta, x.dtype)
+    return apply_rope(x, cos, sin)
 
 
-def check_angles(pos, hd, theta):
-    i, name = torch.arange(hd // 2), f"angles(pos, hd={hd}, theta={theta:g})"
-    turn = lambda p, power: p[:, None] * theta ** power
-    compare(name, call(angles, pos, hd, theta), turn(pos, -2 * i / hd), ('position', 'pair'), {
-        f"{name} ignores pos and counts 0, 1, 2, ..: positions may repeat and jump":
-            turn(torch.arange(len(pos)), -2 * i / hd),
-        f"{name} counts from the smallest position in pos; angles are those of pos itself":
-            turn(pos - pos.min(), -2 * i / hd),
-        f"{name} has the exponent -i / hd; it should be -2i / hd":
-            turn(pos, -i / hd),
-        f"{name} has the exponent -2i / (hd/2): hd is the width of the head, not the number of pairs":
-            turn(pos, -4 * i / hd),
-        f"{name} grows with the pair: the exponent should be negative, so that later pairs turn more slowly":
-            turn(pos, 2 * i / hd)})
+def library_with_neighbours(x, pos, theta):
+    """The same if the pairs were (0, 1), (2, 3), ..: channels change places before and after."""
+    to_halves = [0, 2, 4, 6, 1, 3, 5, 7]  # the first of all pairs, then the second of all pairs
+    to_neighbours = [0, 4, 1, 5, 2, 6, 3, 7]
+    return library(x[..., to_halves], pos, theta)[..., to_neighbours]
 
 
 def check_rotate(x, pos, theta):
-    name, back = "rotate()", torch.tensor(HALVES).argsort()
-
-    def more():
-        y = rotate(x, pos, theta)
-        expect(pos[0] or same(y[:, 0], x[:, 0]), f"{name} changes what stands at position 0, where all angles are 0")
-        expect(same(y.norm(dim=-1), x.norm(dim=-1)), f"{name} changes the length of vectors, and a rotation never does: check the "
-               "signs, and that each half of the result uses both old halves")
-    compare(name, call(rotate, x, pos, theta), library(x, pos, theta), AXES, {
-        f"{name} turns the wrong way: the minus belongs to the first half, x_i cos - x_(i+hd/2) sin":
+    name = "rotate()"
+    found = difference(name, call(rotate, x, pos, theta), library(x, pos, theta), AXES)
+    if not found:
+        return
+    found.recognise({
+        f"{name} turns the wrong way: the minus belongs to the first half, "
+        "x_i cos - x_(i+hd/2) sin":
             library(x, -pos, theta),
         f"{name} pairs neighbours, (0, 1), (2, 3), ..; here the pairs are i and i + hd/2":
-            library(x[..., back], pos, theta)[..., HALVES],
+            library_with_neighbours(x, pos, theta),
         f"{name} counts positions 0, 1, 2, .. itself instead of reading pos":
-            library(x, torch.arange(len(pos)), theta)}, more)
+            library(x, torch.arange(len(pos)), theta),
+    })
+    y = rotate(x, pos, theta)
+    if pos[0] == 0:
+        expect(same(y[:, 0], x[:, 0]),
+               f"{name} changes what stands at position 0, where all angles are 0")
+    expect(same(y.norm(dim=-1), x.norm(dim=-1)),
+           f"{name} changes the length of vectors, and a rotation never does: check the signs, "
+           "and that each half of the result uses both old halves")
+    found.locate()
+
+
+def check_inside():
+    """The model makes a table once and rotates with it; here the "table" is what rotate() needs."""
+    table = patch.object(model, 'rope_table', lambda pos, hd, theta, dtype: (pos, theta))
+    turn = patch.object(model, 'apply_rope', rotate)
+    inside("your rotate()", tiny(), table, turn)
+
+
+def score(q, k, t, u, theta):
+    """q . k with the query at position t and the key at position u."""
+    turned_q = rotate(q, torch.tensor([t]), theta)
+    turned_k = rotate(k, torch.tensor([u]), theta)
+    return float((turned_q * turned_k).sum())
 
 
 def check():
     torch.manual_seed(0)
-    places, theta = (torch.tensor([0, 1, 1, 5, 30, 2]), torch.tensor([9, 4, 107])), 100.0
-    for pos in places: check_angles(pos, 8, theta)
-    for pos in places: check_rotate(torch.randn(2, len(pos), 3, 8), pos, theta)
-    inside("your rotate()", tiny(), patch.object(model, 'rope_table', lambda pos, hd, theta, dtype: (pos, theta)),
-           patch.object(model, 'apply_rope', rotate))
+    theta = 100.0
+    places = (torch.tensor([0, 1, 1, 5, 30, 2]), torch.tensor([9, 4, 107]))
+    for pos in places:
+        check_angles(pos, 8, theta)
+    for pos in places:
+        check_rotate(torch.randn(2, len(pos), 3, 8), pos, theta)
+    check_inside()
+
     q, k = torch.randn(2, 1, 1, 1, 8)
-    score = lambda t, u: float((rotate(q, torch.tensor([t]), theta) * rotate(k, torch.tensor([u]), theta)).sum())
-    near, far, back = score(7, 4), score(107, 104), score(4, 7)
-    expect(abs(near - far) < 1e-3 < abs(near - back), "only distances should count, and their direction")
-    return ("A GPT of model.py gives the same logits and gradients with your rotate() inside. And only distances count: a query at 7 with "
-            f"a key at 4 scores {near:.3f}, at 107 with 104 {far:.3f}, but at 4 with 7 {back:.3f}.")
+    near = score(q, k, 7, 4, theta)
+    far = score(q, k, 107, 104, theta)
+    back = score(q, k, 4, 7, theta)
+    expect(abs(near - far) < 1e-3 < abs(near - back),
+           "only distances should count, and their direction")
+    return ("A GPT of model.py gives the same logits and gradients with your rotate() inside. "
+            f"And only distances count: a query at 7 with a key at 4 scores {near:.3f}, "
+            f"at 107 with 104 {far:.3f}, but at 4 with 7 {back:.3f}.")
 
 
-if __name__ == '__main__': run(__file__, check, HINTS)
+if __name__ == '__main__':
+    run(__file__, check, HINTS)
