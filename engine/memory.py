@@ -216,7 +216,8 @@ class KVCache:
         self.start = start
         self.static = static
         self.length = 0             # slots in use
-        self.began = 0              # of these, from before the tokens that are read now
+        self.first = 0              # where this pass begins
+        self.began = 0              # where the tokens that are read now begin
         self.rows = None            # of the batch
         self.pos = None             # (T,): positions of the tokens that are read now
         self.compiled = False       # whether the pass is one new token's, in compiled code
@@ -230,39 +231,42 @@ class KVCache:
     def rewind(self, n):
         self.length = self.began
 
-    def make_room(self, S, compiled, device):
-        """For S more slots; returns the place of the first."""
-        first, end = self.length, self.length + S
+    def begin_pass(self, S, compiled, device):
+        """S slots follow those there are; returns the end of the last one."""
+        self.first = self.length
+        end = self.first + S
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} slots, but {end} are needed: "
                              f"make it larger, or slide")
-        self.length = end
         self.compiled = compiled
         self.readable = self.places if compiled else end
-        self.here = torch.arange(first, end, device=device) if compiled else slice(first, end)
-        return first
+        if compiled:
+            self.here = torch.arange(self.first, end, device=device)
+            self.length = end  # not in `update`, which would be compiled anew for each length
+        return end
 
     def mask(self, S, device):
         one_token = self.pos is not None and len(self.pos) == 1
         compiled = self.static and self.length > 0 and one_token
-        first = self.make_room(S, compiled, device)
-        if self.start is None and not compiled and (S == 1 or first == 0):
+        end = self.begin_pass(S, compiled, device)
+        if self.start is None and not compiled and (S == 1 or self.first == 0):
             return None
         key = torch.arange(self.readable, device=device)
-        query = key[first:first + S, None]
+        query = key[self.first:end, None]
         seen = (key <= query)[None]                                     # (1, S, readable)
         if self.start is not None:
-            self.mark_padding(first, S)
+            self.mark_padding(S)
             seen = seen & self.real[:, None, :self.readable]            # (B, S, readable)
             seen = seen | (key == query)  # padding reads itself: a softmax needs something
         return self.as_numbers(seen[:, None]) if compiled else seen[:, None]
 
-    def mark_padding(self, first, S):
+    def mark_padding(self, S):
         """Which of the S new slots are no padding; the tokens read now have equally many each."""
         if self.real is None:
             self.real = self.start.new_zeros(len(self.start), self.capacity, dtype=torch.bool)
         real = self.pos >= self.start[:, None]                          # (B,T)
-        self.real[:, first:first + S] = real.repeat_interleave(S // len(self.pos), dim=1)
+        slots = S // len(self.pos)
+        self.real[:, self.first:self.first + S] = real.repeat_interleave(slots, dim=1)
 
     def as_numbers(self, seen):
         """
@@ -277,11 +281,13 @@ class KVCache:
         if self.compiled:
             keys = self.k[layer].index_copy_(2, self.here, k)
             return keys, self.v[layer].index_copy_(2, self.here, v)
+        end = self.first + k.size(2)
+        self.length = end
         self.k[layer] = self.enlarged(self.k[layer], k)
         self.v[layer] = self.enlarged(self.v[layer], v)
-        self.k[layer][:, :, self.here] = k.detach()
-        self.v[layer][:, :, self.here] = v.detach()
-        return self.k[layer][:, :, :self.readable], self.v[layer][:, :, :self.readable]
+        self.k[layer][:, :, self.first:end] = k.detach()
+        self.v[layer][:, :, self.first:end] = v.detach()
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
     def enlarged(self, held, new):
         """held (B, nkv, .., hd), or None before the first keys, with a place for each slot."""
@@ -323,8 +329,8 @@ class StepCache(KVCache):
     def mask(self, S, device):
         compiled = self.static and self.length > 0 and S == 1
         self.places = self.places_for(self.length + S)
-        first = self.make_room(S, compiled, device)
-        self.write_labels(first)
+        end = self.begin_pass(S, compiled, device)
+        self.write_labels(end)
         key = {name: label[:, None, :self.readable] for name, label in self.labels.items()}
         query = {name: label[..., None] for name, label in self.new.items()}
         seen = self.reads(key, query)[:, None]                          # (B, 1, S, readable)
@@ -338,7 +344,8 @@ class StepCache(KVCache):
         """Room for so many slots: what there is, or at least twice that."""
         return self.places if slots <= self.places else max(slots, 2 * self.places)
 
-    def write_labels(self, first):
+    def write_labels(self, end):
+        """The labels of the pass that is opened, from `first` to `end`."""
         for name, new in self.new.items():
             nothing = NEVER if name == 'time' else 0
             if name not in self.labels:
@@ -346,7 +353,7 @@ class StepCache(KVCache):
             more = self.places - self.labels[name].size(1)
             if more > 0:
                 self.labels[name] = F.pad(self.labels[name], (0, more), value=nothing)
-            self.labels[name][:, first:self.length] = new
+            self.labels[name][:, self.first:end] = new
 
     def held(self):
         """Slots in the cache, of all rows together."""
@@ -365,9 +372,9 @@ class LatestCache(StepCache):
     step k, and of tokens that stopped before, the last one that they have.
     """
 
-    def write_labels(self, first):
+    def write_labels(self, end):
         self.new['replaced'] = torch.zeros_like(self.new['time'], dtype=torch.bool)
-        super().write_labels(first)
+        super().write_labels(end)
         time, step, replaced = (self.labels[name] for name in ('time', 'step', 'replaced'))
         same_token = time[:, None] == self.new['time'][..., None]       # (B, n, places)
         pass_before = step[:, None] == self.new['step'][..., None] - 1

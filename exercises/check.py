@@ -216,11 +216,11 @@ def tensors(x):
     return []
 
 
-def forbid(owner, name):
-    """A patch: while it lasts, calling owner.name is answered with NotYet."""
+def forbid(owner, name, by_way_of=None):
+    """A patch: while it lasts, calling owner.name is answered with NotYet. by_way_of: patch that."""
     def stop(*args, **options):
         raise NotYet(f"{name}() is what you are to write yourself: use its parts instead")
-    return patch.object(owner, name, stop)
+    return patch.object(owner, by_way_of or name, stop)
 
 
 def causal(name, function, x, axis=1):

@@ -12,7 +12,7 @@ and says whether that token goes on. In pass i = 0 .. s, for every token:
     readout  = h where m, else as before  a halted token's answer stays what it was
     g        = sigmoid(gate_i(h))         one number per token; there is no gate after the last pass
     m        = m and (g >= tau)           monotone: who has halted never wakes up again
-    E        = E + m g e                  e = gpt.mixture(h) is the mean embedding of exercise 5;
+    E        = E + m g e                  e = mixture(gpt, h) is the mean embedding of exercise 5;
                                           the gate scales it too
 
 And in each layer a halted token keeps the keys and values of its last active pass, which active
@@ -36,6 +36,7 @@ import torch
 from check import NotYet, call, compare, difference, expect, gradients, run, same, shaped, tiny
 
 from engine.memory import KVCache
+from model import mixture
 
 
 class Frozen:
@@ -86,7 +87,7 @@ HINTS = (
 
     "readout = h in the first pass, then torch.where(m[..., None], h, readout), with the m that "
     "this pass began with. After the gate: m = m & (g >= tau), "
-    "x = x + (m * g)[..., None] * gpt.mixture(h).",
+    "x = x + (m * g)[..., None] * mixture(gpt, h).",
 )
 AXES = ('row', 'position', 'channel')
 
@@ -179,7 +180,7 @@ def one_by_one(gpt, gates, x, pos, tau):
                 g = gates[i](h).sigmoid()
                 if g < tau:
                     break
-                e = e + g * gpt.mixture(h)
+                e = e + g * mixture(gpt, h)
             hand_on(caches, i, t)
             readout[row, t] = h[0, 0]
             passes[row, t] = i + 1
@@ -189,6 +190,7 @@ def one_by_one(gpt, gates, x, pos, tau):
 def hand_on(caches, i, t):
     """Passes that token t does not take find the keys and values of its last pass, i."""
     for later in caches[i + 1:]:
+        later.mask(1, None)  # one slot more
         for layer, (k, v) in enumerate(zip(caches[i].k, caches[i].v)):
             later.update(layer, k[:, :, t:t + 1], v[:, :, t:t + 1])
 
@@ -246,7 +248,7 @@ def always(gpt, idx, factor):
     """Three steps for everybody, with this factor on every mean embedding."""
     x, pos = gpt.embed(idx), torch.arange(idx.size(1))
     for _ in range(3):
-        x = x + factor * gpt.mixture(gpt.trunk(x, pos))
+        x = x + factor * mixture(gpt, gpt.trunk(x, pos))
     return gpt.trunk(x, pos)
 
 
@@ -298,12 +300,12 @@ def check_gradients(idx):
     """Training runs think() too: its gradients are those of model.py's halting='gate'."""
     gpt = tiny(ponder='embedding', n_layer=3, halting='gate', halt_tau=0.5)
     pos = torch.arange(idx.size(1))
-    for gate in gpt.gates:
+    for gate in gpt.mechanism.gates:
         gate[-1].weight.normal_()
         gate[-1].bias.fill_(1)
     with torch.enable_grad():
         want = gpt.requires_grad_(True).hidden(idx)
-        got, _ = think(gpt, gpt.gates, gpt.embed(idx), pos, 0.5)
+        got, _ = think(gpt, gpt.mechanism.gates, gpt.embed(idx), pos, 0.5)
         gradients("think()", gpt, got, want)
 
 

@@ -28,7 +28,7 @@ Part 3: z_0 is exact from the start, since x_0 has nothing before it. If z_0 .. 
 then one more iteration makes z_n exact. How many iterations make every result exact, whatever the
 weights?
 
-You are compared with `latent` of model.py. x (B, T, C) are embeddings, gpt.trunk(x, pos) runs all
+You are compared with `Latent` of model.py. x (B, T, C) are embeddings, gpt.trunk(x, pos) runs all
 blocks and the final norm.
 """
 from dataclasses import dataclass
@@ -37,8 +37,7 @@ from unittest.mock import patch
 import torch
 from check import NotYet, call, causal, difference, expect, gradients, run, tiny
 
-from engine.memory import KVCache
-from model import latent
+from engine.memory import no_caches
 
 
 def sequential(gpt, x):
@@ -87,18 +86,21 @@ POSITIONS = "gives each slot a position of its own; both slots of token t stand 
 
 def library(gpt, x, iterations):
     """What model.py computes by Jacobi iteration."""
-    no_cache = [None]
-    return latent(gpt, x, torch.arange(x.size(1)), no_cache, iterations)
+    latent = gpt.mechanism
+    latent.jacobi = iterations
+    memory = no_caches(latent, gpt.config.n_layer)
+    pos = memory.begin(*x.shape[:2], x.device)
+    return latent(gpt, x, pos, memory)
 
 
 def library_sequential(gpt, x):
     """What model.py computes while generating: token by token, with a cache."""
-    T = x.size(1)
-    cache = KVCache(gpt.config.n_layer, 2 * T, slots=2)
+    B, T, _ = x.shape
+    memory = gpt.new_memory(T)
     results = []
     for t in range(T):
-        token, pos = x[:, t:t + 1], torch.tensor([t])
-        results.append(latent(gpt, token, pos, [cache], 0))
+        pos = memory.begin(B, 1, x.device)
+        results.append(gpt.mechanism(gpt, x[:, t:t + 1], pos, memory))
     return torch.cat(results, 1)
 
 
@@ -117,7 +119,7 @@ def watch(function, gpt, *args, renumber=False):
     def spy(x, pos, memory=None):
         sizes.append(x.size(1))
         if renumber:
-            begin = memory.length if memory is not None else 0
+            begin = getattr(memory, 'length', 0)  # slots of a cache
             pos = begin + torch.arange(x.size(1))
         outputs.append(trunk(x, pos, memory))
         return outputs[-1]

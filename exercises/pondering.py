@@ -20,12 +20,14 @@ side, and gradients flow back through all passes.
 
 In the model, gpt.embed(idx) is E_0, gpt.trunk(x, pos) runs all blocks and the final norm at
 positions pos (T,), gpt.head(h) gives logits, W is gpt.wte.weight (V, C), and its scale is
-gpt.config.embed_scale. Do not call gpt.mixture or gpt.hidden: you are compared with them.
+gpt.config.embed_scale. Do not call model.mixture or gpt.hidden: you are compared with them.
 Afterwards, think about this: to generate with caches (exercise 3), how many caches does a model
 with s steps need?
 """
 import torch
 from check import call, causal, difference, forbid, gradients, run, tiny
+
+import model
 
 
 def ponder(gpt, idx, steps):
@@ -110,7 +112,7 @@ def check_ponder(gpt, idx, steps):
     """NotYet, or what ponder() and the model return: the same."""
     name = f"ponder() with steps={steps}"
     gpt.config.ponder_steps = NOT_STEPS
-    with forbid(gpt, 'mixture'), forbid(gpt, 'hidden'):
+    with forbid(model, 'mixture', by_way_of='mean_embedding'), forbid(gpt, 'hidden'):
         got = call(ponder, gpt, idx, steps)
     gpt.config.ponder_steps = steps
     want = gpt.hidden(idx)
@@ -129,8 +131,8 @@ def check():
     for steps in (0, 1, 2):
         got, want = check_ponder(gpt, idx, steps)
     gradients("ponder()", gpt, got, want)
-    return ("It equals GPT.hidden with ponder='embedding', gradients included. Now read embedding "
-            "and GPT.mixture in model.py: the mixture goes through the rows in parts, so that "
+    return ("It equals GPT.hidden with ponder='embedding', gradients included. Now read Embedding "
+            "and mixture in model.py: the mixture goes through the rows in parts, so that "
             "(B, T, V) is never held as a whole.")
 
 

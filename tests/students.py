@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from engine.memory import KVCache
-from model import GPT, GPTConfig, apply_rope, depth_attention, latent, rope_table
+from engine.memory import KVCache, no_caches
+from model import GPT, GPTConfig, apply_rope, depth_attention, mixture, rope_table
 
 sdpa = F.scaled_dot_product_attention  # under another name: the check of attention.py forbids it
 
@@ -167,6 +167,11 @@ class Cache(KVCache):
 
     def __init__(self, n_layer):
         super().__init__(n_layer, 32)
+
+    def update(self, layer, k, v):
+        if layer == 0:
+            self.first = self.length  # a pass begins, also where nobody asks for a mask
+        return super().update(layer, k, v)
 
 
 class CatCache:
@@ -423,17 +428,20 @@ WRONG_PONDER = [
 # jacobi.py
 
 def sequential(gpt, x):
-    T = x.size(1)
-    cache = KVCache(gpt.config.n_layer, 2 * T, slots=2)
+    B, T, _ = x.shape
+    memory = gpt.new_memory(T)
     results = []
     for t in range(T):
-        token, pos = x[:, t:t + 1], torch.tensor([t])
-        results.append(latent(gpt, token, pos, [cache], 0))
+        pos = memory.begin(B, 1, x.device)
+        results.append(gpt.mechanism(gpt, x[:, t:t + 1], pos, memory))
     return torch.cat(results, 1)
 
 
 def jacobi(gpt, x, R):
-    return latent(gpt, x, torch.arange(x.size(1)), [None], R)
+    gpt.mechanism.jacobi = R
+    memory = no_caches(gpt.mechanism, gpt.config.n_layer)
+    pos = memory.begin(*x.shape[:2], x.device)
+    return gpt.mechanism(gpt, x, pos, memory)
 
 
 def iterate(gpt, x, R, zeros=False, block=False, own=False, read=1, detach=False):
@@ -567,7 +575,7 @@ def think(gpt, gates, x, pos, tau,
         g = gate(gates[i](h)).squeeze(-1)
         m = m & go(g, tau) if monotone else go(g, tau)
         factor = m * g if scale else m
-        x = x + factor[..., None] * gpt.mixture(h)
+        x = x + factor[..., None] * mixture(gpt, h)
 
 
 def think_in_floats(*args):

@@ -297,13 +297,13 @@ def test_the_loop_of_the_halting_exercise_is_what_the_model_does(idx):
     exercise = load('halting')
     gpt = check.tiny(ponder='embedding', ponder_steps=3, n_layer=3, halting='gate', halt_tau=0.5)
     torch.manual_seed(3)
-    for gate in gpt.gates:
+    for gate in gpt.mechanism.gates:
         gate[-1].weight.data.normal_()
         gate[-1].bias.data.fill_(1)
     idx = idx[:, :8] % 30
     with torch.no_grad():
         x, pos = gpt.embed(idx), torch.arange(8)
-        readout, passes = exercise.one_by_one(gpt, gpt.gates, x, pos, 0.5)
+        readout, passes = exercise.one_by_one(gpt, gpt.mechanism.gates, x, pos, 0.5)
         assert torch.allclose(gpt.hidden(idx), readout, atol=1e-4)
         assert len(passes.unique()) > 1
-        assert torch.equal(gpt.steps, passes)
+        assert torch.equal(gpt.mechanism.passes, passes)
