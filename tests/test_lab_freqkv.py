@@ -219,7 +219,7 @@ def test_generation_goes_on_as_the_full_reading_says(gpt):
 def test_the_contestants_are_what_their_names_say():
     gpt = make(n_layer=2, block_size=N)
     idx = text(4 * N)
-    models = {name: new() for name, new in contestants(gpt, FreqKVSettings(sinks=S, keep=0.45)).items()}
+    models = contestants(gpt, FreqKVSettings(sinks=S, keep=0.45))
     h = {name: model.hidden(idx) for name, model in models.items()}
     for name, model in models.items():
         assert torch.allclose(h[name][:, :N], gpt.hidden(idx[:, :N]), rtol=0, atol=1e-12), name
