@@ -54,7 +54,6 @@ nor do we. From the paper: it tunes LoRA, embeddings and norms of LLaMA-2-7B for
 """
 import copy
 import math
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -279,8 +278,6 @@ def print_sample(model, tokenizer, s):
     n = 3 * model.N
     eot = tokenizer.eot_token
     new = model.generate([[eot]], n, temperature=0.7, seed=s.seed)[0]
-    if hasattr(sys.stdout, 'reconfigure'):
-        sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
     print(f"{n} tokens from a cache that never held more than {model.peak}:\n")
     print(tokenizer.decode([token for token in new.tolist() if token != eot]), end='\n\n')
 
