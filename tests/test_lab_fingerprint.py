@@ -205,7 +205,7 @@ def test_a_narrower_model_is_found_in_a_wider_one():
 
 
 def test_without_qk_norm_reciprocal_scales_deceive_awm_and_not_the_q_k_term(idx):
-    """The gap that the lab names: the logits stay, Wq and Wk are no longer related by a rotation."""
+    """The gap that the lab names: the logits stay, Wq and Wk differ by more than a rotation."""
     A = small(qk_norm=False)
     B = copy.deepcopy(A)
     scales = torch.randn(4, 1, 8, generator=seeded(0), dtype=torch.float64).exp()
