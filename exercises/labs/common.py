@@ -1,5 +1,6 @@
 """
-What the labs share: a checkpoint and its text, a short training loop, a table. Read a lab first, this when you wonder.
+What the labs share: a checkpoint and its text, a short training loop, a table. Read a lab first,
+this when you wonder.
 """
 import os
 import sys
@@ -7,34 +8,47 @@ import time
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))  # run from anywhere
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
+
 from engine.errors import UserError
-from engine.shards import open_shard, read_meta
 from engine.hardware import tune_cpu
+from engine.shards import open_shard, read_meta
 from sample import load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
 
 
+# ---- a checkpoint and its text -------------------------------------------------------------------
+
 def load_plain(folder, depth_attn=False):
     """
-    (model in fp32 on the CPU, tokenizer, train.py's settings as a dict) of a checkpoint folder. UserError if there is none, or
-    if its model thinks in a way that the labs do not treat; depth_attn=True: Depth-Attention is fine.
+    (model in fp32 on the CPU, tokenizer, train.py's settings as a dict) of a checkpoint folder.
+    UserError if there is none, or if its model thinks in a way that the labs do not treat.
+    depth_attn=True: Depth-Attention is fine.
     """
     model, tokenizer, settings = load_model(folder, torch.device('cpu'))
     config = model.config
-    if config.ponder != 'none' or config.depth_attn and not depth_attn:
-        raise UserError(f"{folder}: this lab needs a plain GPT, and this one has ponder={config.ponder!r}, "
-                        f"depth_attn={config.depth_attn}; make one with: {MAKE_ONE}")
+    unwanted_depth = config.depth_attn and not depth_attn
+    if config.ponder != 'none' or unwanted_depth:
+        raise UserError(
+            f"{folder}: this lab needs a plain GPT, and this one has ponder={config.ponder!r}, "
+            f"depth_attn={config.depth_attn}; make one with: {MAKE_ONE}")
     tune_cpu()
     return model, tokenizer, settings
 
 
 def own_text(settings, split, limit):
-    """The first `limit` tokens (n,) int64 of the 'train' or 'val' text that a checkpoint was made with; UserError if it is gone."""
+    """
+    The first `limit` tokens (n,) int64 of the 'train' or 'val' text that a checkpoint was made
+    with; `settings` are its own. UserError if the text is gone.
+    """
     folder = settings['data_dir']
-    shards = [open_shard(os.path.join(folder, shard['name'])) for shard in read_meta(folder)[split]['shards']]
-    parts, left = [], limit
+    names = [shard['name'] for shard in read_meta(folder)[split]['shards']]
+    shards = [open_shard(os.path.join(folder, name)) for name in names]
+
+    parts = []
+    left = limit
     for shard in shards:
         parts.append(torch.from_numpy(shard[:left].astype('int64')))
         left -= len(parts[-1])
@@ -42,52 +56,87 @@ def own_text(settings, split, limit):
 
 
 def windows(tokens, T):
-    """Tokens (n,) cut into rows (n // T, T + 1): T inputs, and the token after each. What is left at the end is dropped."""
-    if len(tokens) <= T: raise UserError(f"{len(tokens)} tokens are too few for one window of {T}: give more text")
+    """
+    Tokens (n,) cut into rows (n // T, T + 1): T inputs, and the token after each. What is left at
+    the end is dropped.
+    """
+    if len(tokens) <= T:
+        raise UserError(f"{len(tokens)} tokens are too few for one window of {T}: give more text")
     return tokens.unfold(0, T + 1, T)
+
+
+# ---- losses and training -------------------------------------------------------------------------
+
+def text_loss(model, rows):
+    """Mean -log p in nats per token over rows (B, T + 1), as a tensor to differentiate."""
+    _, loss = model(rows[:, :-1], rows[:, 1:])
+    return loss
 
 
 @torch.no_grad()
 def loss_on(model, rows, batch_size=16):
-    """Mean -log p in nats per token over rows (n, T + 1), in eval mode."""
+    """Mean -log p in nats per token over rows (n, T + 1), in eval mode; a float."""
     was_training = model.training
     model.eval()
-    total = sum(model(part[:, :-1], part[:, 1:])[1].item() * len(part) for part in rows.split(batch_size))
+    total = 0.0
+    for part in rows.split(batch_size):
+        total += text_loss(model, part).item() * len(part)
     model.train(was_training)
     return total / len(rows)
 
 
+def warm_up(peak, steps, share=0.1):
+    """`steps` learning rates: linearly up to `peak` over the first `share`, constant after."""
+    n = max(1, round(share * steps))
+    return [peak * min(1.0, (i + 1) / n) for i in range(steps)]
+
+
 def fit(parameters, loss, rates, betas=(0.9, 0.95), weight_decay=0.1, name=''):
     """
-    A fresh AdamW on `parameters`: step i minimises loss(i), a scalar tensor, with learning rate rates[i]; gradients are clipped
-    to norm 1. Returns the losses before each step, a list of floats. With a name it reports to stderr as it goes.
+    A fresh AdamW on `parameters`: step i minimises loss(i), a scalar tensor, with learning rate
+    rates[i]; gradients are clipped to norm 1. Returns the losses before each step, a list of
+    floats. With a name it reports to stderr as it goes.
     """
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay)
-    losses, said = [], time.perf_counter()
+    losses = []
+    last_report = time.perf_counter()
     for i, rate in enumerate(rates):
-        for group in optimizer.param_groups: group['lr'] = rate
+        for group in optimizer.param_groups:
+            group['lr'] = rate
         value = loss(i)
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(value.item())
-        if name and (i + 1 == len(rates) or time.perf_counter() - said > 5):
-            print(f"{name}: step {i + 1}/{len(rates)}, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
-            said = time.perf_counter()
+
+        is_last = i + 1 == len(rates)
+        if name and (is_last or time.perf_counter() - last_report > 5):
+            report = f"{name}: step {i + 1}/{len(rates)}, loss {losses[-1]:.3f}"
+            print(report, file=sys.stderr, flush=True)
+            last_report = time.perf_counter()
     return losses
 
 
-def warm_up(peak, steps, share=0.1):
-    """`steps` learning rates: linearly up to `peak` over the first `share` of them, constant after."""
-    n = max(1, round(share * steps))
-    return [peak * min(1.0, (i + 1) / n) for i in range(steps)]
-
+# ---- a table -------------------------------------------------------------------------------------
 
 def table(header, rows):
     """Text in aligned columns; floats with 4 decimals."""
-    cells = [header, *([f"{x:.4f}" if isinstance(x, float) else str(x) for x in row] for row in rows)]
-    width = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    line = lambda row: '  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, width))).rstrip()
-    return '\n'.join([line(header), '  '.join('-' * w for w in width), *map(line, cells[1:])])
+    cells = [[as_text(value) for value in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    rule = ['-' * width for width in widths]
+    lines = [cells[0], rule, *cells[1:]]
+    return '\n'.join(aligned(line, widths) for line in lines)
+
+
+def as_text(value):
+    """What a cell says."""
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def aligned(cells, widths):
+    """One line of a table: the first cell to the left, the others to the right."""
+    first = cells[0].ljust(widths[0])
+    others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])]
+    return '  '.join([first, *others]).rstrip()
