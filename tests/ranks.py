@@ -3,6 +3,7 @@ Processes of train.py for the tests that need several of them, or end them: fork
 imported torch, so that starting one takes no time. torchrun's part, the environment, is played
 here; test_processes.py has torchrun itself too.
 """
+import io
 import multiprocessing
 import os
 import signal
@@ -101,6 +102,10 @@ def prepare(output, errors, env):
     out = os.open(output, flags)
     os.dup2(out, 1)
     os.dup2(out if errors == output else os.open(errors, flags), 2)
+    # anew, as Python does at its start: the one before may have been made for a file that can seek
+    raw = io.FileIO(1, 'w', closefd=False)
+    raw.name = '<stdout>'
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw))
     for name, value in env.items():
         os.environ[name] = str(value)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
