@@ -244,7 +244,7 @@ class Trainer:
         if finite or self.scaler.is_enabled():  # fp16's scaler skips by itself
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=self.ddp is None)  # DDP's stay in their buckets
+        self.optimizer.zero_grad(set_to_none=self.ddp is None)  # DDP keeps its in buckets
         self.step += 1
         return loss, norm
 

@@ -513,6 +513,20 @@ def test_collapse_is_named_in_the_log(passes, progress, words):
     assert log.passes == []
 
 
+def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA H100 80GB HBM3')
+    log = make_log()
+    assert log.mfu(1e6) is None  # on a CPU
+    log.device = torch.device('cuda')
+    log.ranks = Ranks(0, 8)
+    assert log.mfu(1e6) == 1e6 * log.model.flops_per_token() / (989e12 * 8)
+    router = make_log(make(**TOGGLES['router']))
+    router.device = torch.device('cuda')
+    assert router.mfu(1e6) is None  # its tokens stop in training
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU of the future')
+    assert log.mfu(1e6) is None
+
+
 def test_loss_spikes_are_said():
     log, said = make_log(), []
     log.say = lambda text, **record: said.append((text, record))
