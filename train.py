@@ -313,29 +313,7 @@ class Trainer:
                                     "--init_from=resume")
                     return
 
-    def run(self):
-        """Evaluate only, or train to max_steps; ends early on a signal."""
-        s = self.settings
-        if s.eval_only:
-            self.log.evaluation(self.step, self.evaluate(), self.meta)
-            return
-        if self.step >= s.max_steps:
-            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise "
-                            "max_steps (which stretches schedules)")
-
-        # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint
-        settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
-        with contextlib.closing(self.output):
-            self.output.open(s.out_dir, settings, resumed=s.init_from == 'resume')
-            self.log.start(self.accumulation, self.dtype)
-            with self.stop.on_signals(), self.keep_steps():
-                self.loop()
-        if self.output.broken:
-            raise UserError(self.output.broken)
-
-        complete = self.step == s.max_steps and not self.stop.since
-        if complete and s.sample_tokens and self.ranks.rank == 0:
-            print_sample(self.model, self.val_data, self.meta['tokenizer'], s, self.autocast)
+    # ---- what the loop calls ---------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self):
@@ -371,16 +349,6 @@ class Trainer:
         mean_passes = self.ranks.mean(passes) * world / n
         return mean_loss, mean_passes or None
 
-    @contextlib.contextmanager
-    def keep_steps(self):
-        """Around the loop: when data can no longer be read, say, save the steps done so far."""
-        try:
-            yield
-        except UserError:
-            if self.step and self.ranks.world == 1 and not self.bad_steps:
-                self.save()
-            raise
-
     def save(self):
         """Checkpoint by rank 0; UserError if it cannot be written."""
         s = self.settings
@@ -405,6 +373,42 @@ class Trainer:
             reason = str(cause).splitlines()[0]
             raise UserError(f"{s.out_dir}: cannot write the checkpoint ({reason}); the one before "
                             "is kept") from None
+
+    # ---- the run ---------------------------------------------------------------------------------
+
+    def run(self):
+        """Evaluate only, or train to max_steps; ends early on a signal."""
+        s = self.settings
+        if s.eval_only:
+            self.log.evaluation(self.step, self.evaluate(), self.meta)
+            return
+        if self.step >= s.max_steps:
+            raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise "
+                            "max_steps (which stretches schedules)")
+
+        # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint
+        settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
+        with contextlib.closing(self.output):
+            self.output.open(s.out_dir, settings, resumed=s.init_from == 'resume')
+            self.log.start(self.accumulation, self.dtype)
+            with self.stop.on_signals(), self.keep_steps():
+                self.loop()
+        if self.output.broken:
+            raise UserError(self.output.broken)
+
+        complete = self.step == s.max_steps and not self.stop.since
+        if complete and s.sample_tokens and self.ranks.rank == 0:
+            print_sample(self.model, self.val_data, self.meta['tokenizer'], s, self.autocast)
+
+    @contextlib.contextmanager
+    def keep_steps(self):
+        """Around the loop: when data can no longer be read, say, save the steps done so far."""
+        try:
+            yield
+        except UserError:
+            if self.step and self.ranks.world == 1 and not self.bad_steps:
+                self.save()
+            raise
 
 
 # ---- main ----------------------------------------------------------------------------------------
