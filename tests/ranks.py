@@ -71,8 +71,11 @@ def free_port():
 # ---- in the process that is forked ---------------------------------------------------------------
 
 def fork(target, *args):
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(PRELOAD)
+    if sys.platform == 'win32':  # which has no fork: each process imports torch itself
+        context = multiprocessing.get_context('spawn')
+    else:
+        context = multiprocessing.get_context('forkserver')
+        context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=target, args=args)
     process.start()
     return process
@@ -108,4 +111,5 @@ def prepare(output, errors, env):
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw))
     for name, value in env.items():
         os.environ[name] = str(value)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    if hasattr(signal, 'SIGHUP'):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup

@@ -1137,7 +1137,6 @@ def test_a_world_size_that_some_scheduler_set_is_not_torchruns(run_train, monkey
     run_train('out', '--max_steps=1')
 
 
-@posix
 def test_compiling_without_a_compiler_is_refused(fork_train, tmp_path):
     nothing = dict(CXX='missing', PATH=tmp_path, TORCHINDUCTOR_CACHE_DIR=tmp_path / 'cache')
     process = fork_train('--compile=True', env=nothing)
