@@ -58,14 +58,14 @@ class SampleSettings:
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
 
-def override(config, s):
+def override(model, s):
     """Settings that may differ from training's; UserError where they mean nothing to this model."""
     if s.ponder_steps is not None:
-        change_steps(config, s.ponder_steps)
+        change_steps(model, s.ponder_steps)
     if s.halt_tau is not None:
-        if config.halting == 'none':
+        if model.config.halting == 'none':
             raise UserError("halt_tau: this model has halting='none'; leave the setting out")
-        config.halt_tau = s.halt_tau
+        model.config.halt_tau = s.halt_tau
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def load_model(folder, device):
     A checkpoint folder: (model in eval mode on `device`, tokenizer, train.py's settings).
     UserError if there is none.
     """
-    state = load_checkpoint(folder)
+    state = load_checkpoint(folder, GPTConfig)
     model = GPT(GPTConfig(**state['config']))
     load_weights(model, state)
     expect_new_lengths()
@@ -151,7 +151,7 @@ def main(argv):
     s, model, tokenizer, _ = open_one(argv, __doc__.strip(), SampleSettings,
                                       "python sample.py out/depth_attn")
     model.to(getattr(torch, s.dtype))
-    override(model.config, s)
+    override(model, s)
     if s.compile:
         compile_decoding(model)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
@@ -171,8 +171,7 @@ def main(argv):
     seconds = time.perf_counter() - started
 
     if s.show_steps:
-        most = 1 if model.config.ponder == 'none' else model.config.ponder_steps + 1
-        print(f"\n\n{shade.legend(most)}", end='')
+        print(f"\n\n{shade.legend(model.mechanism.steps + 1)}", end='')
     print(f"\n\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s, "
           f"{passes / tokens:.2f} passes per token", file=sys.stderr)
 

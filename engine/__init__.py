@@ -12,10 +12,13 @@ nothing in this folder imports a file of the top level.
                   flops.py       what a pass costs
                   checks.py      settings of a model that do not fit together
     running       hardware.py    device, precision, compiling, the processes of a run
-                  checkpoint.py  checkpoints: complete or absent
                   start.py       the model that a run starts from
-                  output.py      the output folder, the log, evaluation reports, signals
+                  optimizer.py   AdamW, in one piece or shared out among ranks
+                  checkpoint.py  checkpoints: complete or absent
+                  output.py      the output folder, the log file, signals
+                  log.py         what a run says of its steps and evaluations
                   plan.py        what a run would take
+                  huggingface.py weights in Hugging Face's layout
                   errors.py      a line for what the user can mend
     data          shards.py      tokenizers, token shards and their description
                   windows.py     which tokens a step reads

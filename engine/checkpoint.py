@@ -1,82 +1,117 @@
 """
 Checkpoints: complete or absent at any moment, the one before kept, and nothing in them is executed.
 
-    save_checkpoint(folder, state)      folder/ckpt.pt; what was there before is ckpt_prev.pt
-    state = load_checkpoint(folder)     the newest readable one
-    load_weights(model, state)          its weights, into a model of the same shape
-    change_steps(config, n)             the model of this config is to take n pondering steps
+    save_checkpoint(folder, state)              folder/ckpt.pt; what was there is now ckpt_prev.pt
+    state = load_checkpoint(folder, GPTConfig)  the newest one that can be read
+    load_weights(model, state)                  its weights, into a model of the same shape
+    change_steps(model, n)                      it is to take n pondering steps
 """
 
-import contextlib
 import os
 import sys
+from functools import partial
 
 import torch
 
 from engine.errors import UserError
-from model import GPTConfig
+from engine.files import whole
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
-
-
-@contextlib.contextmanager
-def whole(path, mode='w', before=lambda: None):
-    """
-    A file to write, which becomes `path` when all of it is on the disk; `before` is called just before that. After a failure
-    `path` is as it was.
-    """
-    try:
-        with open(path + '.tmp', mode) as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-    except BaseException:  # on a full disk, half of one would be in the way
-        with contextlib.suppress(OSError): os.remove(path + '.tmp')
-        raise
-    before()
-    os.replace(path + '.tmp', path)
+PARTS = ('config', 'model', 'optimizer', 'step', 'settings', 'tokenizer')  # of every checkpoint
 
 
 def save_checkpoint(folder, state):
-    """Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes ckpt_prev.pt, if it is whole."""
+    """
+    Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes
+    ckpt_prev.pt, if it is whole.
+    """
     path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
-
-    def keep():
-        if not os.path.exists(path): return
-        try: read_checkpoint(path)
-        except Exception: pass  # what is damaged must not take the place of the one before it
-        else: os.replace(path, previous)
-    with whole(path, 'wb', keep) as f: torch.save(state, f)
+    with whole(path, 'wb', before=partial(keep, path, previous)) as f:
+        torch.save(state, f)
 
 
-def read_checkpoint(path):
-    """The dict in one file; on a damaged or foreign one, nearly any error. Nothing in the file is executed."""
+def keep(path, previous):
+    """Rename the checkpoint at `path`, unless it is damaged: `previous` may be better."""
+    if not os.path.exists(path):
+        return
+    try:
+        read_checkpoint(path)
+    except Exception:
+        return
+    os.replace(path, previous)
+
+
+def read_checkpoint(path, config_class=None):
+    """
+    The dict in one file; on a damaged or foreign one, nearly any error. Nothing in the file is
+    executed. config_class: refuse a config that this class does not take.
+    """
     # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
-    state = torch.load(path, map_location='cpu', weights_only=True, mmap=sys.platform != 'win32')
-    if state['version'] != CHECKPOINT_VERSION: raise ValueError(f"version {state['version']}")
-    GPTConfig(**state['config']), state['model'], state['optimizer'], state['step'], state['settings'], state['tokenizer']
+    mapped = sys.platform != 'win32'
+    state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
+    state = upgrade(state)
+    for part in PARTS:
+        state[part]  # KeyError: not one of ours
+    if config_class is not None:
+        config_class(**state['config'])
     return state
 
 
-def load_checkpoint(folder):
+def upgrade(state):
     """
-    The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step, settings, tokenizer, train_data.
-    A damaged one is reported and the one before it used. UserError if there is none. Nothing in the file is executed.
+    What a checkpoint of any known version would be if it were saved today; ValueError for other
+    versions.
+
+    1 -> 2: the weights of a mechanism moved into it: `gates.0.0.weight` to
+    `mechanism.gates.0.0.weight`. Optimizer states are in the order of the parameters, where `pause`
+    was the first of the vectors, and is now the last.
     """
-    if os.path.isfile(folder): raise UserError(f"{folder} is a file: name the folder it is in, {os.path.dirname(folder) or '.'}")
+    if state['version'] == 1:
+        optimizer = state['optimizer']
+        if 'pause' in state['model'] and optimizer:
+            vectors = optimizer['param_groups'][1]
+            vectors['params'] = vectors['params'][1:] + vectors['params'][:1]
+        renamed = {in_mechanism(name): tensor for name, tensor in state['model'].items()}
+        state = {**state, 'version': 2, 'model': renamed}
+    if state['version'] != CHECKPOINT_VERSION:
+        raise ValueError(f"version {state['version']}")
+    return state
+
+
+def in_mechanism(name):
+    """Where a weight of version 1 is now."""
+    is_mechanism = name.split('.')[0] in ('gates', 'router', 'pause')
+    return f'mechanism.{name}' if is_mechanism else name
+
+
+def load_checkpoint(folder, config_class=None):
+    """
+    The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step,
+    settings, tokenizer, train_data. A damaged one is reported and the one before it used.
+    UserError if there is none. Nothing in the file is executed. config_class: as read_checkpoint.
+    """
+    if os.path.isfile(folder):
+        where = os.path.dirname(folder) or '.'
+        raise UserError(f"{folder} is a file: name the folder it is in, {where}")
+
     problems = []
     for name in CHECKPOINTS:
         path = os.path.join(folder, name)
-        if not os.path.exists(path): continue
+        if not os.path.exists(path):
+            continue
         try:
-            state = read_checkpoint(path)
-            for problem in problems: print(f"warning: {problem}; using {path}", file=sys.stderr)
-            return state
+            state = read_checkpoint(path, config_class)
         except Exception as error:
             reason = ' '.join(str(error).split())[:80] or type(error).__name__
             problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
-    raise UserError('; '.join(problems) or f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}")
+            continue
+        for problem in problems:
+            print(f"warning: {problem}; using {path}", file=sys.stderr)
+        return state
+
+    nothing = f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}"
+    raise UserError('; '.join(problems) or nothing)
 
 
 def load_weights(model, state):
@@ -84,17 +119,20 @@ def load_weights(model, state):
     try:
         model.load_state_dict(state['model'])
     except RuntimeError as error:
-        raise UserError(f"the checkpoint's weights do not fit the model's settings ({' '.join(str(error).split())[:120]}); "
+        reason = ' '.join(str(error).split())[:120]
+        raise UserError(f"the checkpoint's weights do not fit the model's settings ({reason}); "
                         f"leave out what differs from the checkpoint's") from None
 
 
-def change_steps(config, n):
-    """Let a trained model take n pondering steps. UserError if it does not ponder, or has no weights for so many."""
-    trained, some = config.ponder_steps, config.ponder_steps > 0 or n == 0
-    fits = {'gate': n <= trained, 'mask': n == trained, 'router': some, 'pause': some}  # the others have no weights for their steps
-    if n < 0: raise UserError(f"ponder_steps={n} must not be negative")
-    if config.ponder == 'none': raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
-    if not fits.get(config.ponder if config.halting == 'none' else config.halting, True):
-        raise UserError(f"ponder_steps={n}: this model has weights for {trained} steps; leave the setting out"
-                        + (", and use --halt_tau" if config.halting != 'none' else ''))
+def change_steps(model, n):
+    """Let a trained model take n pondering steps; UserError if it cannot."""
+    config, trained = model.config, model.config.ponder_steps
+    if n < 0:
+        raise UserError(f"ponder_steps={n} must not be negative")
+    if config.ponder == 'none':
+        raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
+    if not model.mechanism.can_take(n):
+        instead = ", and use --halt_tau" if config.halting != 'none' else ''
+        raise UserError(f"ponder_steps={n}: this model has weights for {trained} steps; leave the "
+                        f"setting out{instead}")
     config.ponder_steps = n

@@ -153,29 +153,39 @@ def config_from_hf(c, where):
 
 # ---- folders -------------------------------------------------------------------------------------
 
-def read_config(folder):
-    """{field of GPTConfig: value} of a Hugging Face folder; UserError if there is none."""
+def read_config(folder, config_class=None):
+    """
+    {field of GPTConfig: value} of a Hugging Face folder; UserError if there is none.
+    config_class: refuse values that this class does not take.
+    """
     path = os.path.join(folder, 'config.json')
     try:
         with open(path, encoding='utf-8') as f:
             config = json.load(f)
-        return config_from_hf(config, path)
+        config = config_from_hf(config, path)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         # missing, no JSON, JSON but no object, JSON nested without end
         raise UserError(f"{folder}: not a readable Hugging Face folder ({error})") from None
+    try:
+        if config_class is not None:
+            config_class(**config)
+    except ValueError as error:         # numbers that do not fit together
+        raise UserError(f"{path}: not a usable Llama or Qwen3 configuration ({error})") from None
+    return config
 
 
-def load_state(folder):
+def load_state(folder, config_class=None):
     """
     A Hugging Face folder as `load_checkpoint` gives a checkpoint: a dict of config, model (weights
     in float32) and step. UserError if the folder is missing, damaged or not supported.
+    config_class: as in `read_config`.
     """
     try:
         from safetensors.torch import load_file
     except ImportError:
         raise UserError(INSTALL) from None
 
-    config = read_config(folder)
+    config = read_config(folder, config_class)
     theirs = {}
     try:
         for file in sorted(os.listdir(folder)):

@@ -319,7 +319,7 @@ def main(argv):
     device = pick_device(s.device)
     model, tokenizer, settings = load_model(checkpoint, device)
     model.to(getattr(torch, s.dtype))
-    override(model.config, s)
+    override(model, s)
     if device.type == 'cpu':
         tune_cpu()
 

@@ -14,8 +14,9 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import read
-from engine.checkpoint import load_weights, whole
+from engine.checkpoint import load_weights
 from engine.errors import UserError, run
+from engine.files import whole
 from engine.huggingface import INSTALL, load_state, rename_from_hf, rename_to_hf
 from model import GPT, GPTConfig
 from sample import load_model
@@ -25,13 +26,8 @@ __all__ = ['load_hf', 'save_hf', 'rename_from_hf', 'rename_to_hf']
 
 def load_hf(folder):
     """A GPT with the weights of a Hugging Face folder; UserError as in `load_state`."""
-    state = load_state(folder)
-    try:
-        config = GPTConfig(**state['config'])
-    except ValueError as error:         # numbers that do not fit together
-        path = os.path.join(folder, 'config.json')
-        raise UserError(f"{path}: not a usable Llama or Qwen3 configuration ({error})") from None
-    model = GPT(config)
+    state = load_state(folder, GPTConfig)
+    model = GPT(GPTConfig(**state['config']))
     load_weights(model, state)
     return model
 
