@@ -12,6 +12,7 @@ from conftest import ROOT
 
 import train
 from configurator import build, read
+from engine.checkpoint import load_checkpoint
 from engine.errors import UserError
 from model import GPT, GPTConfig
 from tools import compare
@@ -188,7 +189,7 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     r = json.loads((tmp_path / 'runs.jsonl').read_text())
     assert r['val_nats_per_byte'] == want['val_nats_per_byte']
     assert (r['steps'], r['tokens'], r['seed']) == (4, 256, 3)
-    model = GPT(GPTConfig(**train.load_checkpoint(str(folder))['config']))
+    model = GPT(GPTConfig(**load_checkpoint(str(folder))['config']))
     assert r['flops'] == 256 * model.flops_per_token()
     assert 'resume' not in r['command']
     assert r['command'].startswith('python train.py config/loop.py --n_layer=2')
@@ -262,7 +263,7 @@ def test_a_signal_saves_and_stops(common, tmp_path, capsys, number, hangup):
     with SignalWhen(a_step_is_done, number) as sender:
         stopped(args, capsys)
     assert (sender.on_hangup is signal.SIG_IGN) == (hangup is signal.SIG_IGN)
-    assert train.load_checkpoint(str(log.parent))['step'] > 0
+    assert load_checkpoint(str(log.parent))['step'] > 0
     assert not (tmp_path / 'runs.jsonl').exists()
 
 

@@ -29,7 +29,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, read
-from engine.checkpoint import whole
+from engine.files import whole
 from engine.errors import UserError, run
 from engine.hardware import compile_blocks, compile_decoding, expect_new_lengths, tune_cpu
 from engine.hardware import pick_compile, pick_device, pick_dtype

@@ -88,13 +88,13 @@ def probability(depth, most=PASSES):
 def drawn(config, depth, device):
     """A model of this config whose tokens take `depth` passes on average."""
     model = GPT(config).to(device)
-    p = probability(depth)
+    mechanism, p = model.mechanism, probability(depth)
     if config.halting == 'gate':
-        model.gates = nn.ModuleList(Draw(p) for _ in model.gates)
+        mechanism.gates = nn.ModuleList(Draw(p) for _ in mechanism.gates)
     elif config.halting == 'mask':
-        model.router = Draw(p, config.ponder_steps + 1)
+        mechanism.router = Draw(p, config.ponder_steps + 1)
     else:
-        model.router = Draw(p)
+        mechanism.router = Draw(p)
     return model.to(device)
 
 
@@ -118,7 +118,7 @@ def decoding_turn(setup, model, batch):
 def training_turn(setup, step):
     """(seconds, mean passes) of an optimizer step; passes None if all tokens take all of them."""
     elapsed = seconds(step, setup.device)
-    passes = step.model.steps
+    passes = step.model.mechanism.passes
     return elapsed, None if passes is None else passes.float().mean().item()
 
 
