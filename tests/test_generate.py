@@ -166,7 +166,8 @@ def test_sliding_with_unequal_prompts(name):
 
 @pytest.mark.parametrize('name', ONE_EACH)
 def test_stop_token_cuts_each_row(name):
-    model = make(**{**TOGGLES[name], 'block_size': 12, 'n_layer': 2})
+    layers = 5 if name == 'pause' else 2  # with fewer, it says one token over and over
+    model = make(**{**TOGGLES[name], 'block_size': 12, 'n_layer': layers})
     prompts = [[3, 1], [7], [4, 4, 2]]
     greedy = []
     for prompt, row in zip(prompts, model.generate(prompts, 20, temperature=0)):
