@@ -379,9 +379,9 @@ def test_thought_cache_reads_thoughts_as_they_fade(start, static, seed):
     """
     memory = ThoughtCache(LAYERS, TOKENS * STEPS, start, static)
     memories, held = Memories([memory]), [[], [], []]
-    for T in 5, 3:
+    for T, sweeps in ((5, (1, 2, 3, 3)), (3, (1, 3, 2))):
         pos = memories.begin(T, 'cpu')
-        for i, n in enumerate((1, 2, 3, 3)):
+        for i, n in enumerate(sweeps):
             bias = some_biases(T, seed + 10 * i)[..., :n]
             new = sweep(memory, pos, n, bias, held, start)
         for row in range(3):
