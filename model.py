@@ -571,9 +571,9 @@ class Latent(Mechanism):
             return x
 
         thoughts = []
-        for i in range(K + self.jacobi if K > 0 else 0):
+        for _ in range(K + self.jacobi if K > 0 else 0):
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
-            thoughts = h[:min(i + 1, K)]                    # z_{k+1} is what came out of slot k
+            thoughts = h[:K]                            # z_{k+1} is what came out of slot k
         h = self.sweep(gpt, [x, *thoughts], pos, memory)
         if K > 0 and not self.training:
             change = torch.stack(h[:K]) - torch.stack(thoughts)         # 0 once they are exact
@@ -894,13 +894,13 @@ class Mask(Halting, Latent):
         K, memory = self.steps, memory[0]
         log_w = wide(x.new_zeros(*x.shape[:2], K + 1))                  # (B,T,K+1)
         thoughts = []
-        for i in range(K + self.jacobi + 1):
+        for _ in range(K + self.jacobi + 1):
             bias = log_w[..., :len(thoughts) + 1].flatten(1)            # (B, T n)
             if not self.training:  # hidden, but still computed: the next sweep may want it again
                 bias = bias.masked_fill(bias < self.log_tau(), -math.inf)
             h = self.sweep(gpt, [x, *thoughts], pos, memory, bias.to(x.dtype))
             s, log_w = self.route(h[0])
-            thoughts = h[:min(i + 1, K)]
+            thoughts = h[:K]
 
         kept = (log_w >= self.log_tau()) & real_tokens(x, pos, memory)[..., None]
         self.passes = kept.sum(-1)                                      # (B,T)

@@ -20,8 +20,8 @@ class KeyBias:
 
 @dataclass
 class Group:
-    """Part of a mask: some queries read the first `keys` keys, and of these the ones `seen`."""
-    keys: int
+    """Part of a mask: some queries read the first n_keys keys, and of these the ones `seen`."""
+    n_keys: int
     seen: torch.Tensor                                              # (queries, keys), bool
 
 
@@ -44,7 +44,7 @@ def attend(q, k, v, mask=None, dropout=0.0):
         q, k, v = with_key_bias(q, k, v, mask.bias)
         mask = None
 
-    if S == 1:  # queries that share a key head take the place of the sequence: no key is repeated
+    if S == 1 and not isinstance(mask, list):  # query heads of one key head become the query axis
         y = run(q.reshape(B, nkv, nh // nkv, -1), k, v, attn_mask=mask)
         return y.reshape(B, nh, 1, -1)[..., :width]
     if nh > nkv and must_repeat(q, mask):
@@ -57,7 +57,10 @@ def attend(q, k, v, mask=None, dropout=0.0):
 
 
 def must_repeat(q, mask):
-    """Whether PyTorch's attention with shared key heads might hold all scores at once on CUDA."""
+    """
+    Whether to repeat the keys that heads share. With enable_gqa, PyTorch has a fused kernel on CUDA
+    only for bf16 without a mask tensor; else it would hold all scores at once.
+    """
     return mask is not None or (q.is_cuda and q.dtype != torch.bfloat16)
 
 
@@ -65,7 +68,7 @@ def attend_in_groups(run, q, k, v, groups):
     """One group of queries at a time, each with only the keys it may read."""
     parts = []
     for queries, group in zip(q.split([len(g.seen) for g in groups], dim=2), groups):
-        keys, values = k[:, :, :group.keys], v[:, :, :group.keys]
+        keys, values = k[:, :, :group.n_keys], v[:, :, :group.n_keys]
         parts.append(run(queries, keys, values, attn_mask=group.seen))
     return torch.cat(parts, dim=2)
 
@@ -74,8 +77,8 @@ def with_key_bias(q, k, v, bias):
     """
     q, k and v with 8 more dimensions, so that q' k'^T = q k^T + sqrt(hd) bias: every query gets a
     1, key s gets sqrt(hd) bias[s]. The first hd dimensions of the result are those of attention
-    with the mask (B,1,S,S) that is causal plus bias (B,S); but flash kernels take no such mask.
-    They want widths that are multiples of 8: the other 7 dimensions are 0.
+    with the mask (B,1,S,S) that is causal plus bias (B,S). Flash kernels take no mask tensor, but
+    they do take this, if widths are multiples of 8: so the other 7 dimensions are 0.
     """
     hd = k.size(-1)
     column = (bias * hd ** 0.5).to(k.dtype)[:, None, :, None]       # (B,1,S,1)
@@ -90,8 +93,8 @@ def two_matmuls(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=N
     """
     F.scaled_dot_product_attention for CPUs. In bf16 two matmuls with all scores between them are
     faster until the scores leave the caches: up to 512 queries. PyTorch's own form of these looks
-    for rows that read nothing; here such a row would read everything. What is not meant here, such
-    as scores to be added, goes to PyTorch's kernel.
+    for rows that read nothing; here such a row would read everything. All other cases go to
+    PyTorch's kernel.
     """
     bool_mask = attn_mask is not None and attn_mask.dtype == torch.bool
     fits = q.dtype == torch.bfloat16 and q.size(2) <= 512 and not enable_gqa
@@ -101,7 +104,7 @@ def two_matmuls(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=N
     seen = attn_mask
     if is_causal:
         seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
-    hidden = torch.zeros(seen.shape, dtype=q.dtype)
-    hidden.masked_fill_(~seen, torch.finfo(q.dtype).min)
-    weights = (q * scale @ k.mT).add_(hidden).softmax(-1)
+    added = torch.zeros(seen.shape, dtype=q.dtype)
+    added.masked_fill_(~seen, torch.finfo(q.dtype).min)
+    weights = (q * scale @ k.mT).add_(added).softmax(-1)
     return F.dropout(weights, dropout_p) @ v

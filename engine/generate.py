@@ -34,16 +34,16 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
     Past block_size: when the window is full, its newer half is read afresh, as if it were the whole
     text. So each token is predicted from block_size / 2 to block_size tokens, as by `forward` on
-    that window, for one slot more per token on average.
+    that window ('latent' and 'mask': with enough sweeps), and on average each is read about twice.
     """
     device, window = gpt.wte.weight.device, gpt.config.block_size
     prompt, padding = left_pad(prompts, window, device)                 # (B,n), (B,) or None
     n = prompt.size(1)
     tokens = torch.cat((prompt, prompt.new_zeros(len(prompt), max_new_tokens)), dim=1)
-    sampler = Sampler(temperature, top_k, top_p, stop_token)
-    if seed is not None:
-        sampler.generator = torch.Generator(device).manual_seed(seed)
-    sampler.done = torch.zeros(len(prompt), dtype=torch.bool, device=device)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    done = torch.zeros(len(prompt), dtype=torch.bool, device=device)
+    sampler = Sampler(temperature, top_k, top_p, stop_token, generator, done)
+    longest_padding = 0 if padding is None else int(padding.max())
     decode = run_ahead if gpt.mechanism.halts else in_step
 
     was_training = gpt.training
@@ -51,13 +51,13 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     try:
         first = 0                   # where the window begins
         while n < tokens.size(1):
-            end = min(first + window + 1, tokens.size(1))
-            start = None if padding is None else (padding - first).clamp(min=0)
+            end = min(first + window + 1, tokens.size(1))   # the last token need not be read
+            start = (padding - first).clamp(min=0) if longest_padding > first else None
             memory = gpt.new_memory(end - first - 1, start)
-            for part in tokens[:, first:n].split(1 if exact else n, dim=1):
-                h = gpt.hidden(part, memory)                            # read what is there
-            for token, passes in decode(gpt, tokens[:, :end], n, h, memory, sampler):
-                yield token, passes                                     # write until it is full
+            for part in tokens[:, first:n].split(1 if exact else n - first, dim=1):
+                h = gpt.hidden(part, memory)                # read what is there
+            for token, passes in decode(gpt, tokens[:, :end], n, h[:, -1], memory, sampler):
+                yield token, passes                         # write until it is full
                 if sampler.all_done(token):
                     return
             n, first = end, end - max(1, window // 2)
@@ -68,7 +68,7 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 def generate(gpt, prompts, max_new_tokens, **options):
     """All of `stream`: (B,T) gives (B, T + new); a list gives tensors, cut after the stop token."""
     device, stop = gpt.wte.weight.device, options.get('stop_token')
-    rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
+    rows = [torch.as_tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
     new = [token for token, _ in stream(gpt, prompts, max_new_tokens, **options)]
     if new:
         new = torch.stack(new, dim=1)                                   # (B,new)
@@ -106,13 +106,13 @@ def left_pad(prompts, block_size, device):
 
 @dataclass
 class Sampler:
-    """How tokens are drawn, and which rows have said their last word."""
+    """How tokens are drawn, and which rows have drawn their stop token."""
     temperature: float
     top_k: Optional[int]
     top_p: Optional[float]
     stop_token: Optional[int]
-    generator: Optional[torch.Generator] = None
-    done: Optional[torch.Tensor] = None                                 # (B,)
+    generator: Optional[torch.Generator]
+    done: torch.Tensor                                                  # (B,)
 
     def draw(self, logits, rows):
         """logits (r,V) of these rows of the batch -> tokens (r,)."""
@@ -151,15 +151,16 @@ def sample(logits, temperature, top_k, top_p, generator):
 def in_step(gpt, tokens, n, h, memory, sampler):
     """
     Fill tokens (B,end) from place n on and yield (token (B,), passes (B,)) of each place.
-    h (B,T,C): hidden states of the text so far.
+    h (B,C): the hidden states that predict the tokens at place n.
     """
     B, end = tokens.shape
     passes = tokens.new_full((B,), gpt.mechanism.steps + 1)
-    for n in range(n, end):
-        tokens[:, n] = sampler.draw(gpt.head(h[:, -1]), slice(None))
-        yield tokens[:, n], passes
-        if n + 1 < end:
-            h = gpt.hidden(tokens[:, n:n + 1], memory)
+    for place in range(n, end):
+        token = sampler.draw(gpt.head(h), slice(None))
+        tokens[:, place] = token
+        yield token, passes
+        if place + 1 < end:
+            h = gpt.hidden(token[:, None], memory)[:, -1]
 
 
 def run_ahead(gpt, tokens, n, h, memory, sampler):
@@ -171,12 +172,13 @@ def run_ahead(gpt, tokens, n, h, memory, sampler):
     """
     first = n - memory.tokens       # where the window begins
     rows = Rows(gpt, tokens, n, first, memory[0])
-    h, passes = h[:, -1], gpt.mechanism.passes[:, -1]                   # (r,C), (r,)
+    passes = gpt.mechanism.passes[:, -1]                                # (B,)
     while True:
         rows.write(h, passes, sampler)
-        while n < rows.at.min():
-            yield tokens[:, n], rows.passes[:, n]
-            n += 1
+        filled = int(rows.at.min())
+        for place in range(n, filled):
+            yield tokens[:, place], rows.passes[:, place]
+        n = filled
         if n == tokens.size(1):
             return
         rows.drop_full_ones()
@@ -188,53 +190,60 @@ class Rows:
     """The rows of a batch that write ahead of each other, each at its own token and step."""
 
     def __init__(self, gpt, tokens, n, first, cache):
-        self.gpt, self.tokens, self.first, self.cache = gpt, tokens, first, cache
-        B = len(tokens)
+        self.gpt, self.first, self.cache = gpt, first, cache
+        # of all B rows of the batch
+        B, self.end = tokens.shape
+        self.tokens = tokens                                            # (B,end)
         self.passes = torch.zeros_like(tokens)                          # (B,end): of each token
         self.at = tokens.new_full((B,), n)                              # (B,): place to fill next
-        # of the rows that are not full:
-        self.left = torch.arange(B, device=tokens.device)               # (r,): which they are
-        self.enough = torch.ones_like(self.left, dtype=torch.bool)      # (r,): who can draw a token
-        self.step = torch.zeros_like(self.left)[:, None]                # (r,1): passes so far
+        # of the r rows that are not full
+        self.remaining = torch.arange(B, device=tokens.device)          # (r,): which they are
+        self.enough = torch.ones_like(self.remaining, dtype=torch.bool)  # (r,): who draws a token
+        self.step = torch.zeros_like(self.remaining)[:, None]           # (r,1): passes so far
         self.state = None                                               # what their tokens carry
 
     def write(self, h, passes, sampler):
-        """The rows that have had enough draw from h (r,C) and fill their next place."""
-        ready = self.enough.nonzero()[:, 0]  # once: indexing by a mask would wait for the GPU
-        rows = self.left[ready]
+        """The rows that have had enough draw from h (r,C), and fill their next place."""
+        ready = self.enough.nonzero()[:, 0]  # waits for the GPU; each index by a mask would again
+        rows = self.remaining[ready]
         token = sampler.draw(self.gpt.head(h[ready]), rows)
         self.tokens[rows, self.at[rows]] = token
         self.passes[rows, self.at[rows]] = passes[ready]
         self.at[rows] += 1
         if sampler.stop_token is not None:
-            for row in rows[token == sampler.stop_token]:               # it says no more
-                self.tokens[row, self.at[row]:] = sampler.stop_token
-                self.at[row] = self.tokens.size(1)
+            self.stop(rows, token == sampler.stop_token, sampler.stop_token)
+
+    def stop(self, rows, stopped, stop_token):
+        """Fill the rest of the rows that have `stopped` (r,) with stop tokens."""
+        place = torch.arange(self.end, device=rows.device)
+        rest = stopped[:, None] & (place >= self.at[rows][:, None])     # (r,end)
+        self.tokens[rows] = self.tokens[rows].masked_fill(rest, stop_token)
+        self.at[rows] = self.at[rows].masked_fill(stopped, self.end)
 
     def drop_full_ones(self):
         """Go on without the rows that have filled all their places."""
-        stay = self.at[self.left] < self.tokens.size(1)
-        if stay.all():
+        stay = (self.at[self.remaining] < self.end).nonzero()[:, 0]
+        if len(stay) == len(self.remaining):
             return
-        self.left, self.enough, self.step = self.left[stay], self.enough[stay], self.step[stay]
+        self.remaining, self.enough = self.remaining[stay], self.enough[stay]
+        self.step = self.step[stay]
         if self.state is not None:
             self.state = for_each_field(lambda x: x[stay], self.state)
         self.cache.keep(stay)
 
     def begin_next_tokens(self):
         """Those who drew a token think about it next."""
-        token = self.tokens[self.left, self.at[self.left] - 1]          # (r,)
+        token = self.tokens[self.remaining, self.at[self.remaining] - 1]  # (r,)
         x = self.gpt.embed(token[:, None])                              # (r,1,C)
-        fresh = self.gpt.mechanism.start(x, torch.ones_like(self.enough)[:, None])
-        if self.state is None:
-            self.state = fresh
-        self.state = Everyone(self.enough[:, None]).put(self.state, fresh)
-        self.step = self.step.masked_fill(self.enough[:, None], 0)
+        drew = self.enough[:, None]                                     # (r,1)
+        fresh = self.gpt.mechanism.start(x, torch.ones_like(drew))
+        self.state = fresh if self.state is None else Everyone(drew).put(self.state, fresh)
+        self.step = self.step.masked_fill(drew, 0)
 
     def think(self):
         """Passes for all rows, until one has had enough; returns h (r,C), passes (r,) of each."""
         everyone = Everyone(torch.ones_like(self.step, dtype=torch.bool), all_valid=True)
-        pos = (self.at[self.left] - 1 - self.first)[:, None]            # (r,1)
+        pos = (self.at[self.remaining] - 1 - self.first)[:, None]       # (r,1)
         self.enough = torch.zeros_like(self.enough)
         while not self.enough.any():
             memory = self.cache.open(everyone, pos, self.step)

@@ -1,36 +1,43 @@
 """
-What attention may read. One rule says it for every mechanism. A slot is what one pass made of one
-token: it has a time, the token's place in the text, and a step, the number of the pass.
+What attention may read. A slot is one vector that goes through the trunk in one pass: a token, or
+one of its thoughts. It has a time, the place of its token in the text, and a step: the pass it goes
+through, or where a token's slots stand side by side, its place among them. Two rules say who reads
+what, and with a single step both are causal attention:
 
-    A query of time t in step k reads the slots with  time <= t  and  step <= k,
-    and of a token whose keys were replaced the newest of these.
+    by pass   a query (time, step) reads the slots with time' <= time and step' <= step: a pass
+              reads its own slots and those of earlier passes. Where tokens keep one set of keys,
+              a newer slot replaces the older ones of its token
+    flat      it reads all slots of earlier tokens, and of its own token those with step' <= step:
+              x_0 z_{0,1} z_{0,2} x_1 z_{1,1} .. is one causal sequence
 
-The plain GPT has one step, so this is causal attention. Without a cache a pass reads its own slots
-and those of the passes before it; with one, all that was read before as well.
+A text that is there as a whole needs no cache: a pass reads itself and perhaps earlier passes. In
+generation the tokens read before come from a cache.
 
-    CausalMemory    a pass that reads itself alone                          text as a whole
-    FrozenMemory    tokens that stopped keep the keys of their last pass    the same, gate
-    StepMemory      the slots of all passes so far                          the same, router
-    ChainMemory     the same where all tokens take all passes               the same, chain
-    KVCache         all before, equally many slots for each token           generation
-    StepCache       all before, each token with its own number of slots     the same, chain, router
-    LatestCache     the same; a token is read at its newest slot            the same, gate
-    ThoughtCache    the same; all slots in one row, and keys fade           the same, mask
+    class           reads                                            for
+    CausalMemory    its own pass                                     a text: most mechanisms
+    FrozenMemory    by pass, newer slots replace older ones          a text: gate
+    StepMemory      by pass                                          a text: router
+    ChainMemory     by pass, where all tokens take all passes        a text: chain
+    KVCache         all before; the same number of slots per token   generation: most mechanisms
+    StepCache       by pass                                          generation: chain, router
+    LatestCache     by pass, newer slots replace older ones          generation: gate
+    ThoughtCache    flat, and keys can fade                          generation: mask
 
-Attention calls two methods of such an object:
+They are asked
 
-    mask(S, device)         when a pass begins: room for its S slots, and who reads what
-                            (a mask for engine/attention.py: attend)
-    update(layer, k, v)     in each layer: takes the keys and values (B, nkv, S, hd) of the pass,
-                            and returns all there are to read (B, nkv, readable, hd)
+    begin(B, pos)           by GPT.hidden: tokens at positions pos (T,) follow, in each of B rows
+    mask(S, device)         by GPT.blocks, when a pass begins: makes room for its S slots and says
+                            who reads what, for engine/attention.py: attend
+    update(layer, k, v)     by Attention: takes the keys and values (B, nkv, S, hd) of the pass, and
+                            returns all there are to read, (B, nkv, readable, hd)
+    open(slots, pos, step)  by a mechanism: the pass to come is number `step`, of these slots
+                            (engine/slots.py) at positions pos; returns the memory of this pass
+    rewind(n)               by a mechanism: the pass to come has n slots for each of the new tokens,
+                            in the place of what passes over them have left behind
+    add_bias(bias)          by a mechanism: added to all scores against the keys of this pass, (B,S)
 
-A mechanism calls, before a pass,
-
-    open(slots, pos, k)     the pass is number k, of these slots (engine/slots.py) at positions pos;
-                            returns the memory of this pass
-    rewind(n)               the pass has n slots for each new token, in the place of what earlier
-                            passes over these tokens left behind
-    add_bias(bias)          bias (B,S): added to all scores against the keys of this pass
+and have `start` (B,), how many tokens of padding each row has on the left (None: none at all), and
+`cached`, whether they hold tokens that were read before.
 """
 
 import math
@@ -55,27 +62,32 @@ class Memories(list):
         return pos
 
 
-def new_caches(mechanism, n_layer, capacity, start=None, static=False):
+def layout(mechanism):
+    """(number of memories, most slots of a token in each)."""
+    passes = mechanism.steps + 1
+    return (1, passes) if mechanism.one_cache else (passes, 1)
+
+
+def new_caches(mechanism, n_layer, tokens, start=None, static=False):
     """
-    Empty caches for a text of `capacity` tokens. start (B,): tokens of padding on the left of each
+    Empty caches for a text of so many tokens. start (B,): tokens of padding on the left of each
     row. static: for compiled code, see KVCache.
     """
-    passes = mechanism.steps + 1
-    if mechanism.one_cache:
-        slots = passes  # of each token
-        return Memories([mechanism.cache(n_layer, capacity * slots, start, static)])
-    return Memories(mechanism.cache(n_layer, capacity, start, static) for _ in range(passes))
+    number, slots = layout(mechanism)
+    capacity = tokens * slots
+    return Memories(mechanism.cache(n_layer, capacity, start, static) for _ in range(number))
 
 
 def no_caches(mechanism, n_layer):
-    """What the passes over a text read that is there as a whole, as in training."""
-    number = 1 if mechanism.one_cache else mechanism.steps + 1
+    """The memories for a text that is there as a whole, as in training."""
+    number, _ = layout(mechanism)
     return Memories(mechanism.memory(n_layer) for _ in range(number))
 
 
 # -------------------------------------------------------------------------------------------------
-# A text as a whole. Autograd forbids to write into a buffer, and a block may run again in backward:
-# each pass has an object of its own, which joins its keys and values with those of the pass before.
+# A text as a whole. Autograd does not allow writing into a buffer that backward still needs, and a
+# block may run again in backward. So each pass has an object of its own, which joins its keys and
+# values with those of the pass before.
 
 
 class CausalMemory:
@@ -117,14 +129,14 @@ class PassMemory:
         """Nothing was read before."""
 
     def next(self):
-        """An empty memory for the pass after this one."""
+        """An empty memory for the pass after this one; `no_caches` makes one before the first."""
         is_first = self.k[0] is None
         return type(self)(len(self.k), None if is_first else self)
 
     def mask(self, S, device):
         return self.seen
 
-    # It changes state, for which a compiled block would be specialised layer by layer.
+    # It changes the object's state: a compiled block would be compiled anew for every layer.
     # torch.compiler.disable does the same, but imports the compiler with this file: two more
     # seconds before a sample starts. (Private; in PyTorch 2.11 to 2.13.)
     @torch._disable_dynamo
@@ -139,7 +151,7 @@ class PassMemory:
 class FrozenMemory(PassMemory):
     """Tokens that have stopped keep the keys and values of the pass before."""
 
-    def open(self, slots, pos, k):
+    def open(self, slots, pos, step):
         memory = self.next()
         memory.thinking = slots.valid[:, None, :, None]                 # (B, 1, T, 1)
         return memory
@@ -149,9 +161,9 @@ class FrozenMemory(PassMemory):
 
 
 class StepMemory(PassMemory):
-    """Slots of all passes so far, those of a pass behind those before: the rule needs the times."""
+    """The slots of all passes so far, pass behind pass: the rule needs their times."""
 
-    def open(self, slots, pos, k):
+    def open(self, slots, pos, step):
         memory = self.next()
         time = slots.time(pos)                                          # (B,n)
         memory.time = time
@@ -166,29 +178,30 @@ class StepMemory(PassMemory):
 
 class ChainMemory(PassMemory):
     """
-    Steps where all T tokens take all passes. Keys stand in the order of time, x_0 z_0 .. x_1 z_1,
-    so that a group of QUERIES tokens reads the first so many: half the work at long T.
+    StepMemory where all T tokens take all passes. Keys stand in the order of time, x_0 z_0 x_1 z_1
+    .., so that a group of QUERIES tokens reads only a prefix of them: half the work at long T.
     """
     QUERIES = 256
 
-    def open(self, slots, pos, k):
+    def open(self, slots, pos, step):
         memory = self.next()
-        memory.passes = passes = k + 1
+        memory.passes = passes = step + 1
         T = len(pos)
-        if k == 0 or T == 1:
+        if step == 0 or T == 1:
             return memory  # causal; or one token, which reads all there is
-        # what the last group reads of all keys; shifted to the left, it is every other group's mask
+        # Which keys the last group reads. For a group that ends n tokens earlier it is the same,
+        # n * passes keys earlier.
         key_pos = pos.repeat_interleave(passes)
-        last = key_pos <= pos[-self.QUERIES:, None]                     # (queries, T passes)
+        last = key_pos <= pos[-self.QUERIES:, None]                     # (queries, T * passes)
         memory.seen = []
         for first in range(0, T, self.QUERIES):
             end = min(first + self.QUERIES, T)
             seen = last[first - end:, (T - end) * passes:]
-            memory.seen.append(Group(keys=end * passes, seen=seen))
+            memory.seen.append(Group(n_keys=end * passes, seen=seen))
         return memory
 
     def join(self, before, new):
-        before = before.unflatten(2, (-1, self.passes - 1))             # (B, nkv, T, k, hd)
+        before = before.unflatten(2, (-1, self.passes - 1))             # (B, nkv, T, step, hd)
         return torch.cat((before, new.unsqueeze(3)), dim=3).flatten(2, 3)
 
 
@@ -204,7 +217,7 @@ class KVCache:
     Rows of a batch are aligned at the right end; start (B,) says how many tokens of padding are on
     the left of each, which nobody reads. static: for compiled code, a new token reads all
     `capacity` slots behind a mask, so that shapes and addresses never change and one compiled
-    function, or one CUDA graph, serves all of them.
+    function, or one CUDA graph, serves every token.
     """
     cached = True
 
@@ -212,7 +225,7 @@ class KVCache:
         self.k = [None] * n_layer   # each (B, nkv, places, hd), made when its first keys come
         self.v = [None] * n_layer
         self.capacity = capacity    # most slots of a row
-        self.places = capacity      # slots there is room for
+        self.places = capacity      # slots there is room for at present
         self.start = start
         self.static = static
         self.length = 0             # slots in use
@@ -246,7 +259,7 @@ class KVCache:
         return end
 
     def mask(self, S, device):
-        one_token = self.pos is not None and len(self.pos) == 1
+        one_token = self.pos is not None and len(self.pos) == 1  # without `begin`: unknown
         compiled = self.static and self.length > 0 and one_token
         end = self.begin_pass(S, compiled, device)
         if self.start is None and not compiled and (S == 1 or self.first == 0):
@@ -270,8 +283,8 @@ class KVCache:
 
     def as_numbers(self, seen):
         """
-        The mask seen as numbers to add, which otherwise each layer would make of it. Their type is
-        that of the keys: before there are any, it stays as it is.
+        The mask as numbers to add to the scores, made once instead of in every layer. Their type is
+        that of the keys: before there are any, `seen` is returned as it is.
         """
         held = self.all_tensors()
         return torch.where(seen, held[0].new_zeros(()), -math.inf) if held else seen
@@ -308,10 +321,10 @@ class KVCache:
 
 class StepCache(KVCache):
     """
-    For tokens with different numbers of slots. Each pass appends a column for each of its slots,
-    the same number in all rows; every slot has labels, its time and its step, by which the rule at
-    the top of this file says who reads it. Where a row has nothing to append, the time is NEVER.
-    It grows by doubling, but for compiled code.
+    For slots that are read by pass, or of which tokens have different numbers. Each pass appends
+    its n slots as n columns, in all rows; labels say the time and the step of each, from which the
+    rule follows. Where a row has fewer slots, the time is NEVER, and nobody reads there. It grows
+    by doubling, except in compiled code.
     """
 
     def __init__(self, n_layer, capacity, start=None, static=False):
@@ -320,9 +333,9 @@ class StepCache(KVCache):
         self.labels = {}            # name: (B, places)
         self.new = {}               # name: (B, n), of the pass that is opened
 
-    def open(self, slots, pos, k):
+    def open(self, slots, pos, step):
         time = slots.time(pos)                                          # (B,n)
-        step = torch.as_tensor(k, device=time.device).expand_as(time)
+        step = torch.as_tensor(step, device=time.device).expand_as(time)
         self.new = {'time': time, 'step': step}
         return self
 
@@ -341,8 +354,10 @@ class StepCache(KVCache):
         return (key['time'] <= query['time']) & (key['step'] <= query['step'])
 
     def places_for(self, slots):
-        """Room for so many slots: what there is, or at least twice that."""
-        return self.places if slots <= self.places else max(slots, 2 * self.places)
+        """Columns for so many slots: as many as now, if they suffice, or at least twice that."""
+        if slots <= self.places:
+            return self.places
+        return min(max(slots, 2 * self.places), self.capacity)
 
     def write_labels(self, end):
         """The labels of the pass that is opened, from `first` to `end`."""
@@ -360,7 +375,7 @@ class StepCache(KVCache):
         return int((self.labels['time'] < NEVER).sum())
 
     def keep(self, rows):
-        """Forget all rows of the batch but these, bool (B,)."""
+        """Forget all rows of the batch but these (r,). Then only `open` may follow, no `begin`."""
         self.k = [None if k is None else k[rows] for k in self.k]
         self.v = [None if v is None else v[rows] for v in self.v]
         self.labels = {name: label[rows] for name, label in self.labels.items()}
@@ -387,9 +402,8 @@ class LatestCache(StepCache):
 
 class ThoughtCache(StepCache):
     """
-    Where the slots of all tokens stand in one row, x_0 z_{0,1} .. x_1 z_{1,1} .., and each reads
-    all before it: those of earlier tokens, and of its own those of earlier steps. The keys fade:
-    each has a bias, which is added to all scores against it, and -inf hides it.
+    Where the rule is flat: a slot reads all of earlier tokens, and of its own token those up to
+    itself. Keys can fade: each has a bias, which is added to all scores against it; -inf hides it.
     """
 
     def reads(self, key, query):

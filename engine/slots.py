@@ -1,12 +1,12 @@
 """
-Who takes the next pass. A text has slots (B,T); of those that think, a pass needs
+Who takes the next pass. A text has tokens (B,T); of those that think, a pass needs
 
-    take(x)       what they hold: x (B,T,..) or (T,) -> (B,n,..), or a dataclass of such tensors
+    take(x)       what they hold: x (B,T,..) -> (B,n,..), or a dataclass of such tensors
     put(x, new)   x with new (B,n,..) in their places
-    valid (B,n)   which of these are really meant; the others fill up the rectangle
-    time(pos)     (B,n): their positions, and NEVER for those that are not meant
+    valid (B,n)   which of these really think; the others fill up the rectangle
+    time(pos)     (B,n): their positions pos (T,), and NEVER for those that do not think
 
-Everyone leaves all slots where they are: shapes never change, nothing is saved. Gathered picks out
+Everyone leaves all tokens where they are: shapes never change, nothing is saved. Gathered picks out
 those that think, so that the others cost nothing. `choose` makes one of the two.
 """
 
@@ -25,7 +25,7 @@ def real_tokens(x, pos, memory):
 
 
 def choose(thinking, leave_out):
-    """The slots `thinking` (B,T): gathered, if others are to be left out and there are any."""
+    """The tokens `thinking` (B,T): gathered, if others are to be left out and there are any."""
     if not leave_out:
         return Everyone(thinking)
     if thinking.all():
@@ -41,8 +41,13 @@ def for_each_field(function, *states):
     return type(states[0])(**results)
 
 
+def like(valid, x):
+    """valid (B,n) with as many dimensions as x (B,n,..)."""
+    return valid.view(*valid.shape, *([1] * (x.dim() - 2)))
+
+
 class Everyone:
-    """All slots (B,T) as they stand. Those that do not think are computed too, but not kept."""
+    """All tokens (B,T) as they stand. Results of those that do not think are thrown away."""
 
     def __init__(self, thinking, all_valid=False):
         self.valid = thinking
@@ -57,8 +62,7 @@ class Everyone:
         new = new.to(x.dtype)
         if self.all_valid:
             return new
-        valid = self.valid.view(*self.valid.shape, *[1] * (x.dim() - 2))
-        return torch.where(valid, new, x)
+        return torch.where(like(self.valid, x), new, x)
 
     def time(self, pos):
         return torch.where(self.valid, pos, NEVER)
@@ -66,7 +70,7 @@ class Everyone:
 
 class Gathered:
     """
-    The slots that think, side by side: each row holds, in their order, those of one row of the
+    The tokens that think, side by side: each row holds, in their order, those of one row of the
     batch, and then others, which are not `valid`.
     """
 
@@ -82,7 +86,7 @@ class Gathered:
     def take(self, x):
         if is_dataclass(x):
             return for_each_field(self.take, x)
-        if x.dim() == 1:
+        if x.dim() == 1:                                                # (T,), the same in all rows
             return x[self.column]
         picked = x.flatten(0, 1).index_select(0, self.place.flatten())
         return picked.unflatten(0, self.place.shape)
@@ -90,8 +94,8 @@ class Gathered:
     def put(self, x, new):
         if is_dataclass(x):
             return for_each_field(self.put, x, new)
-        place, new = self.place[self.valid], new[self.valid].to(x.dtype)
-        return x.flatten(0, 1).index_copy(0, place, new).view_as(x)
+        new = torch.where(like(self.valid, x), new.to(x.dtype), self.take(x))
+        return x.flatten(0, 1).index_copy(0, self.place.flatten(), new.flatten(0, 1)).view_as(x)
 
     def time(self, pos):
         return torch.where(self.valid, self.take(pos), NEVER)
