@@ -28,7 +28,7 @@ def in_parts(function, h, width):
 
 @torch.no_grad()
 def probability_of(head, h, targets, vocab_size):
-    """head(h).float().softmax(-1) at `targets` (..), for h (..,C), head: (n,C) -> (n,V). No grad."""
+    """head(h).float().softmax(-1) at targets (..), for h (..,C), head: (n,C) -> (n,V). No grad."""
     n = max(1, LOGITS_AT_ONCE // vocab_size)
     parts = []
     for rows, wanted in zip(h.reshape(-1, h.size(-1)).split(n), targets.reshape(-1, 1).split(n)):

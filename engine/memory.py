@@ -102,7 +102,7 @@ class CausalMemory:
         """Nothing was read before."""
 
     def rewind(self, n):
-        """Nothing was left behind."""
+        self.bias = None            # nothing else was left behind
 
     def add_bias(self, bias):
         self.bias = bias

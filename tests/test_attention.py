@@ -80,7 +80,7 @@ def mask_and_scores(kind, S, N):
     groups, scores = [], torch.full((S, N), -math.inf).double()
     for first, end, keys in ((0, 2, 3), (2, 6, 5), (6, 7, N)):
         seen = some_keys(1, end - first, keys)[0, 0]
-        groups.append(Group(keys=keys, seen=seen))
+        groups.append(Group(n_keys=keys, seen=seen))
         scores[first:end, :keys] = as_scores(seen)
     return groups, scores
 

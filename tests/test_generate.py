@@ -268,7 +268,7 @@ def test_a_full_cache_refuses(static, lengths):
 
     def read(n):
         x = model.embed(torch.ones(1, n, dtype=torch.long))
-        cache.begin(torch.arange(n))
+        cache.begin(1, torch.arange(n))
         model.trunk(x, torch.arange(n), cache)
 
     for n in lengths[:-1]:

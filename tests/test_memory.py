@@ -94,7 +94,7 @@ def real_from(start, B):
 def test_causal_memory_reads_all_before_in_this_pass():
     for pos in torch.arange(5), torch.arange(5, 7):  # nothing is kept of the first
         memory = CausalMemory()
-        memory.begin(pos)
+        memory.begin(3, pos)
         got = read(memory, pos.expand(3, -1) * STEPS)
         queries = [Slot(t, 0) for t in pos.tolist()]
         for row in got:
@@ -104,7 +104,8 @@ def test_causal_memory_reads_all_before_in_this_pass():
 def test_causal_memory_with_a_bias_for_each_key():
     memory = CausalMemory()
     bias = torch.randn(2, 6, generator=torch.Generator().manual_seed(0)).double()
-    memory.rewind(2, bias)
+    memory.rewind(2)
+    memory.add_bias(bias)
     slots = [[Slot(t, k, bias[b, 2 * t + k].item()) for t in range(3) for k in range(2)]
              for b in range(2)]
     numbers = torch.tensor([[slot.number for slot in row] for row in slots])
@@ -135,7 +136,7 @@ def test_kv_cache_reads_all_before_but_padding(start, static, n, split):
     memory = KVCache(LAYERS, TOKENS * n, start, static)
     memories, held = Memories([memory]), []
     for T in split:
-        pos = memories.begin(T, 'cpu')
+        pos = memories.begin(3, T, 'cpu')
         slots = [Slot(t, k) for t in pos.tolist() for k in range(n)]
         held += slots
         got = read(memory, torch.tensor([[slot.number for slot in slots]] * 3))
@@ -153,7 +154,7 @@ def test_kv_cache_reads_what_replaced_the_guesses(start, static):
     """Sweeps of 1, 2, 3, 3 slots for each token, then a token of which each slot is a pass."""
     memory, held = KVCache(LAYERS, TOKENS * STEPS, start, static), []
     for pos in torch.arange(4), torch.arange(4, 6):
-        memory.begin(pos)
+        memory.begin(3, pos)
         for n in (1, 2, 3, 3):
             memory.rewind(n)
             slots = [Slot(t, k) for t in pos.tolist() for k in range(n)]
@@ -161,7 +162,7 @@ def test_kv_cache_reads_what_replaced_the_guesses(start, static):
             check_real_and_padding(got, slots, held + slots, start)
         held += slots
     for t in 6, 7:
-        memory.begin(torch.tensor([t]))
+        memory.begin(3, torch.tensor([t]))
         for k in range(STEPS):
             held.append(Slot(t, k))
             got = read(memory, torch.tensor([[held[-1].number]] * 3))
@@ -174,7 +175,7 @@ def test_a_static_cache_keeps_its_shapes_and_addresses():
     memory = KVCache(LAYERS, TOKENS, static=True)
     masks, addresses = set(), set()
     for T in 3, 1, 1, 1:
-        memory.begin(torch.arange(memory.length, memory.length + T))
+        memory.begin(1, torch.arange(memory.length, memory.length + T))
         mask = memory.mask(T, 'cpu')
         for layer in range(LAYERS):
             k, v = memory.update(layer, torch.zeros(1, 1, T, 4), torch.zeros(1, 1, T, 4))
@@ -277,9 +278,9 @@ def write_ahead(memory, first, stops, held, rule):
             writer.step += 1
             if writer.step == stops[writer.row, writer.time]:
                 writer.time, writer.step = writer.time + 1, 0
-        stay = [writer.time < TOKENS for writer in writers]
-        if not all(stay):
-            memory.keep(torch.tensor(stay))
+        stay = [i for i, writer in enumerate(writers) if writer.time < TOKENS]
+        if len(stay) < len(writers):
+            memory.keep(torch.tensor(stay, dtype=torch.long))
             writers = [writer for writer in writers if writer.time < TOKENS]
             assert memory.held() == sum(len(held[writer.row]) for writer in writers)
 
@@ -297,7 +298,7 @@ def test_caches_of_tokens_with_different_numbers_of_slots(kind, rule, start, sta
     memories, held = Memories([memory]), [[], [], []]
     stops = some_stops(TOKENS, seed)
     for first, end in ((0, 4), (4, 6), (6, 7)):
-        pos = memories.begin(end - first, 'cpu')
+        pos = memories.begin(3, end - first, 'cpu')
         read_text(memory, pos, stops[:, first:end], held, rule, start, leave_out=True)
         assert memory.held() == sum(len(row) for row in held)
     write_ahead(memory, 7, stops, held, rule)
@@ -310,7 +311,7 @@ def test_caches_of_tokens_with_different_numbers_of_slots(kind, rule, start, sta
 def test_caches_read_a_text_where_nobody_is_left_out(kind, rule, start):
     """Fillers are appended, but read by nobody."""
     memory, held = kind(LAYERS, TOKENS * STEPS, start), [[], [], []]
-    memory.begin(torch.arange(6))
+    memory.begin(3, torch.arange(6))
     read_text(memory, torch.arange(6), some_stops(6, 0), held, rule, start, leave_out=False)
     assert memory.held() == sum(len(row) for row in held)
     assert memory.length == 6 * STEPS > memory.held() / 3
@@ -355,7 +356,8 @@ def some_biases(T, seed):
 
 def sweep(memory, pos, n, bias, held, start):
     """A pass over n slots of each token at pos (T,), bias (B,T,n); returns the slots, per row."""
-    memory.rewind(n, bias.flatten(1))
+    memory.rewind(n)
+    memory.add_bias(bias.flatten(1))
     time = pos.repeat_interleave(n)                                     # (T n,)
     step = torch.arange(n).repeat(len(pos))
     first = torch.tensor(real_from(start, len(bias)))
@@ -380,7 +382,7 @@ def test_thought_cache_reads_thoughts_as_they_fade(start, static, seed):
     memory = ThoughtCache(LAYERS, TOKENS * STEPS, start, static)
     memories, held = Memories([memory]), [[], [], []]
     for T, sweeps in ((5, (1, 2, 3, 3)), (3, (1, 3, 2))):
-        pos = memories.begin(T, 'cpu')
+        pos = memories.begin(3, T, 'cpu')
         for i, n in enumerate(sweeps):
             bias = some_biases(T, seed + 10 * i)[..., :n]
             new = sweep(memory, pos, n, bias, held, start)
@@ -395,7 +397,7 @@ def test_thought_cache_reads_thoughts_as_they_fade(start, static, seed):
 
 def test_drop_hidden_keeps_the_order_and_what_can_be_read():
     memory, bias = ThoughtCache(LAYERS, TOKENS * STEPS), some_biases(4, 1)
-    memory.begin(torch.arange(4))
+    memory.begin(3, torch.arange(4))
     [row, _, _] = sweep(memory, torch.arange(4), STEPS, bias, [[], [], []], None)
     memory.drop_hidden()
     left = [slot for slot in row if slot.bias > -math.inf]
@@ -440,8 +442,8 @@ def test_one_memory_for_each_pass_or_one_for_all(settings, kinds, cache, capacit
 
 def test_positions_go_on_from_text_to_text():
     memories = Memories([CausalMemory(), CausalMemory()])
-    assert memories.begin(3, 'cpu').tolist() == [0, 1, 2]
-    assert memories.begin(2, 'cpu').tolist() == [3, 4]
+    assert memories.begin(2, 3, 'cpu').tolist() == [0, 1, 2]
+    assert memories.begin(2, 2, 'cpu').tolist() == [3, 4]
     assert memories.tokens == 5
 
 
