@@ -105,6 +105,7 @@ def test_seeds_share_steps_and_two_folders_of_one_name_are_two_runs(runs, tmp_pa
     write_run(tmp_path / 'more' / 'loop-s2', 5, 3, ponder='loop')
     more = [*runs[:2], tmp_path / 'more' / 'loop-s1', tmp_path / 'more' / 'loop-s2']
     assert drawn(curves(more))[2:] == [([128, 256], [5, 3.5])]
+    assert drawn(curves([more[3], more[2]])) == [([128, 256], [5, 3.5])]
     with pytest.raises(UserError, match='more/loop: its seeds ended after 4 to 8 steps'):
         final(more)
 
@@ -127,8 +128,8 @@ def test_the_first_twentieth_of_a_run_is_left_out(tmp_path):
 
 
 def test_final(tmp_path):
-    write_run(tmp_path / 'loop-s1', 5, 4, 3, ponder='loop')
-    write_run(tmp_path / 'loop-s2', 5, 4, 2, ponder='loop')
+    write_run(tmp_path / 'loop-s1', 5, 4, 3.5, ponder='loop')
+    write_run(tmp_path / 'loop-s2', 5, 4, 1.5, ponder='loop')
     write_run(tmp_path / 'plain_scaled', 5, 3, 3)
     write_run(tmp_path / 'plain_scaled_as_loop', 5, 3, 2, 2)
     write_run(tmp_path / 'plain', 5, 3, 3.25)
@@ -147,8 +148,8 @@ def test_final(tmp_path):
     assert lines[':'] == [(384, 2.75), (640, 1.25)]
     assert lines['--'] == [(384, 2.5), (512, 1.5)]
     points = {point for x, y in drawn(figure) for point in zip(x, y)}
-    mean_and_ends = {(384, 2.0), (384, 1.5), (384, 2.5)}
-    assert points >= {*mean_and_ends, (512, 1.5)}
+    mean_and_ends_of_loop = {(384, 2.0), (384, 1.0), (384, 3.0)}
+    assert points >= {*mean_and_ends_of_loop, (384, 2.5), (512, 1.5)}
 
 
 def test_final_without_a_log(tmp_path):
