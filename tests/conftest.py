@@ -1,4 +1,8 @@
-"""Shared by all tests: the toggles every promise is tested over, small models, and a way to run the programs."""
+"""
+Shared by all tests: the toggles every promise is tested over, small models, and a way to run the
+programs.
+"""
+
 import os
 import subprocess
 import sys
@@ -9,11 +13,14 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+from engine import attention
 from engine.checkpoint import CHECKPOINT_VERSION, save_checkpoint
-from model import GPT, Attention, GPTConfig
+from engine.shards import get_tokenizer
+from model import GPT, GPTConfig
+from prepare_data import write_dataset
 
-torch.set_num_threads(1)  # the models here are far too small for more, and a busy machine makes threads wait for each other
-
+# the models here are far too small for more, and a busy machine makes threads wait for each other
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
@@ -25,50 +32,73 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if config.getoption('--slow'):
+        return
     for item in items:
-        if item.get_closest_marker('slow') and not config.getoption('--slow'): item.add_marker(pytest.mark.skip(reason='needs --slow'))
+        if item.get_closest_marker('slow'):
+            item.add_marker(pytest.mark.skip(reason='needs --slow'))
 
+
+DEPTH = dict(depth_attn=True)
+DEPTH_GQA = dict(depth_attn=True, n_kv_head=2)
+EMBEDDING = dict(ponder='embedding', ponder_steps=2)
+LATENT = dict(ponder='latent', ponder_steps=1)
+LATENT_2 = dict(ponder='latent', ponder_steps=2)
+CHAIN = dict(ponder='chain', ponder_steps=2)
+LOOP = dict(ponder='loop', ponder_steps=2)
+PAUSE = dict(ponder='pause', ponder_steps=2)
+GATE = dict(EMBEDDING, halting='gate', halt_tau=0.45)
+MASK = dict(LATENT, halting='mask', halt_tau=0.4)
+MASK_2 = dict(LATENT_2, halting='mask', halt_tau=0.3)
+ROUTER = dict(CHAIN, halting='router', halt_tau=0.3)
 
 TOGGLES = {
     'plain': {},
     'plain_gqa': dict(n_kv_head=1, tie_embeddings=True),
-    'depth': dict(depth_attn=True),
-    'depth_gqa_stride1': dict(depth_attn=True, depth_stride=1, n_kv_head=2),
-    'depth_uniform': dict(depth_attn=True, depth_mode='uniform', qk_norm=False),
-    'embedding': dict(ponder='embedding', ponder_steps=2),
-    'embedding_depth': dict(ponder='embedding', ponder_steps=2, depth_attn=True, n_kv_head=2),
-    'embedding_topk': dict(ponder='embedding', ponder_steps=2, ponder_topk=5),
-    'latent': dict(ponder='latent', ponder_steps=1),
-    'latent2_depth': dict(ponder='latent', ponder_steps=2, depth_attn=True, n_kv_head=2),
-    'chain': dict(ponder='chain', ponder_steps=2),
-    'chain_depth': dict(ponder='chain', ponder_steps=2, depth_attn=True, n_kv_head=2),
-    'loop': dict(ponder='loop', ponder_steps=2),
-    'loop_depth': dict(ponder='loop', ponder_steps=2, depth_attn=True, n_kv_head=2),
-    'pause': dict(ponder='pause', ponder_steps=2),
-    'pause_depth': dict(ponder='pause', ponder_steps=2, depth_attn=True, n_kv_head=2),
-    'gate': dict(ponder='embedding', ponder_steps=2, halting='gate', halt_tau=0.45),
-    'gate_depth': dict(ponder='embedding', ponder_steps=2, halting='gate', halt_tau=0.45, depth_attn=True, n_kv_head=2),
-    'mask': dict(ponder='latent', ponder_steps=1, halting='mask', halt_tau=0.4),
-    'mask2_depth': dict(ponder='latent', ponder_steps=2, halting='mask', halt_tau=0.3, depth_attn=True, n_kv_head=2),
-    'router': dict(ponder='chain', ponder_steps=2, halting='router', halt_tau=0.3),
-    'router_depth': dict(ponder='chain', ponder_steps=2, halting='router', halt_tau=0.3, depth_attn=True, n_kv_head=2),
+    'depth': DEPTH,
+    'depth_gqa_stride1': dict(DEPTH_GQA, depth_stride=1),
+    'depth_uniform': dict(DEPTH, depth_mode='uniform', qk_norm=False),
+    'embedding': EMBEDDING,
+    'embedding_depth': dict(EMBEDDING, **DEPTH_GQA),
+    'embedding_topk': dict(EMBEDDING, ponder_topk=5),
+    'latent': LATENT,
+    'latent2_depth': dict(LATENT_2, **DEPTH_GQA),
+    'chain': CHAIN,
+    'chain_depth': dict(CHAIN, **DEPTH_GQA),
+    'loop': LOOP,
+    'loop_depth': dict(LOOP, **DEPTH_GQA),
+    'pause': PAUSE,
+    'pause_depth': dict(PAUSE, **DEPTH_GQA),
+    'gate': GATE,
+    'gate_depth': dict(GATE, **DEPTH_GQA),
+    'mask': MASK,
+    'mask2_depth': dict(MASK_2, **DEPTH_GQA),
+    'router': ROUTER,
+    'router_depth': dict(ROUTER, **DEPTH_GQA),
 }
+
 # one toggle of each mechanism, for tests that take seconds
-ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop_depth', 'pause', 'gate', 'mask', 'router_depth')
+ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop_depth', 'pause',
+            'gate', 'mask', 'router_depth')
 
 
 def make(seed=0, **settings):
     """A small float64 model in eval mode with weights large enough that every part matters."""
     torch.manual_seed(seed)
-    small = dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32, mlp_hidden=48, init_std=0.2)
+    small = dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32,
+                 mlp_hidden=48, init_std=0.2)
     if settings.get('ponder') == 'latent':
-        exact = (settings.get('block_size', 24) + 1) * settings.get('ponder_steps', 3)  # enough iterations for a full context
-        small.update(n_layer=3, jacobi_iters=exact)
-    config = GPTConfig(**{**small, **settings})
-    model = GPT(config).double().eval()
+        tokens = settings.get('block_size', 24) + 1
+        thoughts = settings.get('ponder_steps', 3)
+        small.update(n_layer=3, jacobi_iters=tokens * thoughts)  # exact for a full context
+    model = GPT(GPTConfig(**{**small, **settings})).double().eval()
     for name, p in model.named_parameters():
-        if name.startswith(('gates.', 'router.')) and p.dim() == 1: torch.nn.init.zeros_(p)  # some tokens halt, some do not
-        elif p.dim() == 1: torch.nn.init.uniform_(p, 0.5, 1.5)  # norm gains that are not all 1
+        if p.dim() != 1:
+            continue
+        if name.startswith(('mechanism.gates.', 'mechanism.router.')):
+            torch.nn.init.zeros_(p)  # some tokens halt, some do not
+        else:
+            torch.nn.init.uniform_(p, 0.5, 1.5)  # norm gains that are not all 1
     return model
 
 
@@ -83,7 +113,7 @@ def restore_attention():
     """tune_cpu and expect_new_lengths choose attention kernels for the whole process."""
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
-    Attention.sdpa = None
+    attention.kernel = None
 
 
 @pytest.fixture(params=TOGGLES)
@@ -99,28 +129,36 @@ def idx():
 
 @pytest.fixture(scope='session')
 def small_data(tmp_path_factory):
-    """A data folder of byte tokens, about 60 kB of text, and the text itself."""
-    from engine.shards import get_tokenizer
-    from prepare_data import write_dataset
+    """A data folder of byte tokens, about 60 kB of text; returns its path."""
     folder = tmp_path_factory.mktemp('data') / 'small'
-    texts = [f"def f{i}(x):\n    return x * {i} + {i % 7}\n".encode() * 8 for i in range(200)]
+    texts = []
+    for i in range(200):
+        function = f"def f{i}(x):\n    return x * {i} + {i % 7}\n"
+        texts.append(function.encode() * 8)
     write_dataset(str(folder), texts, get_tokenizer('byte'), 0.2, 'test')
     return str(folder)
 
 
 def save(folder, model, tokenizer='byte', **settings):
-    """Leave a checkpoint of this model as train.py would, trained with these settings; returns the folder's path."""
+    """
+    Leave a checkpoint of this model as train.py would, trained with these settings; returns the
+    folder's path.
+    """
     os.makedirs(folder, exist_ok=True)
-    save_checkpoint(str(folder), dict(version=CHECKPOINT_VERSION, model=model.float().state_dict(), optimizer={}, step=7,
-                                      config=asdict(model.config), settings=settings, tokenizer=tokenizer))
+    checkpoint = dict(version=CHECKPOINT_VERSION, model=model.float().state_dict(), optimizer={},
+                      step=7, config=asdict(model.config), settings=settings, tokenizer=tokenizer)
+    save_checkpoint(str(folder), checkpoint)
     return str(folder)
 
 
 def program(*args, cwd=ROOT, ok=True, **env):
     """Run `python args...`; returns the finished process. With ok, it must exit with 0."""
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': ROOT, **env})
-    if ok: assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, *map(str, args)]
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': ROOT, **env}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True,
+                          timeout=120)
+    if ok:
+        assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
@@ -129,4 +167,5 @@ def refused(done, *words):
     assert done.returncode == 2, done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith('error: '), done.stderr
-    for word in words: assert word in lines[0], lines[0]
+    for word in words:
+        assert word in lines[0], lines[0]
