@@ -263,7 +263,7 @@ def chain(gpt, x, t):
 
 
 def loop(gpt, x, t):
-    """All blocks K + 1 times, the final norm once; with Depth-Attention earlier loops are sources."""
+    """All blocks K + 1 times, the final norm once; for Depth-Attention earlier loops are sources."""
     earlier = []
     for stack in gpt.stacks:
         x = stack.read(x, t, earlier=earlier)
@@ -309,8 +309,8 @@ def gate(gpt, x, t):
         for other in later:
             h = other.trunk(x, t)
             other.drop()
-    for other in later:  # later tokens find this one's last keys and values there                 (10)
-        other.copy(stack)
+    for other in later:  # later tokens find this one's last keys and values there
+        other.copy(stack)                                                        # (10)
     return h, i + 1
 
 
