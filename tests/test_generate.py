@@ -86,14 +86,13 @@ def test_compiled_decoding_changes_nothing(name, n_layer, monkeypatch):
     monkeypatch.setattr(torch, 'compile', counting)
     torch._dynamo.reset()  # forget what other tests compiled
     compile_decoding(model)
-    run_blocks, shapes = model.run_blocks, set()
+    compiled_pass, shapes = model.blocks.compiled, set()
 
-    def watched(x, rope, memory, mask, *layers_and_earlier):
-        if getattr(memory, 'compiled', False):
-            shapes.add(tuple(mask.shape[1:]))
-        return run_blocks(x, rope, memory, mask, *layers_and_earlier)
+    def watched(x, pos, memory, layers):
+        shapes.add(tuple(memory.ready_mask.shape[1:]))
+        return compiled_pass(x, pos, memory, layers)
 
-    model.run_blocks = watched
+    model.blocks.compiled = watched
     tokens, compiled = draw(model, prompts, 20)
     assert tokens == want
     close(compiled, logits)

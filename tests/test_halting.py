@@ -1,4 +1,8 @@
-"""Halting: the limits where it must equal a model without it, wrong variants, what it computes and what it adds to the loss."""
+"""
+Halting: the limits where it must equal a model without it, wrong variants, what it computes and
+what it adds to the loss.
+"""
+
 import copy
 import math
 
@@ -9,23 +13,41 @@ import torch.nn.functional as F
 from conftest import close, make
 from test_promises import differ, targets
 
-from engine.memory import with_key_bias
-from model import GPTConfig, penalty
+from engine.attention import with_key_bias
+from engine.slots import NEVER
+from model import GPTConfig
+from model import decide as decision
 
-MODES = {'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
-         'mask': dict(ponder='latent', ponder_steps=2, halting='mask', halt_tau=0.3),
-         'router': dict(ponder='chain', ponder_steps=3, halting='router', halt_tau=0.3)}
+MODES = {
+    'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
+    'mask': dict(ponder='latent', ponder_steps=2, halting='mask', halt_tau=0.3),
+    'router': dict(ponder='chain', ponder_steps=3, halting='router', halt_tau=0.3),
+}
 TOKENS = [3, 14, 15, 9, 26, 5, 35]
+every_mode = pytest.mark.parametrize('mode', MODES)
 
 
-def decide(model, want):
-    """Make every token stop at once (want=0) or never (want=1), whatever it reads."""
-    modules = [gate[2] for gate in model.gates] if model.config.halting == 'gate' else [model.router]
-    for module in modules:
+def make_mode(mode, **settings):
+    """A model whose context is as long as `idx`, so that few Jacobi sweeps are exact."""
+    return make(**{'block_size': 13, **MODES[mode], **settings})
+
+
+def deciders(model):
+    """The modules that decide: their last layers."""
+    if model.config.halting == 'gate':
+        return [gate[2] for gate in model.mechanism.gates]
+    return [model.mechanism.router]
+
+
+def decide(model, go_on):
+    """Make every token go on to the end, or stop at once, whatever it reads."""
+    K = model.config.ponder_steps
+    for module in deciders(model):
         torch.nn.init.zeros_(module.weight)
-        torch.nn.init.constant_(module.bias, 1e3 if want else -1e3)
-        if model.config.halting == 'mask': module.bias.data = torch.tensor([0.0] * model.config.ponder_steps + [1e3 if want else -1e3]).double()
-        if model.config.halting == 'mask' and not want: module.bias.data = torch.tensor([0.0] + [-1e3] * model.config.ponder_steps).double()
+        torch.nn.init.constant_(module.bias, 1e3 if go_on else -1e3)
+        if model.config.halting == 'mask':  # the likeliest number of thoughts: K or 0
+            bias = [0.0] * K + [1e3] if go_on else [0.0] + [-1e3] * K
+            module.bias.data = torch.tensor(bias).double()
     return model
 
 
@@ -39,129 +61,186 @@ def twin(model, **settings):
 def rows_of(model, call):
     """Rows (slots) that the last block computed during call()."""
     rows = []
-    hook = model.h[-1].register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[:2].numel()))
+    hook = model.h[-1].register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:2]))
     call()
     hook.remove()
-    return sum(rows)
+    return sum(shape.numel() for shape in rows)
 
 
-@pytest.mark.parametrize('mode', MODES)
+def read_token_by_token(model, idx, memory):
+    for token in idx.split(1, dim=1):
+        model.hidden(token, memory)
+
+
+@every_mode
 @pytest.mark.parametrize('depth_attn', [False, True])
-def test_open_is_the_fixed_model_and_shut_the_plain_one(mode, depth_attn, idx):
-    settings = {**MODES[mode], 'depth_attn': depth_attn, 'n_layer': 3, 'halt_tau': 1e-4}
-    model = make(**settings)
-    fixed = twin(model, **{k: v for k, v in settings.items() if not k.startswith('halt')})
-    plain = twin(model, embed_scale=model.config.embed_scale, depth_attn=depth_attn, n_layer=3)
-    for other, want, steps in ((fixed, 1, model.config.ponder_steps + 1), (plain, 0, 1)):
-        decide(model, want)
-        close(model(idx)[0], other(idx)[0], 1e-12)
-        # bit for bit, where keys have no more dimensions (mask) and the same order (not so in router and chain)
-        assert torch.equal(model(idx)[0], other(idx)[0]) or mode == 'mask' or (mode == 'router' and other is fixed)
-        assert (model.steps == steps).all()
-        close(model.head(model.hidden(idx, model.new_memory(13))), other(idx)[0])
-        assert (model.steps == steps).all()
+@pytest.mark.parametrize('go_on', [True, False])
+def test_open_is_the_fixed_model_and_shut_the_plain_one(mode, depth_attn, go_on, idx):
+    model = make_mode(mode, depth_attn=depth_attn, n_layer=3, halt_tau=1e-4)
+    shared = dict(depth_attn=depth_attn, n_layer=3, block_size=13)
+    if go_on:
+        fixed = {name: MODES[mode][name] for name in ('ponder', 'ponder_steps')}
+        other, passes = twin(model, **fixed, **shared), model.config.ponder_steps + 1
+    else:
+        other, passes = twin(model, embed_scale=model.config.embed_scale, **shared), 1
+
+    decide(model, go_on)
+    close(model(idx)[0], other(idx)[0], 1e-12)
+    # bit for bit, where keys have no more dimensions (mask) and the same order (router, chain: not)
+    if mode == 'gate' or (mode == 'router' and not go_on):
+        assert torch.equal(model(idx)[0], other(idx)[0])
+    assert (model.mechanism.passes == passes).all()
+    close(model.head(model.hidden(idx, model.new_memory(13))), other(idx)[0])
+    assert (model.mechanism.passes == passes).all()
 
 
-@pytest.mark.parametrize('mode, wrong', [('gate', 'keys move'), ('gate', 'readout moves'), ('mask', 'no fading'), ('router', 'all visible')])
+@pytest.mark.parametrize('mode, wrong', [
+    ('gate', 'keys move'),
+    ('gate', 'readout moves'),
+    ('mask', 'no fading'),
+    ('router', 'all visible'),
+])
 def test_wrong_variants_differ(mode, wrong):
-    model = make(**MODES[mode])
+    model = make_mode(mode)
     right = model(torch.tensor([TOKENS]))[0][0]
     close(naive.logits(model, TOKENS), right)
     differ(naive.logits(model, TOKENS, wrong=wrong), right)
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 def test_what_is_not_needed_is_not_computed(mode, idx):
-    model = make(**MODES[mode])
+    model = make_mode(mode)
     model(idx)
-    steps = model.steps
-    assert 1 < steps.double().mean() < model.config.ponder_steps + 1
-    if mode != 'mask':  # its prompt is read by iteration
+    passes = model.mechanism.passes
+    assert 1 < passes.double().mean() < model.config.ponder_steps + 1
+
+    for row in range(3):
+        one, needed = idx[row:row + 1], passes[row].sum()
+        if mode != 'mask':  # its prompt is read by iteration
+            memory = model.new_memory(13)
+            rows = rows_of(model, lambda: model.hidden(one, memory))
+            assert rows == needed == memory[0].held()
         memory = model.new_memory(13)
-        assert rows_of(model, lambda: model.hidden(idx[:1], memory)) == steps[0].sum() == memory[0].used.sum()
-    memory = model.new_memory(13)  # decoding: rows of the batch drop out one by one
-    assert rows_of(model, lambda: [model.hidden(part, memory) for part in idx.split(1, 1)]) == steps.sum() == memory[0].used.sum()
-    needed = memory[0].bytes() / (3 * memory[0].time.size(1)) * memory[0].used.max()
-    assert memory[0].bytes() <= 2 * 3 * needed  # buffers grow by doubling
+        rows = rows_of(model, lambda: read_token_by_token(model, one, memory))
+        assert rows == needed == memory[0].held() == memory[0].length
+        slot = memory[0].bytes() / memory[0].places
+        assert memory[0].bytes() <= 2 * needed * slot  # buffers grow by doubling
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
+def test_rows_that_read_together_wait_but_nobody_reads_what_fills_them_up(mode, idx):
+    """In a pass over a text a row that thinks less is filled up to the row that thinks most."""
+    model = make_mode(mode)
+    model(idx)
+    passes = model.mechanism.passes
+    memory = model.new_memory(13)
+    rows = rows_of(model, lambda: read_token_by_token(model, idx, memory))
+    assert memory[0].held() == passes.sum()
+    assert memory[0].length == passes.max(0).values.sum()
+    assert passes.sum() < rows == 3 * memory[0].length
+    row = memory[0].bytes() / memory[0].places
+    assert memory[0].bytes() <= 2 * memory[0].length * row
+
+
+@every_mode
 def test_stream_reports_the_passes_of_each_token(mode):
-    model = make(**MODES[mode])
+    model = make_mode(mode, block_size=18)
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
     new = list(model.stream(prompts, 12, temperature=0))
     for i, prompt in enumerate(prompts):
         text = prompt + [token[i].item() for token, _ in new]
         model(torch.tensor([text[:-1]]))
-        assert [passes[i].item() for _, passes in new] == model.steps[0, len(prompt) - 1:].tolist()
+        took = model.mechanism.passes[0, len(prompt) - 1:]
+        assert [passes[i].item() for _, passes in new] == took.tolist()
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 def test_rows_of_a_batch_do_not_wait_for_each_other(mode):
-    model = make(**MODES[mode])
+    model = make_mode(mode, block_size=15)
     prompts = torch.tensor([[3, 1, 4], [2, 7, 1], [8, 2, 8], [1, 8, 2]])
-    stream, rows = model.stream(prompts, 12, seed=0), []
-    taken = [next(stream)[1]]  # the prompt
-    model.h[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    taken = torch.stack(taken + [passes for _, passes in stream])[1:]                    # (11,B)
+    stream = model.stream(prompts, 12, seed=0)
+    next(stream)  # the prompt
+    rows = []
+    model.h[0].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    taken = torch.stack([passes for _, passes in stream])               # (11,B)
     assert sum(rows) == taken.sum(), "a pass computes only the rows that think"
-    assert len(rows) == taken.sum(0).max() < taken.max(1).values.sum(), "as many passes as the row that thought most needs"
+    longest_row, in_step = taken.sum(0).max(), taken.max(1).values.sum()
+    assert len(rows) == longest_row < in_step, "as many passes as the row that thought most needs"
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 def test_tau_decides_how_long_tokens_think(mode, idx):
-    model, means = make(**MODES[mode]), []
+    model = make_mode(mode)
+    means = []
     for tau in (0.0, 0.2, 0.4, 0.6, 1.1):
         model.config.halt_tau = tau
         model(idx)
-        means.append(model.steps.double().mean().item())
-    assert means == sorted(means, reverse=True) and means[0] == model.config.ponder_steps + 1 and means[-1] == 1
-    plain = twin(model, embed_scale=model.config.embed_scale, n_layer=model.config.n_layer)
-    if mode != 'mask': close(model(idx)[0], plain(idx)[0])  # there the one pass still shares its weight with the thoughts left out
+        means.append(model.mechanism.passes.double().mean().item())
+    assert means == sorted(means, reverse=True)
+    assert means[0] == model.config.ponder_steps + 1
+    assert means[-1] == 1
+    if mode != 'mask':  # there the one pass still shares its weight with the thoughts left out
+        c = model.config
+        plain = twin(model, embed_scale=c.embed_scale, n_layer=c.n_layer, block_size=13)
+        close(model(idx)[0], plain(idx)[0])
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('size', [40.0, 1e4])
 def test_saturated_decisions_keep_gradients_finite(mode, dtype, size, idx):
-    model = make(**{**MODES[mode], 'halt_tau': 1e-4, **({'jacobi_iters': 2} if mode == 'mask' else {})}).float().train()
-    for module in [gate[2] for gate in model.gates] if mode == 'gate' else [model.router]: module.weight.data *= size
-    with torch.autocast('cpu', dtype, enabled=dtype != torch.float32): loss = model(idx, targets(idx))[1]
+    few_sweeps = dict(jacobi_iters=2) if mode == 'mask' else {}
+    model = make_mode(mode, halt_tau=1e-4, **few_sweeps).float().train()
+    for module in deciders(model):
+        module.weight.data *= size
+    with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
+        loss = model(idx, targets(idx))[1]
     loss.backward()
-    assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 @pytest.mark.parametrize('autocast', [False, True])
 def test_bf16_decodes(mode, autocast, idx):
-    model = make(**MODES[mode])
-    model, memory = model.float() if autocast else model.bfloat16(), model.new_memory(13)
+    model = make_mode(mode)
+    model = model.float() if autocast else model.bfloat16()
+    memory = model.new_memory(13)
+    parts = []
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
-        parts = [model.head(model.hidden(part, memory)) for part in idx.split([5, 1, 1, 6], 1)]
+        for part in idx.split([5, 1, 1, 6], dim=1):
+            parts.append(model.head(model.hidden(part, memory)))
     logits = torch.cat(parts, 1)[..., :model.config.n_tokens]
-    assert logits.dtype == torch.bfloat16 and logits.isfinite().all() and memory[0].k[0].dtype == torch.bfloat16
+    assert logits.dtype == torch.bfloat16
+    assert logits.isfinite().all()
+    assert memory[0].k[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 def test_decisions_are_made_in_fp32_under_autocast(mode, idx):
-    model = make(**MODES[mode]).float()
-    module, h = model.gates[0] if mode == 'gate' else model.router, model.embed(idx)
-    with torch.autocast('cpu', torch.bfloat16): got = model.wide(module, h)
-    assert got.dtype == torch.float32 and torch.equal(got, module(h))
+    model = make_mode(mode).float()
+    module = model.mechanism.gates[0] if mode == 'gate' else model.mechanism.router
+    h = model.embed(idx)
+    with torch.autocast('cpu', torch.bfloat16):
+        got = decision(module, h)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, module(h))
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 def test_the_penalty_is_a_matter_of_training(mode, idx):
-    model = make(**MODES[mode], halt_lambda=0.5, halt_beta=1.0)
-    close(model(idx, targets(idx))[1], model.loss(model.hidden(idx), targets(idx)), 1e-12)
-    model.train().dense = True
-    assert model(idx, targets(idx))[1] > model.loss(model.hidden(idx), targets(idx)) + 1e-3
+    model = make_mode(mode, halt_lambda=0.5, halt_beta=1.0)
+    y = targets(idx)
+    close(model(idx, y)[1], model.loss(model.hidden(idx), y), 1e-12)
+    model.train()
+    model.mechanism.dense = True
+    assert model(idx, y)[1] > model.loss(model.hidden(idx), y) + 1e-3
     assert model(idx, torch.full_like(idx, -1))[1] == 0  # nothing counts
 
 
-@pytest.mark.parametrize('mode', MODES)
+@every_mode
 def test_a_model_can_be_copied_after_a_step(mode, idx):
-    model = make(**MODES[mode]).train()
+    model = make_mode(mode).train()
     model(idx, targets(idx))[1].backward()
     close(copy.deepcopy(model).eval()(idx)[0], model.eval()(idx)[0], 1e-15)
 
@@ -169,48 +248,63 @@ def test_a_model_can_be_copied_after_a_step(mode, idx):
 # AdaPonderLM
 
 def test_gates_let_nobody_halt_before_halt_start(idx):
-    model = make(**MODES['gate']).train()
-    model.progress = 0.39
+    model = make_mode('gate').train()
+    model.mechanism.progress = 0.39
     model(idx)
-    assert (model.steps == 4).all()
+    assert (model.mechanism.passes == 4).all()
     model.eval()(idx)  # outside of training they always do
-    assert (model.steps < 4).any()
-    model.train().progress = 0.41
+    assert (model.mechanism.passes < 4).any()
+    model.train()
+    model.mechanism.progress = 0.41
     model(idx)
-    assert (model.steps < 4).any()
+    assert (model.mechanism.passes < 4).any()
 
 
 def test_the_input_of_tokens_that_stopped_stays(idx):
-    model, inputs = make(**MODES['gate']), []
-    hook = model.h[0].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
+    model = make_mode('gate')
+    inputs = []
+    hook = model.h[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     model(idx)
     hook.remove()
-    for i in (1, 2, 3):  # m of (9) is 0 for those who had at most i passes: what (13) reads of them is frozen too
+    # m of (9) is 0 for those who had at most i passes: what (13) reads of them is frozen too
+    for i in (1, 2, 3):
         stays = (inputs[i] == inputs[i - 1]).all(-1)
-        assert torch.equal(stays, model.steps <= i) and stays.any()
+        assert torch.equal(stays, model.mechanism.passes <= i)
+        assert stays.any()
     assert not stays.all()
 
 
 def test_cross_entropy_moves_the_gates_of_those_alone_who_go_on(idx):
-    model = make(**MODES['gate']).train()
+    model = make_mode('gate').train()
     h = model.hidden(idx)
-    gates = list(model.trace)
+    gates = [state.s for _, state in model.mechanism.trace[:3]]
     grads = torch.autograd.grad(model.loss(h, targets(idx)), gates)
-    for i, (s, grad) in enumerate(zip(gates, grads)):
-        went_on = model.steps > i + 1
-        assert torch.equal(grad != 0, went_on) and went_on.any() and not went_on.all()
+    for i, grad in enumerate(grads):
+        went_on = model.mechanism.passes > i + 1
+        assert torch.equal(grad != 0, went_on)
+        assert went_on.any() and not went_on.all()
 
 
-def test_gate_penalty_is_the_mean_of_the_lowest_share(idx):
-    model = make(**MODES['gate'], halt_share=0.2, halt_lambda=0.5).train()
+@pytest.mark.parametrize('progress, share', [
+    (0.0, 0),
+    (0.4, 0),
+    (0.44, 0.1),
+    (0.48, 0.2),
+    (1.0, 0.2),
+])
+def test_gate_penalty_is_the_mean_of_the_lowest_share(progress, share, idx):
+    model = make_mode('gate', halt_share=0.2, halt_lambda=0.5).train()
+    model.mechanism.progress = progress
     y = targets(idx)
     y[0, :5] = -1
-    for progress, share in ((0.0, 0), (0.4, 0), (0.44, 0.1), (0.48, 0.2), (1.0, 0.2)):
-        model.progress = progress
-        loss, h = model(idx, y)[1], model.hidden(idx)
-        values = sorted(s.item() for gate in model.trace for s in gate[y >= 0])
-        lowest = values[:math.floor(share * len(values) + 1e-9)]
-        assert loss.item() == pytest.approx(model.loss(h, y).item() + (0.5 * sum(lowest) / len(lowest) if lowest else 0), abs=1e-12)
+    loss = model(idx, y)[1]
+    h = model.hidden(idx)
+    gates = torch.stack([state.s for _, state in model.mechanism.trace[:3]])  # (K,B,T)
+    values = sorted(gates[:, y >= 0].flatten().tolist())
+    assert len(values) == 3 * (3 * 13 - 5)
+    lowest = values[:math.floor(share * len(values) + 1e-9)]
+    penalty = 0.5 * sum(lowest) / len(lowest) if lowest else 0
+    assert loss.item() == pytest.approx(model.loss(h, y).item() + penalty, abs=1e-12)
 
 
 # PonderLM-3
@@ -218,17 +312,21 @@ def test_gate_penalty_is_the_mean_of_the_lowest_share(idx):
 @pytest.mark.parametrize('kv_heads', [1, 2, 4])
 def test_a_key_bias_is_one_more_dimension(kv_heads):
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 7, 6).double(), torch.randn(2, kv_heads, 7, 6).double(), torch.randn(2, kv_heads, 7, 6).double()
+    q = torch.randn(2, 4, 7, 6).double()
+    k = torch.randn(2, kv_heads, 7, 6).double()
+    v = torch.randn(2, kv_heads, 7, 6).double()
     bias = torch.randn(2, 7).double()
-    mask = torch.full((7, 7), -math.inf).triu(1).double() + bias[:, None, None, :]
+    causal = torch.full((7, 7), -math.inf).triu(1).double()
+    mask = causal + bias[:, None, None, :]
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    got = F.scaled_dot_product_attention(*with_key_bias(q, k, v, bias), is_causal=True, scale=6 ** -0.5, enable_gqa=True)
+    wider = with_key_bias(q, k, v, bias)
+    got = F.scaled_dot_product_attention(*wider, is_causal=True, scale=6 ** -0.5, enable_gqa=True)
     close(got[..., :6], want, 1e-14)
     assert not got[..., 6:].any()
 
 
 def test_too_few_iterations_differ_from_the_recursion(idx):
-    model = make(**MODES['mask'])
+    model = make_mode('mask')
     right = model(idx)[0]
     differ(model(idx, jacobi=0)[0], right)
     close(model(idx, jacobi=60)[0], right)
@@ -236,18 +334,30 @@ def test_too_few_iterations_differ_from_the_recursion(idx):
 
 @pytest.mark.parametrize('K, J', [(1, 0), (2, 0), (2, 1), (3, 3)])
 def test_a_cached_prompt_is_forward_at_the_same_number_of_iterations(K, J, idx):
-    """A thought that is cut in one sweep may come back in the next, as without a cache. What is cut in the last one is not kept."""
+    """
+    A thought that is cut in one sweep may come back in the next, as without a cache. What is cut in
+    the last one is not kept.
+    """
     for seed in range(12):
-        model = make(seed, **{**MODES['mask'], 'ponder_steps': K, 'jacobi_iters': J})
+        model = make_mode('mask', seed=seed, ponder_steps=K, jacobi_iters=J)
         memory = model.new_memory(13)
         close(model.head(model.hidden(idx, memory)), model(idx)[0])
-        cache, held = memory[0], torch.arange(memory[0].time.size(1)) < memory[0].used[:, None]
-        assert (cache.bias[held] >= math.log(0.3)).all() and (cache.time[held] < 13 * (K + 1)).all()
-        assert all((cache.time[row, :n].diff() > 0).all() for row, n in enumerate(cache.used))
+
+        cache = memory[0]
+        time, step, bias = (cache.labels[name] for name in ('time', 'step', 'bias'))
+        held = time < NEVER                                             # (B, places)
+        assert cache.held() == held.sum() > 3 * 13
+        assert (bias[held] >= math.log(0.3)).all()
+        assert (time[held] < 13).all() and (step[held] <= K).all()
+        for row in range(3):  # in order, and nothing between them
+            n = held[row].sum()
+            assert held[row, :n].all()
+            slot = time[row, :n] * (K + 1) + step[row, :n]
+            assert (slot.diff() > 0).all()
 
 
 def test_mask_training_fades_where_evaluation_cuts(idx):
-    model = make(**MODES['mask'])
+    model = make_mode('mask')
     cut, fading = model(idx)[0], model.train()(idx)[0]
     differ(fading, cut)
     model.config.halt_tau = 0.0
@@ -256,82 +366,118 @@ def test_mask_training_fades_where_evaluation_cuts(idx):
 
 
 def test_cutting_thoughts_that_nobody_needs_changes_nothing(idx):
-    """Thoughts whose w is 0 (two of four slots are left) may as well not exist; else what is cut costs more, the more is cut."""
-    model = make(**{**MODES['mask'], 'ponder_steps': 3, 'halt_tau': 1e-4})
-    model.router.bias.data = torch.tensor([0.0, 0.0, -1e3, -1e3]).double()
+    """Thoughts whose w is 0 (two of four slots are left) may as well not exist."""
+    model = make_mode('mask', ponder_steps=3, halt_tau=1e-4)
+    model.mechanism.router.bias.data = torch.tensor([0.0, 0.0, -1e3, -1e3]).double()
     whole = model.train()(idx)[0]
     close(model.eval()(idx)[0], whole)
-    assert (model.steps == 2).all()
-    model.router.bias.data.zero_()
-    model.router.weight.data *= 0.3
-    whole, errors = model.train()(idx)[0], []
-    for model.config.halt_tau in (1e-4, 0.15, 0.2, 0.25, 0.3, 0.4): errors.append((model.eval()(idx)[0] - whole)[..., :50].abs().mean().item())
-    assert errors == sorted(errors) and errors[0] < 1e-3 < errors[-1]
+    assert (model.mechanism.passes == 2).all()
 
 
-def test_mask_penalty_is_the_expected_number_of_thoughts(idx):
-    model = make(**MODES['mask'], halt_lambda=0.5).train()
+def test_the_more_is_cut_the_more_it_costs(idx):
+    model = make_mode('mask', ponder_steps=3)
+    model.mechanism.router.weight.data *= 0.3
+    whole = model.train()(idx)[0]
+    errors = []
+    for tau in (1e-4, 0.15, 0.2, 0.25, 0.3, 0.4):
+        model.config.halt_tau = tau
+        error = model.eval()(idx)[0] - whole
+        errors.append(error[..., :50].abs().mean().item())
+    assert errors == sorted(errors)
+    assert errors[0] < 1e-3 < errors[-1]
+
+
+@pytest.mark.parametrize('progress, ramp', [
+    (0.4, 0),
+    (0.44, 0.5),
+    (0.48, 1),
+    (1, 1),
+])
+def test_mask_penalty_is_the_expected_number_of_thoughts(progress, ramp, idx):
+    model = make_mode('mask', halt_lambda=0.5, jacobi_iters=2).train()
+    model.mechanism.progress = progress
     y = targets(idx)
     y[0, :5] = -1
-    for progress, ramp in ((0.4, 0), (0.44, 0.5), (0.48, 1), (1, 1)):
-        model.progress = progress
-        loss, h = model(idx, y)[1], model.hidden(idx)
-        need = model.trace[0]
-        assert need.sum(-1).allclose(torch.ones(3, 13).double())
-        expected = sum(k * need[..., k] for k in range(3))[y >= 0].mean()
-        assert loss.item() == pytest.approx(model.loss(h, y).item() + 0.5 * ramp * expected.item(), abs=1e-12)
+    loss = model(idx, y)[1]
+    h = model.hidden(idx)
+    [need] = model.mechanism.trace                                      # (B,T,K+1)
+    assert need.sum(-1).allclose(torch.ones(3, 13).double())
+    expected = sum(k * need[..., k] for k in range(3))[y >= 0].mean()
+    want = model.loss(h, y).item() + 0.5 * ramp * expected.item()
+    assert loss.item() == pytest.approx(want, abs=1e-12)
 
 
 # Adaptive Latent CoT
 
 def test_skipping_rows_in_training_changes_nothing(idx):
-    model, results = make(**MODES['router'], depth_attn=True).train(), []
-    for model.dense in (False, True):
+    model = make_mode('router', depth_attn=True).train()
+    results = []
+    for model.mechanism.dense in (False, True):
         model.zero_grad()
         loss = model(idx, targets(idx))[1]
         loss.backward()
         results.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*results): close(a, b, 1e-12)
-    model.dense = False
+    for a, b in zip(*results):
+        close(a, b, 1e-12)
+
+    model.mechanism.dense = False
     computed = rows_of(model, lambda: model(idx))
-    padded = sum(3 * (model.steps > k).sum(1).max().item() for k in range(4))
-    assert computed == padded < rows_of(model, lambda: setattr(model, 'dense', True) or model(idx))
+    passes = model.mechanism.passes
+    padded = sum(3 * (passes > k).sum(1).max().item() for k in range(4))
+    model.mechanism.dense = True
+    assert computed == padded < rows_of(model, lambda: model(idx))
 
 
 def test_router_penalty_by_hand(idx):
-    model = make(**MODES['router'], halt_lambda=0.5, halt_beta=2.0).train()
-    model.dense = True
+    model = make_mode('router', halt_lambda=0.5, halt_beta=2.0).train()
+    model.mechanism.dense = True
     y = targets(idx)
     y[0, :5] = -1
-    loss, h = model(idx, y)[1], model.hidden(idx)
+    loss = model(idx, y)[1]
+    h = model.hidden(idx)
+    passes = model.mechanism.passes
     total = 0.0
-    for k, (active, z, g) in enumerate(model.trace):
-        p = model.head(z).softmax(-1)
+    for k, (_, state) in enumerate(model.mechanism.trace[:3]):
+        p = model.head(state.x).softmax(-1)                             # (B,T,V)
         for b in range(3):
             for t in range(13):
-                if y[b, t] >= 0 and model.steps[b, t] > k: total += (g[b, t] * p[b, t, y[b, t]] ** 2).item()
-    assert loss.item() == pytest.approx(model.loss(h, y).item() + 0.5 * total / (3 * 13 - 5), abs=1e-6)
+                if y[b, t] >= 0 and passes[b, t] > k:
+                    total += (state.g[b, t] * p[b, t, y[b, t]] ** 2).item()
+    want = model.loss(h, y).item() + 0.5 * total / (3 * 13 - 5)
+    assert loss.item() == pytest.approx(want, abs=1e-6)
 
 
 def test_router_gradients_of_those_who_stopped(idx):
-    model = make(**MODES['router']).train()
-    model.dense = True
+    model = make_mode('router').train()
+    mechanism = model.mechanism
+    mechanism.dense = True
     h = model.hidden(idx)
-    trace, steps = list(model.trace), model.steps
-    wanted = [g for _, _, g in trace]
-    by_loss = torch.autograd.grad(model.loss(h, targets(idx)), wanted, retain_graph=True)
-    by_penalty = torch.autograd.grad(penalty(model, targets(idx)), wanted + [model.lm_head.weight], allow_unused=True, retain_graph=True)
-    for k, (loss_grad, penalty_grad) in enumerate(zip(by_loss, by_penalty)):
-        assert torch.equal(loss_grad != 0, steps > k + 1)            # a decision to stop is not revised by cross-entropy
-        assert (penalty_grad > 0).equal(steps > k)                   # going on has its price, until the step that was the last
-    assert by_penalty[-1] is None                                    # the right token's probability is a constant
+    wanted = [state.g for _, state in mechanism.trace[:3]]
+    loss = model.loss(h, targets(idx))
+    penalty = mechanism.penalty(model, targets(idx), mechanism.trace)
+    by_loss = torch.autograd.grad(loss, wanted, retain_graph=True)
+    *by_penalty, by_penalty_of_head = torch.autograd.grad(
+        penalty, [*wanted, model.lm_head.weight], allow_unused=True, retain_graph=True)
+    for k in range(3):
+        # a decision to stop is not revised by cross-entropy
+        assert torch.equal(by_loss[k] != 0, mechanism.passes > k + 1)
+        # going on has its price, until the step that was the last
+        assert torch.equal(by_penalty[k] > 0, mechanism.passes > k)
+    assert by_penalty_of_head is None  # the right token's probability is a constant
 
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(halting='gate'), ["halting='gate'", "ponder='none'", "ponder='embedding'"]), (dict(ponder='loop', halting='router'), ["ponder='chain'"]),
-    (dict(halting='stop'), ["'stop'", "'gate'", "'router'"]), (dict(ponder='chain', halting='router', halt_tau=-1), ['halt_tau']),
-    (dict(ponder='embedding', halting='gate', halt_start=0.5, halt_full=0.4), ['halt_start=0.5', 'halt_full=0.4']),
-    (dict(ponder='embedding', halting='gate', halt_start=0.4, halt_full=0.4), ['halt_start=0.4'])])
+    (dict(halting='gate'), ["halting='gate'", "ponder='none'", "ponder='embedding'"]),
+    (dict(ponder='loop', halting='router'), ["ponder='chain'"]),
+    (dict(halting='stop'), ["'stop'", "'gate'", "'router'"]),
+    (dict(ponder='chain', halting='router', halt_tau=-1), ['halt_tau']),
+    (dict(ponder='embedding', halting='gate', halt_start=0.5, halt_full=0.4),
+     ['halt_start=0.5', 'halt_full=0.4']),
+    (dict(ponder='embedding', halting='gate', halt_start=0.4, halt_full=0.4),
+     ['halt_start=0.4']),
+])
 def test_impossible_settings_name_what_to_change(settings, words):
-    with pytest.raises(ValueError) as error: GPTConfig(**settings)
-    for word in words: assert word in str(error.value)
+    with pytest.raises(ValueError) as error:
+        GPTConfig(**settings)
+    for word in words:
+        assert word in str(error.value)

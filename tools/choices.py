@@ -25,7 +25,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import check_range
 from engine.errors import UserError, run
 from engine.shards import Windows, read_meta
-from model import HALTING
 from sample import open_one
 
 
@@ -99,13 +98,14 @@ def obedient(model):
     model = copy.deepcopy(model)
     model.config.halt_tau = 1e-37
     deal = Deal(floor=-80 / model.config.ponder_steps)  # e^-80 = 2e-35: no token stops by itself
+    mechanism = model.mechanism
     if model.config.halting == 'mask':
-        model.router = ToldAtOnce(model.router, deal)
+        mechanism.router = ToldAtOnce(mechanism.router, deal)
     elif model.config.halting == 'gate':
-        model.gates = nn.ModuleList(Told(gate, deal) for gate in model.gates)
+        mechanism.gates = nn.ModuleList(Told(gate, deal) for gate in mechanism.gates)
     else:
-        model.router = Told(model.router, deal)
-        model.dense = True
+        mechanism.router = Told(mechanism.router, deal)
+        mechanism.dense = True
     return model, deal
 
 
@@ -123,7 +123,7 @@ def nats(model, rows, deal=None, passes=None):
             deal.taken = 0
         _, loss = model(batch[:, :-1], batch[:, 1:])
         losses += [loss.item()] * len(batch)
-        taken.append(model.steps)
+        taken.append(model.mechanism.passes)
     return statistics.mean(losses), torch.cat(taken)
 
 
@@ -169,7 +169,7 @@ def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__.strip(), ChoiceSettings,
                                              "python tools/choices.py out/halting_router")
     config = model.config
-    if model.mechanism not in HALTING.values():
+    if not model.mechanism.halts:
         raise UserError(f"this model has halting={config.halting!r} and "
                         f"ponder_steps={config.ponder_steps}: name one that halts")
     device = model.wte.weight.device

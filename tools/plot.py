@@ -29,10 +29,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, read
-from engine.checkpoint import change_steps, whole
+from engine.checkpoint import change_steps
 from engine.errors import UserError, run
+from engine.files import whole
 from engine.hardware import pick_device
-from model import HALTING
 from sample import encode_prompt, load_model
 from tools.curves import X, curves, final, new_figure
 from tools.evaluate import token_arrays
@@ -81,7 +81,7 @@ def per_token(model, tokens):
         window = tokens[first:first + T + 1].to(model.wte.weight.device)
         logits, _ = model(window[None, :-1])  # (1,T,V)
         losses.append(F.cross_entropy(logits[0].float(), window[1:], reduction='none'))
-        steps.append(model.steps)
+        steps.append(model.mechanism.passes)
     losses = torch.cat(losses).cpu()
     if steps[0] is None:
         return losses, None
@@ -129,7 +129,7 @@ def ponder(model, tokens, tokenizer, s):
         raise UserError(f"ponder={config.ponder!r}: name a model that ponders, without halting")
     trained = config.ponder_steps
     most = 2 * trained if s.max_steps is None else s.max_steps
-    change_steps(config, most)  # UserError if it has no weights for that
+    change_steps(model, most)  # UserError if it has no weights for that
     counts = range(most + 1)
     losses = []
     for count in counts:
@@ -216,7 +216,7 @@ def draw(kind, paths, s):
         return RUNS[kind](paths, s)
     path = paths[0]
     model, tokenizer, settings = load_model(path, pick_device(s.device))
-    if kind in ('steps', 'text') and model.mechanism not in HALTING.values():
+    if kind in ('steps', 'text') and not model.mechanism.halts:
         raise UserError(f"{path} has halting={model.config.halting!r}, "
                         f"ponder_steps={model.config.ponder_steps}: name one that halts")
     tokens = read_text(settings, tokenizer, s)
