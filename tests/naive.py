@@ -263,7 +263,7 @@ def chain(gpt, x, t):
 
 
 def loop(gpt, x, t):
-    """All blocks K + 1 times, the final norm once; for Depth-Attention earlier loops are sources."""
+    """All blocks K + 1 times, the final norm once. Depth-Attention: earlier loops are sources."""
     earlier = []
     for stack in gpt.stacks:
         x = stack.read(x, t, earlier=earlier)
