@@ -31,7 +31,8 @@ def probability_of(head, h, targets, vocab_size):
     """head(h).float().softmax(-1) at targets (..), for h (..,C), head: (n,C) -> (n,V). No grad."""
     n = max(1, LOGITS_AT_ONCE // vocab_size)
     parts = []
-    for rows, wanted in zip(h.reshape(-1, h.size(-1)).split(n), targets.reshape(-1, 1).split(n)):
+    all_rows = h.detach().reshape(-1, h.size(-1))
+    for rows, wanted in zip(all_rows.split(n), targets.reshape(-1, 1).split(n)):
         parts.append(head(rows).float().softmax(-1).gather(1, wanted))
     return torch.cat(parts).view(targets.shape)
 

@@ -217,7 +217,7 @@ def tensors(x):
 
 
 def forbid(owner, name, by_way_of=None):
-    """A patch: while it lasts, calling owner.name is answered with NotYet. by_way_of: patch that."""
+    """A patch: while it lasts, calling owner.name is NotYet; by_way_of: of what it is made."""
     def stop(*args, **options):
         raise NotYet(f"{name}() is what you are to write yourself: use its parts instead")
     return patch.object(owner, by_way_of or name, stop)

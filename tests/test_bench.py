@@ -155,7 +155,7 @@ def test_drawn_decisions_take_the_wished_depth(halting):
     model = bench_halting.drawn(config, 2.0, torch.device('cpu')).eval()
     with torch.no_grad():
         model(torch.randint(64, (8, 512)))
-    assert model.steps.double().mean().item() == pytest.approx(2, abs=0.1)
+    assert model.mechanism.passes.double().mean().item() == pytest.approx(2, abs=0.1)
 
 
 def test_halting_lines(capsys):

@@ -16,7 +16,7 @@ from test_promises import differ, targets
 from engine.attention import with_key_bias
 from engine.slots import NEVER
 from model import GPTConfig
-from model import decide as decision
+from model import in_fp32
 
 MODES = {
     'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
@@ -222,7 +222,7 @@ def test_decisions_are_made_in_fp32_under_autocast(mode, idx):
     module = model.mechanism.gates[0] if mode == 'gate' else model.mechanism.router
     h = model.embed(idx)
     with torch.autocast('cpu', torch.bfloat16):
-        got = decision(module, h)
+        got = in_fp32(module, h)
     assert got.dtype == torch.float32
     assert torch.equal(got, module(h))
 

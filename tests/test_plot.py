@@ -213,7 +213,7 @@ def halting(monkeypatch):
 
     def counted(self, idx, *args, **options):
         h = hidden(self, idx, *args, **options)
-        self.steps = idx % 3 + 1
+        self.mechanism.passes = idx % 3 + 1
         return h
     monkeypatch.setattr(GPT, 'hidden', counted)
     return model

@@ -348,7 +348,7 @@ def test_the_library_lines_run(tmp_path):
     assert names['tokens'].shape == (1, 12)
     assert names['h'].shape == (1, 9, 32)
     assert names['loss'].isfinite()
-    assert names['model'].steps.shape == (1, 9)
+    assert names['passes'].shape == (1, 9)
 
 
 # ---- the code

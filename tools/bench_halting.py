@@ -100,7 +100,8 @@ def drawn(config, depth, device):
 
 def make_models(setup, halting, **settings):
     """{'fixed': the model that always takes all passes, mean depth: one that halts, ..}."""
-    all_passes = {**setup.given, 'ponder': MODES[halting], 'ponder_steps': PASSES - 1}
+    all_passes = {**setup.given, 'ponder': MODES[halting], 'ponder_steps': PASSES - 1,
+                  'halting': 'none'}  # whatever a config file says
     models = {'fixed': GPT(build(GPTConfig, all_passes)).to(setup.device)}
     config = build(GPTConfig, {**all_passes, 'halting': halting, **settings})
     for depth in setup.own.depths.split(','):
