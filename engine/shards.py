@@ -18,7 +18,6 @@ import numpy as np
 import tiktoken
 
 from engine.errors import UserError
-from engine.files import alone, on_disk  # noqa: F401 (for who imports them from here)
 
 MAGIC = 20240520
 VERSION = 1
@@ -38,14 +37,6 @@ KNOWN = {
     'fineweb': 'fineweb',
     'fineweb-edu': 'fineweb-edu',
 }
-
-
-def __getattr__(name):
-    """For who imports Windows from here: engine/windows.py loads torch, this file does not."""
-    if name != 'Windows':
-        raise AttributeError(name)
-    from engine.windows import Windows
-    return Windows
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ import torch.nn as nn
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import check_range
 from engine.errors import UserError, run
-from engine.shards import Windows, read_meta
+from engine.shards import read_meta
+from engine.windows import Windows
 from sample import open_one
 
 
