@@ -2,15 +2,16 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file.
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
-QK-norm, grouped-query attention, SwiGLU, no biases. It has three parts, and every mechanism is a
-way to use the second:
+QK-norm, grouped-query attention, SwiGLU, no biases. It has three parts. Depth-Attention works
+inside the second; every other mechanism is a way to use it:
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C)
     z = gpt.head(h)             hidden states         -> logits (B,T,V)
 
-Read from top to bottom. After part 2 you have read a complete, ordinary GPT; it names three things
-that come later, and a plain model uses none of them: depth_attention, PONDER and HALTING.
+Read from top to bottom. After part 2 you have read a complete, ordinary GPT. It names some things
+that come later: depth_attention, which does nothing in a plain model, PONDER and HALTING, and
+new_mechanism, which for a plain model makes a `Plain`: one call of the trunk.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Attention, MLP, Block, GPT
@@ -19,8 +20,8 @@ that come later, and a plain model uses none of them: depth_attention, PONDER an
     5  halting              each token takes as many of these passes as it needs
 
 What comes from engine/ makes it fast, or gives the same result when a text is read in pieces as
-when it is read at once. Nothing there is an idea of its own: each function says which plain PyTorch
-it equals.
+when it is read at once: each function says which plain PyTorch it equals. Who may read whose keys
+is said here by the papers' equations, and kept by the classes of engine/memory.py.
 
     B batch   T tokens   S slots (tokens, or tokens and their thoughts)   C n_embd   V vocab_size
     nh query heads   nkv key/value heads   hd head dimension   K ponder_steps
@@ -64,7 +65,7 @@ class GPTConfig:
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
     tie_embeddings: bool = False         # one table for the embedding and the output head
-    embed_scale: Optional[float] = None  # factor on embeddings (None: as the mode's paper has it)
+    embed_scale: Optional[float] = None  # factor on embeddings (None: as in the paper of the mode)
     init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(0.4 / n_embd))
     dropout: float = 0.0                 # on embeddings, attention weights and both branches
 
@@ -83,9 +84,9 @@ class GPTConfig:
     halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain
     halt_tau: float = 1e-4               # below this probability a step is not taken
     halt_lambda: Optional[float] = None  # weight of the loss term for fewer steps (None: default)
-    halt_start: float = 0.4              # gate, mask: share of the run at which that term sets in
-    halt_full: float = 0.48              # gate, mask: share from which it has its full weight
-    halt_share: float = 0.1              # gate: the term averages the lowest gates, this share
+    halt_start: float = 0.4              # gate, mask: share of the run at which that term starts
+    halt_full: float = 0.48              # gate, mask: share of the run from which it counts in full
+    halt_share: float = 0.1              # gate: the term averages at most this share, the lowest
     halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
 
     def __post_init__(self):
@@ -169,7 +170,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, sources, memory, mask):
         """
-        x (B,S,C) -> y (B,S,C), and this layer's keys and values for the layers above.
+        x (B,S,C) -> y (B,S,C), and this layer's keys and (mixed) values for the layers above.
         rope       cos and sin of all positions
         sources    for Depth-Attention: (keys, values) of earlier layers. Plain: an empty list
         memory     holds what there is to read, such as a cache. Plain: only this pass's k and v
@@ -239,7 +240,7 @@ class GPT(nn.Module):
         self.static_caches = False              # engine/hardware.py: caches for compiled decoding
 
     def init_weights(self):
-        """Normal matrices; pondering models, as GPT-2, begin with small residual branches."""
+        """Normal matrices; pondering models, like GPT-2, begin with small residual branches."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
@@ -274,13 +275,14 @@ class GPT(nn.Module):
     def hidden(self, idx, memory=None, jacobi=None):
         """
         Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens.
-        memory     caches from `new_memory`: these tokens follow those that the caches hold
+        memory     a list, with what each pass may read. Caches from `new_memory`: these tokens
+                   follow those that the caches hold. None: they are the whole text
         jacobi     only 'latent' and 'mask' read it: their R (None: config.jacobi_iters)
         """
         if memory is None:
             memory = no_caches(self.mechanism, self.config.n_layer)
         self.mechanism.jacobi = self.config.jacobi_iters if jacobi is None else jacobi
-        pos = memory.begin(*idx.shape, idx.device)                      # (T,): 0, 1, .. T - 1
+        pos = memory.begin(*idx.shape, idx.device)      # (T,): from 0, or on from what caches hold
         x = self.embed(idx)
         return self.mechanism(self, x, pos, memory)  # Plain: self.trunk(x, pos, memory[0])
 
@@ -298,9 +300,9 @@ class GPT(nn.Module):
     def blocks(self, x, pos, memory=None, layers=None, earlier=None):
         """
         The trunk without the final norm.
-        layers     the blocks to run (None: all)
-        earlier    of Loop: for each layer the (keys, values) of the loops before, as more sources
-                   for Depth-Attention; those of this loop are added
+        layers     the blocks to run (None: all), for mechanisms that repeat only some of them
+        earlier    only Loop passes it: for each layer the list of (keys, values) that it made in
+                   the loops before, as more sources for Depth-Attention; this loop appends its own
         """
         if memory is None:
             memory = CausalMemory()
@@ -332,7 +334,7 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets):
-        """F.cross_entropy(head(h), targets), without ever holding all logits: a scalar."""
+        """F.cross_entropy(head(h), targets) over targets >= 0, without ever holding all logits."""
         rows, weight = h.reshape(-1, h.size(-1)), self.lm_head.weight
         return chunked_cross_entropy(rows, weight, targets.reshape(-1), self.config.n_tokens)
 
@@ -370,16 +372,17 @@ class GPT(nn.Module):
 #     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j     earlier ones mixed already   (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)           keys stay as they are        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s = n_layer / 2 (GPTConfig.sources).
+# S(l) is every layer below l that is a multiple of the stride s, by default n_layer / 2, see
+# GPTConfig.sources.
 # Layer 0 has no source. q and k are those of sequence attention, after norm and rotation: at one
 # position both are turned alike, so the rotation cancels.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter. The
 # cache stores v~ in the place of v, so it does not grow.
-# Unlike in the authors' code keys are normed before they are rotated (the paper's order), not
+# Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
 # after, so that weights depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
-# counts them down from each layer.
+# counts back from each layer.
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -395,8 +398,9 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     keys = [k_j for k_j, _ in sources] + [k]
     if q.size(1) != k.size(1):
         q = q.unflatten(1, (k.size(1), -1)).mean(2)                 # (B, nkv, S, hd)
-    if k.size(2) == 1 and not torch.compiler.is_compiling():  # one slot: its layers are a sequence,
-        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2))  # all of which it reads
+    if k.size(2) == 1 and not torch.compiler.is_compiling():
+        # a single slot: the layers are a sequence, and one query reads all of it
+        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2))
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = [(q * k_j).sum(-1, keepdim=True, dtype=dtype) for k_j in keys]
@@ -415,11 +419,12 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk, has the weights that it adds, its term of the loss, and its cost.
+    gpt.trunk, and holds its own weights, its term of the loss and its cost. The code counts passes
+    k from 0 to K.
     """
     memory = CausalMemory   # what a pass may read in training and evaluation: engine/memory.py
     cache = KVCache         # the same in generation
-    one_cache = False       # False: each pass has its own. True: one for all, K + 1 slots per token
+    one_cache = False       # False: each pass has its own. True: one, up to K + 1 slots per token
     halts = False           # whether tokens stop by themselves
     settings = ('ponder_steps',)  # what it reads of GPTConfig, beside the shape
 
@@ -439,8 +444,8 @@ class Mechanism(nn.Module):
     @staticmethod
     def embed_scale(C):
         """
-        The default of GPTConfig.embed_scale. Here scaled embeddings begin with RMS 1, as hidden
-        states have it: sqrt(2.5 C) times an init_std of sqrt(0.4 / C).
+        The default of GPTConfig.embed_scale. Here scaled embeddings begin with RMS 1, like hidden
+        states: sqrt(2.5 C) times an init_std of sqrt(0.4 / C).
         """
         return math.sqrt(2.5 * C)
 
@@ -455,16 +460,22 @@ class Mechanism(nn.Module):
         """What training adds to the loss; targets (B,T) as in GPT.forward."""
         return 0.0
 
-    def cost(self, gpt, sweeps):
-        """A Cost, see engine/flops.py; sweeps: Jacobi iterations, perhaps on average."""
+    def cost(self, gpt, R):
+        """
+        A Cost, in multiply-adds (FLOPs are twice that), with all passes taken: engine/flops.py.
+        R: as in Latent, perhaps a mean.
+        """
         return Cost([Pass()] * (self.steps + 1))
 
     def can_take(self, steps):
-        """Whether a trained model has the weights that so many steps need."""
+        """
+        Whether a trained model has the weights for that many steps: sample.py --ponder_steps. One
+        with halting and no steps has none for more.
+        """
         return self.config.halting == 'none' or steps == 0
 
     def init_weights(self):
-        """Its own weights that begin otherwise than GPT.init_weights has it."""
+        """Overrides the initial values of its own weights, where GPT.init_weights is not right."""
 
 
 class Plain(Mechanism):
@@ -491,9 +502,9 @@ class Embedding(Mechanism):
         logits  = head(trunk(E_K))              the loss reads the last pass only
 
     Cost: K + 1 passes, and per step 4 V C more FLOPs forward: the head, and a matmul to mix.
-    Unlike in the authors' code the softmax is fp32, padding in the vocabulary gets no mass, and the
-    input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
-    mixed, as in their code; the paper's text has the 100 likeliest (ponder_topk).
+    Unlike in the authors' code, the softmax is fp32, padding in the vocabulary gets no mass, and
+    the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
+    mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
     """
     settings = ('ponder_steps', 'ponder_topk')
 
@@ -507,7 +518,7 @@ class Embedding(Mechanism):
             x = x + mixture(gpt, h)
         return gpt.trunk(x, pos, memory[-1])
 
-    def cost(self, gpt, sweeps):
+    def cost(self, gpt, R):
         mixed_rows = self.config.ponder_topk or self.config.vocab_size
         mixing = gpt.lm_head.weight.numel() + mixed_rows * self.config.n_embd
         return Cost([Pass()] * (self.steps + 1), recomputed=self.steps * mixing)
@@ -523,16 +534,16 @@ def mean_embedding(gpt, h):
     config, table = gpt.config, gpt.wte.weight
     logits = gpt.head(h)                                                # (n,V)
     if config.ponder_topk is None:
-        p = wide(logits).softmax(-1).to(logits.dtype)
+        p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
         return p @ table.to(p.dtype) * config.embed_scale  # scaled last: the table is far larger
-    top = wide(logits).topk(config.ponder_topk, -1)
+    top = at_least_fp32(logits).topk(config.ponder_topk, -1)
     p = top.values.softmax(-1).to(table.dtype)
     mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
     return mean * config.embed_scale
 
 
-def wide(x):
-    """x in fp32, or in float64 if it is."""
+def at_least_fp32(x):
+    """x in fp32, or in float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -549,16 +560,16 @@ class Latent(Mechanism):
     Training solves this by Jacobi iteration: guess all thoughts, run the trunk over all slots, take
     what comes out as the next guess. For K = 2:
 
-        sweep 0     x_t                     guesses z_1
-        sweep 1     x_t  z_1                renews z_1, guesses z_2
-        sweep 2     x_t  z_1  z_2           renews both, R times
-        the last    x_t  z_1  z_2           the output, at the slot of z_2
+        sweep 0             x_t                 guesses z_1
+        sweep 1             x_t  z_1            renews z_1, guesses z_2
+        sweeps 2 .. R + 1   x_t  z_1  z_2       renew both
+        the last            x_t  z_1  z_2       gives the output, at the slot of z_2
 
     z_{t,k} is exact after t K + k sweeps.
 
     Cost: K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the keys; in
-    decoding K + 1 passes of one slot. Unlike in the authors' code R is drawn for each optimizer
-    step, not for each forward; and a prompt can be read exactly (`exact` in GPT.stream).
+    decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each optimizer
+    step, not for each forward; and a prompt can be read exactly (`exact` in engine/generate.py).
     """
     one_cache = True
     settings = ('ponder_steps', 'jacobi_iters')
@@ -582,27 +593,29 @@ class Latent(Mechanism):
 
     def sweep(self, gpt, slots, pos, memory, bias=None):
         """
-        A pass over x_0 z_0 .. x_1 z_1 ..: slots [(B,T,C)] * n -> the hidden states of each.
+        A pass over n slots of each token, x_0 z_{0,1} .. x_1 z_{1,1} ..: [(B,T,C)] * n -> the
+        hidden states of each.
         bias (B, T n): added to all scores against these slots, in every layer.
         """
         n = len(slots)
         x = torch.stack(slots, dim=2).flatten(1, 2)                     # (B, T n, C)
-        memory.rewind(n)  # what the sweep before left behind was a guess
+        memory.rewind(n)  # n slots per token follow; what the sweep before left was a guess
         if bias is not None:
             memory.add_bias(bias)
         h = gpt.trunk(x, pos.repeat_interleave(n), memory)
         return h.unflatten(1, (-1, n)).unbind(2)                        # n times (B,T,C)
 
-    def cost(self, gpt, sweeps):
+    def cost(self, gpt, R):
         K = self.steps
-        passes = [Pass(slots=n, keys=n) for n in range(1, K + 1)]
-        last = sweeps + 1 if K > 0 else 1
-        return Cost(passes + [Pass(slots=(K + 1) * last, keys=K + 1)])
+        first = [Pass(slots=n, keys=n) for n in range(1, K + 1)]
+        whole_sweeps = R + 1 if K > 0 else 1
+        return Cost(first + [Pass(slots=(K + 1) * whole_sweeps, keys=K + 1)])
 
 
 class Chain(Mechanism):
     """
-    Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), fixed length
+    Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), its arm of
+    fixed length; Router is the adaptive one. The paper counts k from 1.
 
         z_t^(1)   = trunk at slot (t, 1), read from the token's embedding
         z_t^(k+1) = trunk at slot (t, k+1), read from z_t^(k)                         k = 1 .. K
@@ -621,11 +634,11 @@ class Chain(Mechanism):
         memory = memory[0]
         everyone = Everyone(real_tokens(x, pos, memory))  # all tokens, but not the padding
         for k in range(self.steps + 1):
-            memory = memory.open(everyone, pos, k)  # this pass reads passes up to k
+            memory = memory.open(everyone, pos, k)  # for this pass: it reads passes up to k
             x = gpt.trunk(x, pos, memory)
         return x
 
-    def cost(self, gpt, sweeps):
+    def cost(self, gpt, R):
         return Cost([Pass(keys=k + 1) for k in range(self.steps + 1)])
 
 
@@ -669,7 +682,7 @@ class Pause(Mechanism):
         h = gpt.trunk(x, pos.repeat_interleave(n), memory[0])
         return h[:, n - 1::n]                                           # (B,T,C)
 
-    def cost(self, gpt, sweeps):
+    def cost(self, gpt, R):
         return Cost([Pass(slots=self.steps + 1, keys=self.steps + 1)])
 
     def can_take(self, steps):
@@ -686,7 +699,7 @@ PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'chain': Chai
 
 @dataclass
 class Thinking:
-    """What a token carries from pass to pass: (B,T,..), or (B,n,..) of the n that take this one."""
+    """What tokens carry from pass to pass: (B,T,..), or (B,n,..) of the n that take this pass."""
     x: torch.Tensor         # (B,T,C)  the input of its next pass
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
@@ -694,19 +707,19 @@ class Thinking:
 
 class Halting(Mechanism):
     """
-    A mechanism whose tokens stop by themselves. A paper says how they begin, what one pass does,
-    and what training adds to the loss; the loop is the same for all.
+    A mechanism whose tokens stop by themselves. A subclass says how they begin, what one pass does,
+    and what training adds to the loss; the loop is here. (Mask runs it only when it decodes.)
     """
     one_cache = True
     halts = True
-    skips = False           # whether in training, too, tokens that stopped are not computed
+    skips = False           # True: tokens that stopped are skipped in training, too
     needs = None            # the setting of `ponder`
     default_lambda = None   # of halt_lambda
 
     def __init__(self, config):
         super().__init__(config)
-        self.dense = False  # True: compute tokens that stopped too, so that no shape varies
-        self.trace = []     # what `penalty` needs: (slots, state) of each pass over the last text
+        self.dense = False  # True: skip none, so that no shape varies (a cache skips all the same)
+        self.trace = []     # what `penalty` needs: (slots, new state) of each pass over a text
 
     def start(self, x, go_on):
         """The state before the first pass, of embeddings x (B,T,C); go_on (B,T): who takes it."""
@@ -714,8 +727,8 @@ class Halting(Mechanism):
 
     def step(self, gpt, state, k, pos, memory):
         """
-        Pass k of the tokens in `state`: their new state. k counts from 0. Over a text it is one
-        number; in generation rows of a batch are at different passes: (B,1).
+        Pass k of the tokens in `state`: their new state. k is a number for the loop below. Where
+        rows of a batch write ahead of each other (engine/generate.py), it is a tensor (B,1).
         """
         raise NotImplementedError
 
@@ -734,12 +747,12 @@ class Halting(Mechanism):
             if leave_out and not state.go_on.any():
                 break
             self.passes = self.passes + state.go_on
-            slots = choose(state.go_on, leave_out)                      # who takes pass k
-            memory = memory.open(slots, pos, k)                         # what this pass may read
+            slots = choose(state.go_on, leave_out)      # who takes pass k (or all, to no effect)
+            memory = memory.open(slots, pos, k)         # what this pass may read
             new = self.step(gpt, slots.take(state), k, slots.take(pos), memory)
-            state = slots.put(state, new)                               # the others do not change
+            state = slots.put(state, new)               # only where state.go_on
             if not memory.cached:
-                self.trace.append((slots, replace(new, out=None)))      # nobody asks for `out`
+                self.trace.append((slots, replace(new, out=None)))  # without `out`, to save memory
         return state.out.to(x.dtype)
 
     def extra_loss(self, gpt, targets):
@@ -747,7 +760,10 @@ class Halting(Mechanism):
         return self.penalty(gpt, targets, trace) if self.training else 0.0
 
     def decisions(self):
-        """What the mechanism decided by, in each pass over the last text: [(B,T), ..]."""
+        """
+        The values that decided, [(B,T), ..]: of each pass over the last text that was read without
+        targets; of Mask, of each number of thoughts.
+        """
         return []
 
     def ramp(self):
@@ -757,23 +773,23 @@ class Halting(Mechanism):
 
 
 def in_fp32(module, h):
-    """module(h) in fp32, also under autocast: the result is compared with 1e-4."""
+    """module(h) without autocast, as fp32: the result is compared with halt_tau, 1e-4."""
     with torch.autocast(h.device.type, enabled=False):
         weight_dtype = next(module.parameters()).dtype
-        return wide(module(h.to(weight_dtype)))
+        return at_least_fp32(module(h.to(weight_dtype)))
 
 
 @dataclass
 class GateState(Thinking):
-    s: torch.Tensor         # (B,T)    the gate of its last pass
+    s: torch.Tensor         # (B,T)    s^i, the gate after its last pass; `out` is its h^i
 
 
 class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's passes (Embedding: its scale, cost and `mixture`), with a gate behind each that
-    scales the next step, or ends the token's pondering:
+    PonderLM's passes (from Embedding: its scale and cost), with a gate after each that scales the
+    next step, or ends the token's pondering:
 
         s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
         m^{i+1} = m^i and s^i >= tau             who takes another pass                    (4), (5)
@@ -785,9 +801,9 @@ class Gate(Halting, Embedding):
     otherwise cross-entropy alone would shut the gates for good.
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
-    No public code. Where the paper is silent: a token ends with the hidden state of its last pass
-    (else training would compute what skipping cannot); (13) counts its later gates too, on what
-    those passes would have made of it; GELU; gates start about sigmoid(4), close to PonderLM.
+    No public code. Where the paper is silent: a stopped token's output is the hidden state of its
+    last pass (training computes later ones, generation does not); (13) also averages the gates
+    that training still computes for it; GELU; gates start near sigmoid(4) = 0.98, as PonderLM.
     """
     memory = FrozenMemory   # (10)
     cache = LatestCache     # (10), in generation
@@ -806,18 +822,18 @@ class Gate(Halting, Embedding):
             nn.init.constant_(gate[-1].bias, 4.0)
 
     def start(self, x, go_on):
-        s = wide(x.new_zeros(x.shape[:2]))
+        s = at_least_fp32(x.new_zeros(x.shape[:2]))
         return GateState(x=x, out=torch.zeros_like(x), go_on=go_on, s=s)
 
     def step(self, gpt, state, k, pos, memory):
         x, m = state.x, state.go_on
-        passes = different(k)
-        if passes != [0]:                                               # not in the first pass
+        numbers = distinct(k)
+        if numbers != [0]:                                              # not in the first pass
             gated = (m * state.s)[..., None] * mixture(gpt, state.out)
             x = x + gated.to(x.dtype)                                   # (6) to (9)
         h = gpt.trunk(x, pos, memory)
-        s = wide(h.new_zeros(h.shape[:2]))                              # (2), (3): 0 after the last
-        for i in passes:
+        s = at_least_fp32(h.new_zeros(h.shape[:2]))                     # (2), (3); 0 after the last
+        for i in numbers:
             if i < self.steps:
                 s = s + (k == i) * in_fp32(self.gates[i], h).squeeze(-1).sigmoid()
         m = m & (k < self.steps)
@@ -839,15 +855,15 @@ class Gate(Halting, Embedding):
         mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)  # of gates[:n]; n stays on the GPU
         return self.config.halt_lambda * mean
 
-    def cost(self, gpt, sweeps):
-        return replace(super().cost(gpt, sweeps), decisions=flops.linear_weights(self.gates))
+    def cost(self, gpt, R):
+        return replace(super().cost(gpt, R), decisions=flops.linear_weights(self.gates))
 
     def can_take(self, steps):
         return steps <= len(self.gates)
 
 
-def different(k):
-    """The pass numbers in k: one over a text, in generation perhaps several."""
+def distinct(k):
+    """The pass numbers that occur in k: one over a text, in generation perhaps several."""
     return [k] if isinstance(k, int) else k.unique().tolist()
 
 
@@ -861,25 +877,24 @@ class Mask(Halting, Latent):
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
-    A router says after a token's own slot how many of PonderLM-2's thoughts it needs (Latent: its
-    scale, cost and `sweep`); the others fade out in training, and are left out otherwise:
+    A router decides, after a token's own slot, how many of PonderLM-2's thoughts it needs (from
+    Latent: its scale, cost and `sweep`). The others fade out in training, else they are hidden:
 
         s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
         scores of key (t, k), in every layer, += log w_{t,k}
         output  = sum_k s_{t,k} h_t^(k)          h_t^(k): hidden state at slot (t, k)
 
-    Training computes all slots and refreshes s in every sweep. Outside of training, slots with
-    w < tau are hidden, and their share of the output is missing: s is not scaled back to a sum of
-    1. The loss gains halt_lambda times the expected number of thoughts, from halt_start on; this
-    term is ours.
+    A text is read by sweeps over all slots, each of which refreshes s. Outside of training, slots
+    with w < tau are hidden in the next sweep and from the output; s is not scaled back to a sum of
+    1. Decoding does not compute them. The loss gains halt_lambda times the expected number of
+    thoughts, from halt_start on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
     its figure and of a reader's notes.
     """
     cache = ThoughtCache
-    memory = CausalMemory
     needs = 'latent'
     default_lambda = 0.01
 
@@ -892,7 +907,7 @@ class Mask(Halting, Latent):
             return super().forward(gpt, x, pos, memory)
 
         K, memory = self.steps, memory[0]
-        log_w = wide(x.new_zeros(*x.shape[:2], K + 1))                  # (B,T,K+1)
+        log_w = at_least_fp32(x.new_zeros(*x.shape[:2], K + 1))                  # (B,T,K+1)
         thoughts = []
         for _ in range(K + self.jacobi + 1):
             bias = log_w[..., :len(thoughts) + 1].flatten(1)            # (B, T n)
@@ -922,7 +937,7 @@ class Mask(Halting, Latent):
         return math.log(min(max(self.config.halt_tau, 1e-300), 1))
 
     def start(self, x, go_on):
-        zeros = wide(x.new_zeros(*x.shape[:2], self.steps + 1))
+        zeros = at_least_fp32(x.new_zeros(*x.shape[:2], self.steps + 1))
         out = torch.zeros_like(x, dtype=zeros.dtype)
         return MaskState(x=x, out=out, go_on=go_on, s=zeros, log_w=zeros)
 
@@ -949,10 +964,10 @@ class Mask(Halting, Latent):
         mean = (expected * counts).sum() / counts.sum().clamp(min=1)
         return self.config.halt_lambda * self.ramp() * mean
 
-    def cost(self, gpt, sweeps):
-        cost = super().cost(gpt, sweeps)
+    def cost(self, gpt, R):
+        cost = super().cost(gpt, R)
         passes = [replace(one, key_bias=True) for one in cost.passes]
-        routed = flops.linear_weights(self.router) * (self.steps + sweeps + 1)
+        routed = flops.linear_weights(self.router) * (self.steps + R + 1)
         return Cost(passes, decisions=routed)
 
     def can_take(self, steps):
@@ -967,15 +982,15 @@ def pick(values, k):
 @dataclass
 class RouterState(Thinking):
     reach: torch.Tensor     # (B,T)    probability of getting to its next pass
-    g: torch.Tensor         # (B,T)    probability of going on, after its last pass; x is its z
+    g: torch.Tensor         # (B,T)    probability of going on after its last pass; x is its z
 
 
 class Router(Halting, Chain):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
-    A chain (Chain: its scale and cost) that each token leaves when its probability of having got so
-    far is small. The paper counts k from 1, the code from 0:
+    A chain (from Chain: its scale and cost) that each token leaves when its probability of getting
+    further is small. The paper counts k from 1:
 
         g_t^(k)   = sigmoid(router(z_t^(k))), 0 after the last step    whether to go on          (3)
         reach^(1) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of step k + 1 (4)
@@ -985,9 +1000,10 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*} g^(k) p_k^beta                        (9), (10)
                     p_k: the right token's probability after step k, a constant for gradients
 
-    Cost: the mean number of steps in plain passes, in training too, where p_k takes a head per
-    step. No public code. Where the paper is silent: tau is 1e-4 as in the others, embeddings are
-    scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
+    Cost: the passes of Chain that are taken, in training too, where p_k takes a head per step.
+    After the last pass nobody goes on, whatever g says: it is as if g were 0. No public code. Where
+    the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the
+    router starts around 1/2, and we average over t.
     """
     memory = StepMemory
     skips = True
@@ -999,7 +1015,7 @@ class Router(Halting, Chain):
         self.router = nn.Linear(config.n_embd, 1)
 
     def start(self, x, go_on):
-        reach = wide(x.new_ones(x.shape[:2]))
+        reach = at_least_fp32(x.new_ones(x.shape[:2]))
         out = torch.zeros_like(x, dtype=reach.dtype)
         return RouterState(x=x, out=out, go_on=go_on, reach=reach, g=torch.zeros_like(reach))
 
@@ -1026,10 +1042,10 @@ class Router(Halting, Chain):
             total = total + (said.g * p ** self.config.halt_beta * counts).sum()
         return self.config.halt_lambda * total / (targets >= 0).sum().clamp(min=1)
 
-    def cost(self, gpt, sweeps):
+    def cost(self, gpt, R):
         decisions = self.steps * flops.linear_weights(self.router)
         heads = self.steps * gpt.lm_head.weight.numel()                 # for p_k
-        return replace(super().cost(gpt, sweeps), decisions=decisions, training_only=heads)
+        return replace(super().cost(gpt, R), decisions=decisions, training_only=heads)
 
     def can_take(self, steps):
         return True

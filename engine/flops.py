@@ -32,12 +32,12 @@ def per_token(gpt, T=None, training=True, jacobi=None):
     Left out: norms, activations, sources of earlier loops, blocks that backward recomputes.
     """
     T = T or gpt.config.block_size
-    sweeps = jacobi
-    if sweeps is None:
-        sweeps = gpt.config.jacobi_iters
+    R = jacobi
+    if R is None:
+        R = gpt.config.jacobi_iters
         if training:
-            sweeps = max(sweeps - 0.5, 0)  # train.py draws jacobi_iters or one less
-    cost = gpt.mechanism.cost(gpt, sweeps)
+            R = max(R - 0.5, 0)  # train.py draws jacobi_iters or one less
+    cost = gpt.mechanism.cost(gpt, R)
     blocks = sum(of_pass(gpt, one, T) for one in cost.passes)
     forward = blocks + gpt.lm_head.weight.numel() + cost.decisions
     if not training:
