@@ -426,6 +426,7 @@ class Mechanism(nn.Module):
     cache = KVCache         # the same in generation
     one_cache = False       # False: each pass has its own. True: one, up to K + 1 slots per token
     halts = False           # whether tokens stop by themselves
+    skips = False           # whether training, too, skips tokens that stopped: shapes then vary
     settings = ('ponder_steps',)  # what it reads of GPTConfig, beside the shape
 
     def __init__(self, config):
@@ -712,7 +713,6 @@ class Halting(Mechanism):
     """
     one_cache = True
     halts = True
-    skips = False           # True: tokens that stopped are skipped in training, too
     needs = None            # the setting of `ponder`
     default_lambda = None   # of halt_lambda
 

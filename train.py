@@ -192,7 +192,7 @@ class Trainer:
         self.dtype = pick_dtype(s.dtype, device)
         if device.type == 'cpu':
             tune_cpu()
-        if self.config.halting == 'router':
+        if self.model.mechanism.skips:
             expect_new_lengths()    # each pass has as many slots as tokens that go on
         self.model.to(device)
         self.model.checkpoint_activations = s.checkpoint_activations

@@ -1,8 +1,8 @@
 """
 The machinery: what makes the five files at the top fast, exact and safe.
 
-What model.py takes from here equals a line of plain PyTorch, and says which. Imports point one way:
-nothing in this folder imports a file of the top level.
+What model.py computes with equals plain PyTorch, and says which. Imports point one way: nothing in
+this folder imports a file of the top level.
 
     thinking      attention.py   the attention kernel for each device, precision, mask and length
                   loss.py        the head and the cross-entropy in parts, recomputing in backward

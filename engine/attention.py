@@ -1,6 +1,6 @@
 """
 Attention kernels: `attend` computes softmax(q k^T / sqrt(hd) + mask) v in the way that is fastest
-for its arguments. docs/performance.md has what each way gains.
+for its arguments. docs/performance.md has what some of these ways gain.
 """
 
 from dataclasses import dataclass

@@ -110,8 +110,8 @@ def compile_blocks(model):
     """torch.compile each block: one's code serves all, so compile time does not grow with depth."""
     torch._dynamo.config.optimize_ddp = False   # it would cut blocks at the ends of DDP's buckets
     torch._dynamo.config.recompile_limit = 128  # variants: of shapes, of Depth-Attention's sources
-    # the router's rectangles of active slots change from step to step
-    dynamic = None if model.config.halting == 'router' else False
+    # where training skips tokens that stopped, shapes change from step to step
+    dynamic = None if model.mechanism.skips else False
     for block in model.h:
         block.compile(dynamic=dynamic)
 

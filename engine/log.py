@@ -1,6 +1,6 @@
 """
 What a run says of its steps: loss, speed, spikes, passes per token, evaluations, and a sample of
-what it learned. For each line to read there is one of log.jsonl, but for the sample.
+what it learned. Steps, spikes and evaluations are also lines of log.jsonl.
 """
 
 import collections
@@ -122,8 +122,8 @@ class Log:
         """The share of the GPUs' peak that so many tokens per second need; None if not known."""
         if self.device.type != 'cuda':
             return None
-        if self.config.halting == 'router':
-            return None  # tokens stop in training: less is computed than flops_per_token says
+        if self.model.mechanism.skips:
+            return None  # in training less is computed than flops_per_token says
         gpu = torch.cuda.get_device_name(self.device)
         for name, peak in PEAK_FLOPS.items():
             if name in gpu:

@@ -137,8 +137,8 @@ class PassMemory:
         return self.seen
 
     # It changes the object's state: a compiled block would be compiled anew for every layer.
-    # torch.compiler.disable does the same, but imports the compiler with this file: two more
-    # seconds before a sample starts. (Private; in PyTorch 2.11 to 2.13.)
+    # torch.compiler.disable does the same, but imports the compiler with this file: more than a
+    # second before a sample starts. (Private; in PyTorch 2.11 to 2.13.)
     @torch._disable_dynamo
     def update(self, layer, k, v):
         if self.before is not None:

@@ -23,7 +23,7 @@ neighbours share one. Query heads 0 .. g-1 read key/value head 0, g .. 2g-1 read
     shape letters    B rows of the batch    T positions    nh, nkv heads    hd width of a head
 
 Use matmul, softmax and what torch has to build a mask, but not F.scaled_dot_product_attention:
-model.py calls that, and you are compared with it. Afterwards, think about this: without the
+the library calls that, and you are compared with it. Afterwards, think about this: without the
 division by sqrt(hd), what happens to the softmax when hd grows?
 """
 import math
@@ -133,7 +133,7 @@ def check():
     into_the_model = patch.object(F, 'scaled_dot_product_attention', in_place_of_sdpa)
     inside("your attention()", tiny(n_kv_head=2), into_the_model)
     return ("A GPT of model.py gives the same logits and gradients with your attention() inside. "
-            "Now read class Attention there.")
+            "Now read class Attention there, and attend in engine/attention.py.")
 
 
 if __name__ == '__main__':

@@ -132,7 +132,7 @@ def check_mask(n, S):
     name = f"with {n} positions in the cache, Cache.mask({S}, ..)"
     got = filled(Cache(2), n).mask(S, torch.device('cpu'))
     want = filled(KVCache(2, 10), n).mask(S, torch.device('cpu'))
-    if want is None:  # model.py leaves the mask out where "all up to oneself" says it all
+    if want is None:  # KVCache leaves the mask out where "all up to oneself" says it all
         if got is None:
             return
         want = torch.ones(S, n + S).tril(n)

@@ -95,7 +95,7 @@ class Recorder:
         return self.mix(q, k, v, sources, mode)
 
     def put_at_layers(self, weights):
-        """Weights of sources, in the order of GPT.run_blocks, in the columns of their layers."""
+        """Weights of sources, in the order of GPT.blocks, in the columns of their layers."""
         earlier = self.config.sources(self.layer)
         loops = weights.size(-1) - 1 - len(earlier)                         # these come first
         row = self.shares[-1][:, :, self.layer]                             # (1,S,L+1)

@@ -1,4 +1,4 @@
-"""25M parameters besides the embeddings, for one GPU."""
+"""26M parameters with a vocabulary of bytes, for one GPU."""
 n_layer = 8
 n_head = 8
 n_embd = 512
