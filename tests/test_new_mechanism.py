@@ -13,7 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as library
+import train
+from engine.checkpoint import change_steps
+from engine.plan import LiveBytes, memory
 from model import GPT, GPTConfig, rope_table
+from sample import load_model
+from tools.explain import look
+from train import Settings
 
 SETTINGS = dict(ponder='middle', ponder_steps=3, n_layer=6)
 
@@ -56,9 +62,9 @@ def test_forward_is_the_naive_loop(steps, idx):
 @pytest.mark.parametrize('split', [[1, 12], [5, 3, 1, 4], [1] * 13])
 def test_cached_is_full(split, idx):
     model = make(**SETTINGS)
-    memory, parts = model.new_memory(13), []
+    caches, parts = model.new_memory(13), []
     for part in idx.split(split, dim=1):
-        parts.append(model.head(model.hidden(part, memory)))
+        parts.append(model.head(model.hidden(part, caches)))
     close(torch.cat(parts, 1), model(idx)[0])
 
 
@@ -126,3 +132,43 @@ def test_recomputed_blocks_change_nothing(idx):
         model(idx, idx)[1].backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     close(*grads, 1e-12)
+
+
+@pytest.mark.parametrize('checkpointed', [False, True])
+def test_a_dry_run_plans_its_memory(checkpointed):
+    config = GPTConfig(vocab_size=320, block_size=64, n_head=4, n_embd=64, mlp_hidden=128,
+                       **SETTINGS)
+    settings = Settings(micro_batch=4, batch_tokens=256, device='cpu',
+                        checkpoint_activations=checkpointed)
+    planned = memory(GPT, config, settings, torch.float32)['activations']
+    with LiveBytes() as live:  # real numbers
+        model = GPT(config).train()
+        model.checkpoint_activations = checkpointed
+        before = live.now
+        x = torch.zeros(4, 64, dtype=torch.long)
+        model(x, x)[1].backward()
+    assert planned == pytest.approx(live.peak - before, rel=1e-3)
+
+
+@pytest.mark.parametrize('depth_attn', [False, True])
+def test_every_pass_is_explained(depth_attn):
+    model = make(**SETTINGS, depth_attn=depth_attn, depth_stride=2)
+    idx = torch.tensor([3, 1, 4, 1, 5])
+    seen = look(model, idx)
+    assert seen.steps.tolist() == [4] * 5
+    assert seen.after.shape == (4, 5, 64)
+    close(seen.after[-1], seen.logits)
+
+
+def test_it_trains_resumes_and_samples(small_data, tmp_path):
+    shape = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
+    run = ['--batch_tokens=64', '--micro_batch=2', '--eval_tokens=64', '--sample_tokens=2',
+           f'--data_dir={small_data}', '--dtype=float32', '--device=cpu']
+    out = [f'--out_dir={tmp_path / "out"}']
+    train.main([*shape, *run, *out, '--ponder=middle', '--max_steps=2'])
+    train.main(['--init_from=resume', *out, '--max_steps=3'])
+    model, tokenizer, _ = load_model(str(tmp_path / 'out'), 'cpu')
+    assert model.config.ponder == 'middle'
+    change_steps(model, 1)
+    [(_, passes)] = model.stream([tokenizer.encode_ordinary('def ')], 1)
+    assert passes.tolist() == [2]
