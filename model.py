@@ -433,7 +433,7 @@ class Mechanism(nn.Module):
         super().__init__()
         self.config = config
         self.progress = 1.0         # share of the training run that is done: train.py sets it
-        self.jacobi = None          # latent, mask: sweeps; GPT.hidden sets it
+        self.jacobi = None          # latent, mask: their R; GPT.hidden sets it
         self.jacobi_change = None   # latent: how far one more sweep would have moved the thoughts
         self.passes = None          # halting: passes that each token took in the last call, (B,T)
 

@@ -8,7 +8,7 @@ Train a GPT on a laptop CPU, one GPU, or many.
     torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu
         360M, eight GPUs
     python train.py --init_from=resume --out_dir=out
-        go on after an interruption
+        resume after an interruption
     python train.py config/depth_attn.py --dry_run=True
         what it would take: memory, days
 
@@ -176,7 +176,8 @@ class Trainer:
         self.device = device
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
-        self.origin = state['settings']['init_from'] if state else s.init_from  # of the weights
+        # where the weights first came from: never 'resume'
+        self.origin = state['settings']['init_from'] if state else s.init_from
 
         # the data, the model, and the step it is at
         self.meta = open_data(s.data_dir, ranks)
@@ -193,7 +194,7 @@ class Trainer:
         if device.type == 'cpu':
             tune_cpu()
         if self.model.mechanism.skips:
-            expect_new_lengths()    # each pass has as many slots as tokens that go on
+            expect_new_lengths()    # tokens that halt are left out of later passes
         self.model.to(device)
         self.model.checkpoint_activations = s.checkpoint_activations
         if pick_compile(s.compile, device):
@@ -236,10 +237,10 @@ class Trainer:
             total += loss.detach()
             self.log.add_passes(self.model.mechanism.passes)
 
-        # the update. The host waits for the GPU before it: during it, the next step can be queued
+        # the update, unless the gradient is not finite
         self.scaler.unscale_(self.optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip))
-        loss = self.ranks.mean(total)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+        norm, loss = float(norm), self.ranks.mean(total)  # waits for the GPU; the update need not
         finite = self.check_finite(loss, norm)
         if finite or self.scaler.is_enabled():  # fp16's scaler skips by itself
             self.scaler.step(self.optimizer)
@@ -254,7 +255,7 @@ class Trainer:
         has the same samples whatever the number of ranks.
         """
         s = self.settings
-        rank, world = self.ranks
+        rank, world = self.ranks.rank, self.ranks.world
         per_step = s.batch_tokens // self.config.block_size
         first = self.step * per_step + (micro * world + rank) * s.micro_batch
         following = first + world * s.micro_batch  # read while this one is computed
@@ -323,7 +324,7 @@ class Trainer:
         stop.
         """
         data = self.val_data
-        rank, world = self.ranks
+        rank, world = self.ranks.rank, self.ranks.world
         n = min(data.n, max(world, self.settings.eval_tokens // data.T))
         mine = (np.arange(n) * data.n // n)[rank::world]                # numbers of windows
         was_training = self.model.training
@@ -402,7 +403,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def keep_steps(self):
-        """Around the loop: when data can no longer be read, say, save the steps done so far."""
+        """
+        Around the loop: when data can no longer be read, say, save the steps done so far. In a
+        single process: of several, others may be in the middle of a step.
+        """
         try:
             yield
         except UserError:
@@ -420,7 +424,7 @@ def main(argv):
                         ".json)")
     settings = build(Settings, given)
     state = checkpoint_of(settings, GPTConfig)
-    if state:  # its settings too, where the user gave none
+    if state:  # the checkpoint's settings, but for those that the user gave
         gone = state['settings'].keys() - asdict(settings)
         if gone:
             print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
