@@ -151,7 +151,11 @@ def as_version_1(state):
     return {**state, 'version': 1, 'model': model, 'optimizer': optimizer}
 
 
-@pytest.mark.parametrize('toggle', ['plain', 'pause', 'gate', 'mask', 'router'])
+@pytest.mark.parametrize('toggle', [
+    'pause',
+    'gate',
+    *[pytest.param(name, marks=pytest.mark.slow) for name in ('plain', 'mask', 'router')],
+])
 def test_checkpoints_of_version_1_go_on_exactly(run_train, tmp_path, toggle):
     straight = run_train('straight', *options(toggle))
     with stopped_at(5):
