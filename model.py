@@ -433,6 +433,7 @@ class Mechanism(nn.Module):
         super().__init__()
         self.config = config
         self.progress = 1.0         # share of the training run that is done: train.py sets it
+        self.dense = False          # True: skip nobody, so that no shape varies; caches skip anyway
         self.jacobi = None          # latent, mask: their R; GPT.hidden sets it
         self.jacobi_change = None   # latent: how far one more sweep would have moved the thoughts
         self.passes = None          # halting: passes that each token took in the last call, (B,T)
@@ -718,7 +719,6 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        self.dense = False  # True: skip none, so that no shape varies (a cache skips all the same)
         self.trace = []     # what `penalty` needs: (slots, new state) of each pass over a text
 
     def start(self, x, go_on):

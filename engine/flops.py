@@ -27,8 +27,8 @@ class Cost:
 def per_token(gpt, T=None, training=True, jacobi=None):
     """
     FLOPs of one token in a text of T tokens (None: block_size), forward and backward, or forward
-    alone. With halting nobody halts; 'latent' makes `jacobi` sweeps (None: jacobi_iters, in
-    training on average half a sweep less). Attention counts all T keys, read or not, as is usual.
+    alone. With halting nobody halts. jacobi: R of 'latent' and 'mask' (None: jacobi_iters, in
+    training half a sweep less, its mean). Attention counts all T keys, read or not, as is usual.
     Left out: norms, activations, sources of earlier loops, blocks that backward recomputes.
     """
     T = T or gpt.config.block_size
@@ -53,7 +53,7 @@ def of_pass(gpt, one, T):
     head_width = config.head_dim + (8 if one.key_bias else 0)
     total = 0
     for layer in layers:
-        total += sum(m.weight.numel() for m in gpt.h[layer].modules() if isinstance(m, nn.Linear))
+        total += linear_weights(gpt.h[layer])
         total += 2 * one.keys * T * config.n_head * head_width  # q k^T, and weights times v
         sources = [j for j in config.sources(layer) if j in layers]
         if sources:  # Depth-Attention: the same over layers
@@ -62,5 +62,5 @@ def of_pass(gpt, one, T):
 
 
 def linear_weights(module):
-    """Multiply-adds of a gate or a router, for each slot."""
+    """Multiply-adds of a module's matrix products with its weights, for each slot."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))

@@ -175,6 +175,7 @@ def test_halting_lines(capsys):
     (bench_halting.main, '--repeats=0', 'repeats'),
     (bench_halting.main, 'config/none.py', 'config/none.py'),
     (bench_halting.main, '--depths=5', 'depths'),
+    (bench_halting.main, '--block_size=3', 'block_size'),
     (bench_halting.main, '--depths=a', 'depths'),
     (bench_halting.main, '--batches=0', 'batches'),
 ])

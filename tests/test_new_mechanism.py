@@ -9,17 +9,16 @@ import re
 import pytest
 import torch
 from conftest import ROOT, close, make
+from test_plan import planned_as_if_run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as library
 import train
 from engine.checkpoint import change_steps
-from engine.plan import LiveBytes, memory
 from model import GPT, GPTConfig, rope_table
 from sample import load_model
 from tools.explain import look
-from train import Settings
 
 SETTINGS = dict(ponder='middle', ponder_steps=3, n_layer=6)
 
@@ -136,18 +135,7 @@ def test_recomputed_blocks_change_nothing(idx):
 
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_a_dry_run_plans_its_memory(checkpointed):
-    config = GPTConfig(vocab_size=320, block_size=64, n_head=4, n_embd=64, mlp_hidden=128,
-                       **SETTINGS)
-    settings = Settings(micro_batch=4, batch_tokens=256, device='cpu',
-                        checkpoint_activations=checkpointed)
-    planned = memory(GPT, config, settings, torch.float32)['activations']
-    with LiveBytes() as live:  # real numbers
-        model = GPT(config).train()
-        model.checkpoint_activations = checkpointed
-        before = live.now
-        x = torch.zeros(4, 64, dtype=torch.long)
-        model(x, x)[1].backward()
-    assert planned == pytest.approx(live.peak - before, rel=1e-3)
+    planned_as_if_run(GPT, checkpointed, **SETTINGS)
 
 
 @pytest.mark.parametrize('depth_attn', [False, True])

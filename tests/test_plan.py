@@ -66,6 +66,24 @@ def test_memory_is_what_the_allocator_says(small_data, tmp_path, size):
     assert sum(planned.values()) == pytest.approx(max(allocated), rel=0.15)
 
 
+def planned_as_if_run(GPT, checkpointed, **settings):
+    """What is planned for a small model is what real tensors take."""
+    config = GPTConfig(vocab_size=320, block_size=64, n_head=4, n_embd=64, mlp_hidden=128,
+                       **settings)
+    s = Settings(micro_batch=4, batch_tokens=256, device='cpu', checkpoint_activations=checkpointed)
+    planned = memory(GPT, config, s, torch.bfloat16)['activations']
+
+    with LiveBytes() as live:  # real numbers
+        model = GPT(config).train()
+        model.checkpoint_activations = checkpointed
+        before = live.now
+        x = torch.zeros(4, 64, dtype=torch.long)
+        with torch.autocast('cpu', torch.bfloat16):
+            _, loss = model(x, x)
+        loss.backward()
+    assert planned == pytest.approx(live.peak - before, rel=1e-3)
+
+
 class UpperHalfTwice(GPT):
     """Some mechanism of the future: a second pass, through the last half of the blocks only."""
 
@@ -82,20 +100,7 @@ class UpperHalfTwice(GPT):
     (UpperHalfTwice, False),
 ])
 def test_a_deep_stack_is_planned_as_if_it_were_run(GPT, checkpointed):
-    config = GPTConfig(vocab_size=320, block_size=64, n_layer=10, n_head=4, n_embd=64,
-                       mlp_hidden=128, depth_attn=True)
-    s = Settings(micro_batch=4, batch_tokens=256, device='cpu', checkpoint_activations=checkpointed)
-    planned = memory(GPT, config, s, torch.bfloat16)['activations']
-
-    with LiveBytes() as live:  # real numbers
-        model = GPT(config).train()
-        model.checkpoint_activations = checkpointed
-        before = live.now
-        x = torch.zeros(4, 64, dtype=torch.long)
-        with torch.autocast('cpu', torch.bfloat16):
-            _, loss = model(x, x)
-        loss.backward()
-    assert planned == pytest.approx(live.peak - before, rel=1e-3)
+    planned_as_if_run(GPT, checkpointed, n_layer=10, depth_attn=True)
 
 
 def test_norms_on_a_gpu_keep_their_input_alone():

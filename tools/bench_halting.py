@@ -21,13 +21,14 @@ import torch.nn as nn
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build
-from engine.errors import run
+from engine.errors import UserError, run
 from engine.hardware import expect_new_lengths, tune_cpu
 from model import GPT, GPTConfig
 from tools.bench import TrainingStep, check_counts, decode, own_loss, seconds, set_up, take_turns
 from tools.bench import whole_numbers
 
 PASSES = 4  # of the fixed models
+PROMPT = 8  # tokens
 MODES = {'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}  # the fixed model of each
 
 
@@ -111,7 +112,7 @@ def make_models(setup, halting, **settings):
 
 def decoding_turn(setup, model, batch):
     """(seconds, mean passes) of decoding after a short prompt, which is not counted."""
-    prompt = torch.randint(0, model.config.n_tokens, (batch, 8), device=setup.device)
+    prompt = torch.randint(0, model.config.n_tokens, (batch, PROMPT), device=setup.device)
     elapsed, passes = decode(model, prompt, setup.own.new_tokens + 1, setup.device)
     return elapsed, torch.stack(passes).float().mean().item()
 
@@ -167,6 +168,9 @@ def bench_training(setup):
 
 def main(argv):
     setup = set_up(argv, __doc__.strip(), HaltingSettings)
+    block_size = setup.given.get('block_size', PROMPT)
+    if block_size < PROMPT:
+        raise UserError(f"block_size={block_size}: at least {PROMPT} are needed, for the prompt")
     if setup.device.type == 'cpu':
         tune_cpu()
     torch.manual_seed(0)
