@@ -21,7 +21,8 @@ import sys
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from engine.errors import UserError
+from engine.checks import CALLED, check_types
+from engine.errors import UserError, shown
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -33,7 +34,6 @@ OPERATORS = {
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
 }
-CALLED = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}
 FIELD = re.compile(r'^    (\w+): .*? = (.*?) *# (.*)$', re.MULTILINE)  # name, default, comment
 
 
@@ -171,16 +171,17 @@ def convert(value, kinds):
     wanted = CALLED[kinds[0]]
     if len(kinds) > 1:
         wanted += " or None"
-    raise ValueError(f"should be {wanted}, not {value!r}")
+    raise ValueError(f"should be {wanted}, not {shown(value)}")
 
 
 def build(block, given):
     """
-    An instance of `block` with the given values; its own ValueError (an impossible pair) becomes a
-    UserError.
+    An instance of `block` with the given values; UserError for a value of another type, and for the
+    block's own ValueError (an impossible pair).
     """
     values = {field.name: given[field.name] for field in fields(block) if field.name in given}
     try:
+        check_types(block, values)
         return block(**values)
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -112,6 +112,11 @@ class GPTConfig:
         """The earlier layers whose values Depth-Attention mixes into those of `layer`."""
         return range(0, layer, self.depth_stride) if self.depth_attn else range(0)
 
+    def without_weights(self):
+        """The GPT of these settings with shapes and no numbers: it needs no time and no memory."""
+        with torch.device('meta'):
+            return GPT(self)
+
 
 # -------------------------------------------------------------------------------------------------
 # 2  The plain GPT

@@ -41,7 +41,7 @@ from engine.optimizer import adamw, gather, load_optimizer
 from engine.output import Output, Stop
 from engine.shards import read_meta
 from engine.start import (check_model, check_resume, checkpoint_of, find_start, idle_settings,
-                          planned_config)
+                          planned_config, settings_of)
 from engine.windows import Windows
 from model import GPT, GPTConfig
 
@@ -177,7 +177,7 @@ class Trainer:
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         # where the weights first came from: never 'resume'
-        self.origin = state['settings']['init_from'] if state else s.init_from
+        self.origin = settings_of(state, Settings)['init_from'] if state else s.init_from
 
         # the data, the model, and the step it is at
         self.meta = open_data(s.data_dir, ranks)
@@ -424,11 +424,8 @@ def main(argv):
                         ".json)")
     settings = build(Settings, given)
     state = checkpoint_of(settings, GPTConfig)
-    if state:  # the checkpoint's settings, but for those that the user gave
-        gone = state['settings'].keys() - asdict(settings)
-        if gone:
-            print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
-        settings = build(Settings, {**state['settings'], **given})
+    if state:
+        settings = build(Settings, {**settings_of(state, Settings), **given})
     if settings.dry_run:
         dry_run(settings, given, state)
         return

@@ -15,6 +15,7 @@ this folder imports a file of the top level.
                   start.py       the model that a run starts from
                   optimizer.py   AdamW, in one piece or shared out among ranks
                   checkpoint.py  checkpoints: complete or absent
+                  state.py       what a loaded checkpoint has to be before anything uses it
                   output.py      the output folder, the log file, signals
                   log.py         what a run says of its steps and evaluations
                   plan.py        what a run would take

@@ -15,10 +15,10 @@ import torch
 
 from engine.errors import UserError
 from engine.files import whole
+from engine.state import check_archive, check_form, check_model
 
 CHECKPOINT_VERSION = 2
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
-PARTS = ('config', 'model', 'optimizer', 'step', 'settings', 'tokenizer')  # of every checkpoint
 
 
 def save_checkpoint(folder, state):
@@ -44,17 +44,18 @@ def keep(path, previous):
 
 def read_checkpoint(path, config_class=None):
     """
-    The dict in one file; on a damaged or foreign one, nearly any error. Nothing in the file is
-    executed. config_class: refuse a config that this class does not take.
+    The dict in one file, checked by engine/state.py; on a damaged or foreign one, nearly any error.
+    Nothing in the file is executed. config_class: GPTConfig, to check config, weights and moments
+    too.
     """
+    check_archive(path)
     # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
     mapped = sys.platform != 'win32'
     state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
+    check_form(state)
     state = upgrade(state)
-    for part in PARTS:
-        state[part]  # KeyError: not one of ours
     if config_class is not None:
-        config_class(**state['config'])
+        check_model(state, config_class)
     return state
 
 
@@ -103,7 +104,7 @@ def load_checkpoint(folder, config_class=None):
         try:
             state = read_checkpoint(path, config_class)
         except Exception as error:
-            reason = ' '.join(str(error).split())[:80] or type(error).__name__
+            reason = ' '.join(str(error).split())[:120] or type(error).__name__
             problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
             continue
         for problem in problems:

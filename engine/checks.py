@@ -1,8 +1,18 @@
 """Settings of a model that do not fit together are refused, by name and with what to change."""
 
+from dataclasses import fields
+from typing import get_args
+
+from engine.errors import shown
+
+CALLED = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}
 POSITIVE = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
             'mlp_hidden', 'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale',
             'init_std')
+
+# far beyond every model there is; more would only end in a wait, or in numbers that overflow
+LARGEST = dict(n_layer=1000, ponder_steps=1000, n_head=2 ** 16, head_dim=2 ** 16, n_embd=2 ** 20,
+               mlp_hidden=2 ** 20, vocab_size=2 ** 24, block_size=2 ** 31)
 
 
 def require(ok, message):
@@ -15,12 +25,33 @@ def check_config(c, ponder_modes, halting_modes):
     ValueError for the first thing that is wrong with c, a GPTConfig before its defaults are filled
     in. The tables are model.py's: {setting: class}.
     """
+    check_types(type(c), vars(c))
     for name in POSITIVE:
         value = getattr(c, name)
         require(value is None or value > 0, f"{name}={value} must be positive")
+    for name, largest in LARGEST.items():
+        value = getattr(c, name)
+        require(value is None or value <= largest, f"{name}={value} must be at most {largest}")
     check_shape(c)
     check_pondering(c, ponder_modes)
     check_halting(c, halting_modes)
+
+
+def check_types(block, values):
+    """
+    ValueError for the first of {setting: value} that is not of the type which the dataclass `block`
+    declares. A whole number is a number too; NaN and infinity are none.
+    """
+    for field in fields(block):
+        if field.name not in values:
+            continue
+        value = values[field.name]
+        kinds = get_args(field.type) or (field.type,)   # of Optional[int]: (int, NoneType)
+        fits = type(value) in kinds or (type(value) is int and float in kinds)
+        if type(value) in (int, float):
+            fits = fits and abs(value) < 2 ** 63        # neither inf nor nan is
+        wanted = CALLED[kinds[0]] + (" or None" if len(kinds) > 1 else '')
+        require(fits, f"{field.name} should be {wanted}, not {shown(value)}")
 
 
 def check_shape(c):

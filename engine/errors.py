@@ -16,6 +16,17 @@ class UserError(Exception):
     """Something the user can mend."""
 
 
+def shown(value):
+    """A value in a message: numbers and short texts as they are, of others what they are."""
+    if type(value) is int and abs(value) >= 2 ** 63:
+        return "so large a number"
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
+    if type(value) is str:
+        return repr(value if len(value) <= 60 else value[:57] + '...')
+    return f"a {type(value).__name__}"
+
+
 def run(main):
     """
     Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit

@@ -15,12 +15,13 @@ and loads no weights, takes `planned_config`.
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Optional
 
 import torch
 
 from engine.checkpoint import change_steps, load_checkpoint, load_weights
+from engine.checks import check_types
 from engine.errors import UserError
 from engine.huggingface import load_state, read_config
 from engine.shards import read_meta
@@ -70,6 +71,27 @@ def checkpoint_of(settings, GPTConfig):
     if settings.eval_only and start != 'scratch' and not start.startswith('hf:'):
         return load_checkpoint(start, GPTConfig)
     return None
+
+
+def settings_of(state, Settings):
+    """
+    All settings of the run that left a checkpoint; names those that are not known here, and those
+    that it lacks. UserError for a value of another type. Settings: train.py's class.
+    """
+    saved = state['settings']
+    known = {field.name: field.default for field in fields(Settings)}
+    gone = saved.keys() - known
+    if gone:
+        print(f"warning: no longer settings: {', '.join(sorted(gone))}", file=sys.stderr)
+    missing = known.keys() - saved
+    if missing:
+        print(f"warning: not in the checkpoint, so at their defaults unless set: "
+              f"{', '.join(sorted(missing))}", file=sys.stderr)
+    try:
+        check_types(Settings, saved)
+    except ValueError as error:
+        raise UserError(f"the checkpoint's settings are damaged: {error}") from None
+    return {**known, **saved}
 
 
 def find_start(settings, asked, meta, GPTConfig, state=None):
@@ -142,9 +164,12 @@ def idle_settings(model, asked):
 
 def check_resume(state, step, meta, settings, ranks, device):
     """
-    UserError if ranks are to go on from different steps; a warning if the data is not that of the
-    checkpoint `state`.
+    UserError if ranks are to go on from different steps, or from weights alone; a warning if the
+    data is not that of the checkpoint `state`.
     """
+    if not state['optimizer']:
+        raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "
+                        f"from them with --init_from={settings.out_dir} and another --out_dir")
     if ranks.world > 1:
         mean = ranks.mean(torch.tensor([float(step)], dtype=torch.float64, device=device))
         if mean != step:
