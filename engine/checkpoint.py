@@ -8,6 +8,7 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
 """
 
 import os
+import pickle
 import sys
 from functools import partial
 
@@ -51,7 +52,10 @@ def read_checkpoint(path, config_class=None):
     check_archive(path)
     # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
     mapped = sys.platform != 'win32'
-    state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError:  # PyTorch's own text advises to trust the file
+        raise ValueError("it holds more than tensors, numbers and texts") from None
     check_form(state)
     state = upgrade(state)
     if config_class is not None:
