@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
 from configurator import build, check_range, read
-from engine.checkpoint import CHECKPOINT_VERSION, save_checkpoint
-from engine.errors import UserError, run
+from engine.checkpoint import CHECKPOINT_VERSION, kept, save_checkpoint
+from engine.errors import NothingToSave, UserError, run
 from engine.hardware import (compile_blocks, exchange_gradients, expect_new_lengths, pick_compile,
                              pick_device, pick_dtype, process_group, tune_cpu)
 from engine.log import Log, print_sample
@@ -42,6 +42,7 @@ from engine.output import Output, Stop
 from engine.shards import read_meta
 from engine.start import (check_model, check_resume, checkpoint_of, find_start, idle_settings,
                           planned_config, settings_of)
+from engine.state import check_numbers
 from engine.windows import Windows
 from model import GPT, GPTConfig
 
@@ -286,9 +287,21 @@ class Trainer:
         self.output.say(f"step {self.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; step "
                         f"skipped ({self.bad_steps} in a row)")
         if self.bad_steps >= self.settings.max_bad_steps:
-            raise UserError(f"{self.bad_steps} steps in a row were not finite: lower "
-                            "learning_rate, then resume or start again")
+            self.refuse(f"{self.bad_steps} steps in a row were not finite")
         return False
+
+    def refuse_bad_end(self, loss):
+        """
+        A run that ends here would end with steps that were not finite: NothingToSave if so. In fp16
+        a scale that was too large is no harm, and is lower in the next step.
+        """
+        too_large = self.scaler.is_enabled() and math.isfinite(loss)
+        if self.bad_steps and not too_large:
+            self.refuse(f"the last steps, {self.bad_steps} in a row, were not finite")
+
+    def refuse(self, reason):
+        raise NothingToSave(f"{reason}: lower learning_rate, then resume or start again; "
+                            f"{kept(self.settings.out_dir)}")
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -301,6 +314,8 @@ class Trainer:
             self.log.step(self.step, loss, norm, learning_rate(s, self.step - 1))
 
             last = self.step == s.max_steps
+            if last:
+                self.refuse_bad_end(loss)
             save = last or (self.step % s.save_interval == 0 and self.bad_steps == 0)
             with self.log.clock_stopped():
                 if save:
@@ -310,6 +325,7 @@ class Trainer:
                 if not last and self.stop.asked():
                     if not save:
                         self.save()
+                    self.refuse_bad_end(loss)
                     self.output.say(f"stopped at step {self.step}; go on with the same command and "
                                     "--init_from=resume")
                     return
@@ -351,7 +367,7 @@ class Trainer:
         return mean_loss, mean_passes or None
 
     def save(self):
-        """Checkpoint by rank 0; UserError if it cannot be written."""
+        """Checkpoint by rank 0; NothingToSave if it is not finite, or cannot be written."""
         s = self.settings
         gather(self.optimizer)  # on all ranks
         if self.ranks.rank > 0:
@@ -368,12 +384,15 @@ class Trainer:
             scaler=self.scaler.state_dict(),
         )
         try:
+            check_numbers(state)
             save_checkpoint(s.out_dir, state)
+        except ValueError as error:
+            self.refuse(f"after step {self.step} {error}")
         except (OSError, RuntimeError) as error:
             cause = error.__context__ or error  # PyTorch raises its own error over a full disk's
             reason = str(cause).splitlines()[0]
-            raise UserError(f"{s.out_dir}: cannot write the checkpoint ({reason}); the one before "
-                            "is kept") from None
+            raise NothingToSave(f"{s.out_dir}: cannot write the checkpoint ({reason}); "
+                                f"{kept(s.out_dir)}") from None
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -409,6 +428,8 @@ class Trainer:
         """
         try:
             yield
+        except NothingToSave:
+            raise
         except UserError:
             if self.step and self.ranks.world == 1 and not self.bad_steps:
                 self.save()

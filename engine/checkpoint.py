@@ -4,9 +4,11 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
     save_checkpoint(folder, state)              folder/ckpt.pt; what was there is now ckpt_prev.pt
     state = load_checkpoint(folder, GPTConfig)  the newest one that can be read
     load_weights(model, state)                  its weights, into a model of the same shape
+    kept(folder)                                what there is to go on from, in words
     change_steps(model, n)                      it is to take n pondering steps
 """
 
+import math
 import os
 import pickle
 import sys
@@ -117,6 +119,19 @@ def load_checkpoint(folder, config_class=None):
 
     nothing = f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}"
     raise UserError('; '.join(problems) or nothing)
+
+
+def kept(folder, before=math.inf):
+    """In words, the newest checkpoint of a folder that can be read and is of a step `before`."""
+    for name in CHECKPOINTS:
+        path = os.path.join(folder, name)
+        try:
+            step = read_checkpoint(path)['step']
+        except Exception:
+            continue
+        if step < before:
+            return f"{path} of step {step} is kept"
+    return f"{folder} holds no checkpoint from before"
 
 
 def load_weights(model, state):

@@ -16,6 +16,10 @@ class UserError(Exception):
     """Something the user can mend."""
 
 
+class NothingToSave(UserError):
+    """It ends a run whose last step is not worth keeping, or cannot be kept."""
+
+
 def shown(value):
     """A value in a message: numbers and short texts as they are, of others what they are."""
     if type(value) is int and abs(value) >= 2 ** 63:

@@ -14,6 +14,7 @@ from typing import Optional
 import torch
 import torch.nn as nn
 
+from engine.errors import UserError
 from engine.slots import Everyone, for_each_field
 
 
@@ -56,6 +57,9 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
             memory = gpt.new_memory(end - first - 1, start)
             for part in tokens[:, first:n].split(1 if exact else n - first, dim=1):
                 h = gpt.hidden(part, memory)                # read what is there
+            if not h[:, -1].isfinite().all():               # waits for the GPU, once a window
+                raise UserError("the model's output is not finite: take another checkpoint, or a "
+                                "wider dtype such as float32")
             for token, passes in decode(gpt, tokens[:, :end], n, h[:, -1], memory, sampler):
                 yield token, passes                         # write until it is full
                 if sampler.all_done(token):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from engine.errors import UserError
+from engine.state import check_finite
 
 INSTALL = "reading and writing Hugging Face folders needs safetensors: pip install safetensors"
 
@@ -193,6 +194,7 @@ def load_state(folder, config_class=None):
                 for name, tensor in load_file(os.path.join(folder, file)).items():
                     theirs[name] = tensor.float()
         ours = rename_from_hf(theirs, SimpleNamespace(**config))
+        check_finite(ours)
     except KeyError as error:
         raise UserError(f"{folder}: no tensor {error} in its .safetensors files") from None
     except Exception as error:          # safetensors has error types of its own

@@ -11,7 +11,8 @@ import time
 
 import torch
 
-from engine.errors import UserError
+from engine.checkpoint import kept
+from engine.errors import NothingToSave, UserError
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
 
@@ -153,7 +154,7 @@ class Log:
     def evaluation(self, step, result, meta):
         """
         Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. meta: the
-        data's description.
+        data's description. NothingToSave if the loss is not finite.
         """
         if result is None:
             self.say(f"step {step}: evaluation left out, the run was told to stop")
@@ -165,6 +166,10 @@ class Log:
         if s.eval_only:
             folder = s.out_dir if s.init_from == 'resume' else s.init_from
             where = f"{folder} on {s.data_dir}, "
+        if not math.isfinite(loss):
+            mend = ("try --dtype=float32" if s.eval_only else
+                    f"lower learning_rate, or take a wider dtype; {kept(s.out_dir, before=step)}")
+            raise NothingToSave(f"{where}step {step}: the validation loss is not finite; {mend}")
         text = (f"{where}step {step}: validation loss {loss:.4f} nats per token, "
                 f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte")
         if passes:

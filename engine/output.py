@@ -86,7 +86,8 @@ class Output:
             return
         self.write(sys.stdout, text)
         if record:
-            self.write(self.log, json.dumps(record))
+            finite = {name: None if is_nan(value) else value for name, value in record.items()}
+            self.write(self.log, json.dumps(finite))
 
     def write(self, file, line):
         if file is None:
@@ -121,6 +122,11 @@ class Output:
         """Close the log and let others have the folder."""
         with contextlib.suppress(OSError):  # what cannot be written was reported by `write`
             self.closing.close()
+
+
+def is_nan(value):
+    """Whether it is a number that JSON has not."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def refuse_checkpoints(folder):

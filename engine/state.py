@@ -5,7 +5,7 @@ another shape, which AdamW's fused kernel then reads past their end, and weights
     check_archive(path)             the file's own checksums
     check_form(state)               what holds for every version: fields and their kinds
     check_model(state, GPTConfig)   version 2: the config, and the weights and moments it calls for
-    check_finite(weights)           {name: tensor}: numbers, and no NaN or infinity
+    check_numbers(state)            before saving: no NaN and no infinity
 
 All of them raise a ValueError that names the field. A tensor's field is its name in the model, or
 optimizer.NAME.exp_avg.
@@ -171,6 +171,13 @@ def check_finite(weights):
         lowest, highest = (extreme.item() for extreme in tensor.detach().aminmax())
         require(math.isfinite(lowest) and math.isfinite(highest),
                 f"{name} is not finite (from {lowest:.3g} to {highest:.3g})")
+
+
+def check_numbers(state):
+    """ValueError for a weight or a moment that is not finite."""
+    check_finite(state['model'])
+    for number, moments in state['optimizer']['state'].items():
+        check_finite({f'optimizer.state[{number}].{name}': moments[name] for name in moments})
 
 
 def check_moments(state, parameters):

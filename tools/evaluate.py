@@ -150,6 +150,8 @@ def evaluate_text(model, tokenizer, path, s):
         size += int(length[tokens[1:]].sum())
     if size == 0:
         raise UserError(f"{path}: no text in it")
+    if not math.isfinite(total):
+        raise UserError(f"{path}: the loss is not finite; try --dtype=float32")
     return count, total / count, total / size
 
 
