@@ -39,7 +39,7 @@ from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.errors import UserError, run
 from engine.files import alone, checksum, on_disk
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
-from engine.shards import count_tokens, encode, get_tokenizer, read_meta
+from engine.shards import count_tokens, encode, get_tokenizer, open_shard, read_meta
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts are cut, into 32 pieces of at most this size, or more
@@ -156,12 +156,18 @@ def check(folder):
     """Compare all shards of a data folder with its meta.json; UserError at the first difference."""
     meta = read_meta(folder)
     for split in ('train', 'val'):
+        counts = np.zeros(meta['n_tokens'], np.int64)
         for shard in meta[split]['shards']:
             path = os.path.join(folder, shard['name'])
-            tokens = count_tokens(path, meta['n_tokens']).sum()
-            if tokens != shard['tokens'] or checksum(path) != shard['sha256']:
+            open_shard(path, shard['tokens'])
+            counts += count_tokens(path, meta['n_tokens'])
+            if checksum(path) != shard['sha256']:
                 raise UserError(f"{path}: not the file that {folder}/meta.json describes; "
                                 "prepare the data again")
+        text = counts.sum() - counts[meta['eot']]
+        if meta['tokenizer'] == 'byte' and text != meta[split]['bytes']:
+            raise UserError(f"{folder}/meta.json: {split}.bytes={meta[split]['bytes']}, but its "
+                            f"shards hold {text} bytes of text; prepare the data again")
         tokens, shards = meta[split]['tokens'], len(meta[split]['shards'])
         print(f"{folder}: {split} is whole, {tokens:,} tokens, {shards} shard(s)")
 

@@ -13,11 +13,12 @@ as uint16.
 
 import json
 import os
+import re
 
 import numpy as np
 import tiktoken
 
-from engine.errors import UserError
+from engine.errors import UserError, shown
 
 MAGIC = 20240520
 VERSION = 1
@@ -28,6 +29,11 @@ HEADER_BYTES = HEADER_INTS * 4
 SHARD = dict(name=str, tokens=int, sha256=str)
 SPLIT = dict(bytes=int, tokens=int, shards=[SHARD])  # bytes of text, for losses per byte
 META = dict(tokenizer=str, n_tokens=int, eot=int, source=str, train=SPLIT, val=SPLIT)
+
+CALLED = {int: 'a whole number', str: 'text', dict: 'a dictionary', list: 'a list'}
+
+# tokenizer: (tokens, end-of-text), where it takes no download to know
+VOCABULARIES = {'byte': (257, 256), 'gpt2': (50257, 50256), 'r50k_base': (50257, 50256)}
 
 # what prepare_data.py makes by itself or downloads: data/NAME, and the arguments that make it
 KNOWN = {
@@ -89,43 +95,96 @@ def read_meta(folder, tokenizer=None):
     """
     try:
         with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f:
-            meta = shaped(json.load(f), META)
+            meta = shaped(json.load(f), META, 'it')
+        check_meta(meta)
     except FileNotFoundError:
         name = os.path.basename(os.path.normpath(folder))
         arguments = KNOWN.get(name, f"PATH... --name={name}")
         command = f"python prepare_data.py {arguments}".rstrip()
         raise UserError(
             f"{folder}: no data set (no meta.json); make data/{name} with: {command}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/meta.json: no description of a data set ({error}); "
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, Damaged) else "it is no JSON"
+        raise UserError(f"{folder}/meta.json: no description of a data set ({reason}); "
                         "prepare the data again") from None
     if tokenizer and meta['tokenizer'] != tokenizer.name:
         raise UserError(f"{folder} has {meta['tokenizer']} tokens, not {tokenizer.name}")
     return meta
 
 
-def shaped(value, shape):
+class Damaged(ValueError):
+    """What is wrong with a meta.json."""
+
+
+def require(ok, message):
+    if not ok:
+        raise Damaged(message)
+
+
+def shaped(value, shape, name):
     """
     The part of a JSON value that `shape` describes. A shape is a type, a dictionary of shapes, or a
-    list with the shape of all entries. TypeError or KeyError where the value has another form.
+    list with the shape of all entries. Damaged where the value has another form; `name` says where.
     """
-    if isinstance(shape, dict):
-        return {key: shaped(value[key], inner) for key, inner in shape.items()}
-    if isinstance(shape, list):
-        return [shaped(entry, shape[0]) for entry in value]
-    if type(value) is not shape:
-        raise TypeError(f"{value!r} is no {shape.__name__}")
+    kind = shape if isinstance(shape, type) else type(shape)
+    require(type(value) is kind, f"{name} should be {CALLED[kind]}, not {shown(value)}")
+    if kind is dict:
+        parts = {}
+        for key, inner in shape.items():
+            require(key in value, f"{name} has no {key}")
+            parts[key] = shaped(value[key], inner, key if name == 'it' else f'{name}.{key}')
+        return parts
+    if kind is list:
+        return [shaped(value[i], shape[0], f'{name}[{i}]') for i in range(len(value))]
     return value
+
+
+def check_meta(meta):
+    """Damaged where counts, names, checksums or vocabulary contradict each other."""
+    name, n_tokens, eot = meta['tokenizer'], meta['n_tokens'], meta['eot']
+    known = name in VOCABULARIES or name in tiktoken.list_encoding_names()
+    require(known, f"tiktoken knows no encoding {shown(name)}")
+    require(0 <= eot < n_tokens <= 2 ** 16, f"n_tokens={n_tokens} and eot={eot} are no vocabulary")
+    right = VOCABULARIES.get(name, (n_tokens, eot))
+    require((n_tokens, eot) == right,
+            f"{name} has n_tokens={right[0]} and eot={right[1]}, not {n_tokens} and {eot}")
+    for split in ('train', 'val'):
+        check_split(meta[split], split, one_byte_each=name == 'byte')
+    shards = meta['train']['shards'] + meta['val']['shards']
+    for key, what in (('name', "is listed twice"), ('sha256', "is a copy of another shard")):
+        seen = set()
+        for shard in shards:
+            require(shard[key] not in seen, f"{shard['name']} {what}")
+            seen.add(shard[key])
+
+
+def check_split(split, name, one_byte_each):
+    """Damaged where the entry of a split contradicts itself. name: 'train' or 'val'."""
+    shards = split['shards']
+    tokens = [shard['tokens'] for shard in shards]
+    require(split['bytes'] > 0, f"{name}.bytes={split['bytes']} must be positive")
+    require(all(0 < n < 2 ** 31 for n in tokens), f"{name}: a shard's tokens must be positive")
+    require(sum(tokens) == split['tokens'] > 0, f"{name}.tokens={split['tokens']}, but its shards "
+                                                f"have {sum(tokens)} together")
+    require(not one_byte_each or split['bytes'] <= split['tokens'],
+            f"{name} has more bytes than tokens, which are bytes here")
+    for shard in shards:
+        file, checksum = shard['name'], shard['sha256']
+        plain = re.fullmatch(r'[^/\\\0]+\.bin', file) and file.isprintable()
+        require(plain, f"{name}: {shown(file)} is no name of a shard")
+        require(re.fullmatch('[0-9a-f]{64}', checksum), f"{file}: {shown(checksum)} is no SHA-256")
+    names = [shard['name'] for shard in shards]
+    require(names == sorted(names), f"{name}: shards are not in the order of their names")
 
 
 # --------------------------------------------------------------------------------------------------
 # shards
 
 
-def open_shard(path):
+def open_shard(path, tokens=None):
     """
     The tokens of a shard as a read-only memory map (n,) uint16; UserError if it is truncated or no
-    shard.
+    shard, or has another number of `tokens` than meta.json says.
     """
     try:
         header = np.fromfile(path, np.int32, HEADER_INTS)
@@ -137,6 +196,9 @@ def open_shard(path):
         if size != expected:
             raise UserError(f"{path}: damaged ({size} bytes, its header says {expected}); "
                             "prepare the data again")
+        if tokens not in (None, header[2]):
+            raise UserError(f"{path}: not the file that meta.json describes ({header[2]} tokens, "
+                            f"not {tokens}); prepare the data again")
         return np.memmap(path, np.uint16, 'r', HEADER_BYTES)
     except OSError as error:
         raise UserError(
@@ -154,7 +216,12 @@ def count_tokens(path, n_tokens):
         part = tokens[start:start + 2 ** 22]
         counts += np.bincount(part, minlength=2 ** 16)
     if counts[n_tokens:].any():
-        largest = counts.nonzero()[0][-1]
-        raise UserError(f"{path}: damaged (token {largest} of a vocabulary of {n_tokens}); "
-                        "prepare the data again")
+        refuse_tokens(path, tokens, n_tokens)
     return counts[:n_tokens]
+
+
+def refuse_tokens(path, tokens, n_tokens, first=0):
+    """UserError for the largest of `tokens` (n,), which are those from place `first` of a shard."""
+    place = int(tokens.argmax())
+    raise UserError(f"{path}: damaged (token {tokens[place]} of a vocabulary of {n_tokens}, at "
+                    f"place {first + place}); prepare the data again")

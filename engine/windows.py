@@ -20,7 +20,7 @@ import torch  # slow to load: prepare_data.py starts without it, and without thi
 
 from engine.errors import UserError
 from engine.files import on_disk
-from engine.shards import HEADER_BYTES, open_shard
+from engine.shards import HEADER_BYTES, open_shard, refuse_tokens
 
 
 def shuffle(i, n, key):
@@ -69,9 +69,13 @@ class Windows:
     def __init__(self, folder, split, meta, T):
         self.T = T
         self.n_tokens = meta['n_tokens']
-        self.paths = [os.path.join(folder, shard['name']) for shard in meta[split]['shards']]
-        # a window needs one token more than T, the last target
-        windows = [max(0, (len(open_shard(path)) - 1) // T) for path in self.paths]
+        self.paths = []
+        windows = []
+        for shard in meta[split]['shards']:
+            path = os.path.join(folder, shard['name'])
+            tokens = len(open_shard(path, shard['tokens']))
+            self.paths.append(path)
+            windows.append(max(0, (tokens - 1) // T))  # one token more than T: the last target
         self.ends = np.cumsum(windows)  # windows up to and with each shard
         self.n = sum(windows)
         if self.n == 0:
@@ -144,8 +148,6 @@ class Windows:
             row = np.fromfile(path, np.uint16, self.T + 1, offset=offset)
         if len(row) <= self.T:
             raise UserError(f"{path}: became shorter while it was in use; prepare the data again")
-        largest = row.max()
-        if largest >= self.n_tokens:  # a GPU would say nothing of use
-            raise UserError(f"{path}: damaged (token {largest} of a vocabulary of "
-                            f"{self.n_tokens}); prepare the data again")
+        if row.max() >= self.n_tokens:  # a GPU would say nothing of use
+            refuse_tokens(path, row, self.n_tokens, first=start)
         return row

@@ -97,7 +97,8 @@ def test_a_data_set_that_was_made_again_with_another_tokenizer(tmp_path, monkeyp
     write_dataset('data/re', texts, get_tokenizer('byte'), 0.3, 'test')
     path = save(tmp_path / 'other', make(**{**TOGGLES['router'], **SIZE}), data_dir='data/re')
     meta = tmp_path / 'data' / 're' / 'meta.json'
-    changed = {**json.loads(meta.read_text()), 'tokenizer': 'gpt2', 'n_tokens': 50257}
+    gpt2 = dict(tokenizer='gpt2', n_tokens=50257, eot=50256)
+    changed = {**json.loads(meta.read_text()), **gpt2}
     meta.write_text(json.dumps(changed))
     with pytest.raises(UserError, match='data/re has gpt2 tokens, not byte'):
         choices.main([path])

@@ -573,6 +573,7 @@ def test_check_finds_damage(small_data, tmp_path, damage, capsys):
         content[2001] = 2
     if damage == 'tokens':
         meta['val']['shards'][0]['tokens'] += 1
+        meta['val']['tokens'] += 1
     path.write_bytes(content)
     (folder / 'meta.json').write_text(json.dumps(meta))
     if damage == 'gone':
@@ -741,7 +742,7 @@ def resident():
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason="needs /proc")
 def test_reading_needs_the_same_memory_for_any_number_of_shards(tmp_path):
     n = 2 * 10 ** 7
-    shards = [dict(name=f'{i}.bin') for i in range(4)]
+    shards = [dict(name=f'{i}.bin', tokens=n) for i in range(4)]
     for shard in shards:  # 160 MB in all, holes that take no space
         path = tmp_path / shard['name']
         np.array([MAGIC, 1, n], np.int32).tofile(path)

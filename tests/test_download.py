@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
 import prepare_data
-from engine import download
+from engine import download, shards
 from engine.download import fetch
 from engine.errors import UserError
 from engine.shards import MAGIC, VERSION, get_tokenizer, read_meta
@@ -296,6 +296,7 @@ def hub(server, tmp_path, monkeypatch):
     server.files = {f'{repository}/finewebedu_{name}.bin': shard(n, n) for name, n in sizes.items()}
     monkeypatch.setenv('HF_ENDPOINT', server.url + '/')
     monkeypatch.setattr(download, 'get_tokenizer', byte_for_gpt2)
+    monkeypatch.setitem(shards.VOCABULARIES, 'gpt2', (257, 256))
     monkeypatch.chdir(tmp_path)
     return server
 
