@@ -23,6 +23,7 @@ from typing import get_args
 
 from engine.checks import CALLED, check_types
 from engine.errors import UserError, shown
+from engine.files import plain_file
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -69,10 +70,29 @@ def read(argv, usage, *blocks, files=True):
         elif files and arg.endswith(('.py', '.json')):
             assignments = read_file(arg)
         else:
-            rest.append(arg)
+            rest.append(path_of(arg))
         for assignment in assignments:
             given[assignment.name] = calculate(assignment, kinds)
     return given, rest
+
+
+def path_of(arg):
+    """An argument that names a file or folder; UserError if no text can name it."""
+    try:
+        check_text(arg)
+    except ValueError as error:
+        raise UserError(f"{arg}: {error}; rename it") from None
+    return arg
+
+
+def check_text(text):
+    """ValueError for NUL, and for bytes that are no UTF-8: Python keeps them as lone surrogates."""
+    try:
+        text.encode('utf-8')
+    except UnicodeEncodeError:
+        raise ValueError("holds bytes that are no UTF-8 text") from None
+    if '\0' in text:
+        raise ValueError("holds a NUL character")
 
 
 def read_option(arg, kinds):
@@ -92,7 +112,7 @@ def read_option(arg, kinds):
 def read_file(path):
     """An Assignment for every line of a .py file, or for every entry of a .json file."""
     try:
-        with open(path, encoding='utf-8-sig') as f:
+        with open(plain_file(path), encoding='utf-8-sig') as f:
             text = f.read()
         if path.endswith('.json'):
             entries = json.loads(text).items()
@@ -161,6 +181,8 @@ def convert(value, kinds):
     as a number).
     """
     is_number = type(value) in (int, float)      # True and False are none
+    if type(value) is str:
+        check_text(value)
     if type(value) in kinds and not is_number:
         return value
     if is_number and abs(value) < 2 ** 63:       # neither inf nor nan is

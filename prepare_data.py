@@ -34,10 +34,10 @@ from typing import Optional
 
 import numpy as np
 
-from configurator import build, read
+from configurator import build, path_of, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.errors import UserError, run
-from engine.files import alone, checksum, on_disk
+from engine.files import alone, checksum, on_disk, plain_file
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
 from engine.shards import count_tokens, encode, get_tokenizer, open_shard, read_meta
 
@@ -60,7 +60,7 @@ def main(argv):
     if argv[:1] == ['--check']:
         if len(argv) != 2:
             raise UserError("--check: name one data folder, as in --check data/mine")
-        check(argv[1])
+        check(path_of(argv[1]))
         return
     given, paths = read(argv, __doc__.strip(), DataSettings, files=False)  # a .py file is text here
     prepare(build(DataSettings, given), paths)
@@ -80,8 +80,11 @@ def prepare(settings, paths=()):
 
 
 def choose_folder(settings, paths):
-    """data/NAME: of --name, or as the first path, without leading dots and what follows a dot."""
-    if settings.name:
+    """
+    data/NAME: of --name, or as the first path, without leading dots and what follows a dot.
+    UserError if that is not the name of a folder inside data/.
+    """
+    if settings.name is not None:
         name = settings.name
     elif paths:
         name = os.path.basename(os.path.abspath(paths[0])).lstrip('.').split('.')[0]
@@ -89,6 +92,9 @@ def choose_folder(settings, paths):
         name = 'python-packages'
     else:
         name = 'python'
+    if not name or name.startswith('.') or set(name) & set('/\\'):
+        raise UserError(f"--name={name}: should be the name of a folder in data/, without / and a "
+                        "dot in front")
     return os.path.join('data', name)
 
 
@@ -183,8 +189,8 @@ def walk(root, skip=()):
     """
     if not os.path.exists(root):
         raise UserError(f"{root}: no such file or folder, and no data set of that name")
-    if os.path.isfile(root):
-        yield root
+    if not os.path.isdir(root):
+        yield plain_file(root)
         return
     for folder, subfolders, files in os.walk(root, onerror=refuse_folder):
         # os.walk goes on with what is left in this list

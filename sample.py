@@ -20,6 +20,7 @@ import torch
 from configurator import build, check_range, read
 from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.errors import UserError, run
+from engine.files import plain_file
 from engine.hardware import compile_decoding, expect_new_lengths, pick_device
 from engine.shards import get_tokenizer
 from model import GPT, GPTConfig
@@ -119,7 +120,7 @@ def read_file(start):
     """The text of FILE:path."""
     path = start.removeprefix('FILE:')
     try:
-        with open(path, encoding='utf-8', errors='replace') as f:
+        with open(plain_file(path), encoding='utf-8', errors='replace') as f:
             return f.read()
     except OSError as error:
         raise UserError(f"--start={start}: cannot be read ({error.strerror})") from None

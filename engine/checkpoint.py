@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from engine.errors import UserError
-from engine.files import whole
+from engine.files import plain_file, whole
 from engine.state import check_archive, check_form, check_model
 
 CHECKPOINT_VERSION = 2
@@ -51,7 +51,7 @@ def read_checkpoint(path, config_class=None):
     Nothing in the file is executed. config_class: GPTConfig, to check config, weights and moments
     too.
     """
-    check_archive(path)
+    check_archive(plain_file(path))
     # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
     mapped = sys.platform != 'win32'
     try:

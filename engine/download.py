@@ -22,7 +22,7 @@ import numpy as np
 import requests
 
 from engine.errors import UserError
-from engine.files import checksum
+from engine.files import checksum, plain_file
 from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer
 
 TIMEOUT = 30     # seconds without a byte after which a connection counts as dead
@@ -218,7 +218,7 @@ def announced(response):
 
 def write_body(response, part, mode, progress):
     """Write what the server sends to the file, and make sure it is on disk."""
-    with open(part, mode) as f:
+    with open(plain_file(part), mode) as f:
         for block in response.iter_content(2 ** 14):  # small: of a block cut off nothing is kept
             f.write(block)
             progress(f.tell())

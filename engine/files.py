@@ -4,12 +4,14 @@ Files and folders that are safe while others, or a full disk, get in the way.
     with whole(path) as f:            a file that becomes `path` when all of it is written
     with alone(folder):               keeps other processes out of a folder
     with on_disk(path, 'read'):       what the disk refuses is a UserError that names the path
+    open(plain_file(path))            no pipe, which might never answer, no device, no folder
     checksum(path)                    SHA-256
 """
 
 import contextlib
 import hashlib
 import os
+import stat
 
 from engine.errors import UserError
 
@@ -25,7 +27,7 @@ def whole(path, mode='w', before=None):
     A file to write, which becomes `path` when all of it is on the disk. `before`, if given, is
     called just before that. After a failure `path` is as it was.
     """
-    unfinished = path + '.tmp'
+    unfinished = plain_file(path + '.tmp')
     try:
         with open(unfinished, mode) as f:
             yield f
@@ -38,6 +40,22 @@ def whole(path, mode='w', before=None):
     if before is not None:
         before()
     os.replace(unfinished, path)
+
+
+def plain_file(path):
+    """
+    The path itself, if it is that of a file, or of nothing; UserError for a folder, and for what
+    might never end when it is read: a pipe, a socket or a device.
+    """
+    kinds = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket'}
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):       # whoever opens it will say so
+        return path
+    if not stat.S_ISREG(mode):
+        kind = kinds.get(stat.S_IFMT(mode), 'a device')
+        raise UserError(f"{path}: {kind}, where a file should be")
+    return path
 
 
 @contextlib.contextmanager
@@ -86,7 +104,7 @@ def lock(held, folder, wait):
 def checksum(path):
     """SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
-    with open(path, 'rb') as f:
+    with open(plain_file(path), 'rb') as f:
         while block := f.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()

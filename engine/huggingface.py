@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from engine.errors import UserError
+from engine.files import plain_file
 from engine.state import check_finite
 
 INSTALL = "reading and writing Hugging Face folders needs safetensors: pip install safetensors"
@@ -161,7 +162,7 @@ def read_config(folder, config_class=None):
     """
     path = os.path.join(folder, 'config.json')
     try:
-        with open(path, encoding='utf-8') as f:
+        with open(plain_file(path), encoding='utf-8') as f:
             config = json.load(f)
         config = config_from_hf(config, path)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -191,7 +192,8 @@ def load_state(folder, config_class=None):
     try:
         for file in sorted(os.listdir(folder)):
             if file.endswith('.safetensors'):
-                for name, tensor in load_file(os.path.join(folder, file)).items():
+                path = plain_file(os.path.join(folder, file))
+                for name, tensor in load_file(path).items():
                     theirs[name] = tensor.float()
         ours = rename_from_hf(theirs, SimpleNamespace(**config))
         check_finite(ours)

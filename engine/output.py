@@ -22,7 +22,7 @@ import torch
 
 from engine.checkpoint import CHECKPOINTS
 from engine.errors import UserError
-from engine.files import alone, whole
+from engine.files import alone, plain_file, whole
 from engine.hardware import stop_signals
 
 
@@ -112,7 +112,8 @@ class Output:
                 refuse_checkpoints(folder)
             with whole(os.path.join(folder, 'settings.json')) as f:
                 json.dump(settings, f, indent=1)
-            self.log = self.closing.enter_context(open(os.path.join(folder, 'log.jsonl'), 'a+'))
+            log = plain_file(os.path.join(folder, 'log.jsonl'))
+            self.log = self.closing.enter_context(open(log, 'a+'))
             end_torn_line(self.log)
         except OSError as error:
             raise UserError(f"out_dir={folder}: cannot be written ({error.strerror}); choose "

@@ -19,6 +19,7 @@ import numpy as np
 import tiktoken
 
 from engine.errors import UserError, shown
+from engine.files import plain_file
 
 MAGIC = 20240520
 VERSION = 1
@@ -94,7 +95,7 @@ def read_meta(folder, tokenizer=None):
     makes it; if it is damaged; and if the tokens are not those of `tokenizer`.
     """
     try:
-        with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f:
+        with open(plain_file(os.path.join(folder, 'meta.json')), encoding='utf-8') as f:
             meta = shaped(json.load(f), META, 'it')
         check_meta(meta)
     except FileNotFoundError:
@@ -105,6 +106,8 @@ def read_meta(folder, tokenizer=None):
             f"{folder}: no data set (no meta.json); make data/{name} with: {command}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, Damaged) else "it is no JSON"
+        if isinstance(error, OSError):
+            reason = error.strerror
         raise UserError(f"{folder}/meta.json: no description of a data set ({reason}); "
                         "prepare the data again") from None
     if tokenizer and meta['tokenizer'] != tokenizer.name:
@@ -187,7 +190,7 @@ def open_shard(path, tokens=None):
     shard, or has another number of `tokens` than meta.json says.
     """
     try:
-        header = np.fromfile(path, np.int32, HEADER_INTS)
+        header = np.fromfile(plain_file(path), np.int32, HEADER_INTS)
         if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
             raise UserError(f"{path}: no token shard (header without magic {MAGIC}, "
                             f"version {VERSION}); prepare the data again")
