@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import sysconfig
@@ -43,6 +44,7 @@ from engine.shards import count_tokens, encode, get_tokenizer, open_shard, read_
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts are cut, into 32 pieces of at most this size, or more
+SHORTEST = 16                # bytes of a piece
 BUILTIN = 'data/python'      # train.py makes this one by itself
 
 
@@ -152,7 +154,7 @@ def tokenise(settings, paths, folder, tokenizer, longest):
     total = sum(os.path.getsize(file) for path in paths for file in walk(path))
     with Progress(folder, total) as progress:
         if paths:
-            texts = your_texts(paths, longest, progress)
+            texts = your_texts(paths, longest, progress, settings.val_fraction)
         else:
             texts = python_sources(settings.packages)
         return write_dataset(folder, texts, tokenizer, settings.val_fraction, source_of(paths))
@@ -233,7 +235,7 @@ def python_sources(packages):
                     yield f.read().replace(b'\r\n', b'\n')
 
 
-def your_texts(paths, longest, progress):
+def your_texts(paths, longest, progress, val_fraction=DataSettings.val_fraction):
     """
     The documents of your files and folders; of a folder all but hidden files and those with a NUL
     byte. Texts longer than `longest` bytes are cut. progress(n) is called with the bytes read so
@@ -245,19 +247,20 @@ def your_texts(paths, longest, progress):
             with on_disk(path, 'read'), open(path, 'rb') as f:
                 size = os.path.getsize(path)
                 if path == root or b'\0' not in f.peek(8192):
-                    for text in documents(f, path, longest):
+                    for text in documents(f, path, longest, val_fraction):
                         yield text
                         progress(done + f.tell())
                 done += size
 
 
-def documents(f, path, longest):
+def documents(f, path, longest, val_fraction):
     """The documents of an open file."""
     if path.endswith('.jsonl'):
         for record in records(f, path):
-            yield from cut(io.BufferedReader(io.BytesIO(record)), len(record), longest)
+            text = io.BufferedReader(io.BytesIO(record))
+            yield from cut(text, len(record), longest, val_fraction)
     else:
-        yield from cut(f, os.path.getsize(path), longest)
+        yield from cut(f, os.path.getsize(path), longest, val_fraction)
 
 
 def records(f, path):
@@ -275,14 +278,38 @@ def records(f, path):
         yield text
 
 
-def cut(f, size, longest):
+def cut(f, size, longest, val_fraction=DataSettings.val_fraction):
     """
-    What the binary file holds: in one piece if it is no longer than `longest`, else in 32 or more
-    that end with a line.
+    What the binary file holds: in one piece if it is no longer than `longest`, else in many that
+    end with a line.
     """
-    limit = size
-    if size > longest:
-        limit = min(DOCUMENT_BYTES, max(size // 32, 512))
+    limit = choose_limit(f, size, val_fraction) if size > longest else size
+    return pieces(f, limit)
+
+
+def choose_limit(f, size, val_fraction):
+    """
+    Bytes of a piece, so that val_fraction of the text goes to val, within a fifth of it: 1/32 of
+    the text or a megabyte, else less and less, or what comes nearest. It depends on nothing but the
+    text: other files move no piece of this one.
+    """
+    limit = min(DOCUMENT_BYTES, max(size // 32, 512), max(size // 2, 1))
+    if size * val_fraction > 100 * DOCUMENT_BYTES:
+        return limit        # so many pieces have no need of a choice
+    start = f.tell()
+    errors = {}             # of each limit
+    while True:
+        val = sum(len(piece) for piece in pieces(f, limit) if position(piece) < val_fraction)
+        f.seek(start)
+        errors[limit] = abs(val / (size * val_fraction) - 1) if 0 < val < size else math.inf
+        smaller = limit * 19 // 20
+        if errors[limit] < 0.2 or smaller < SHORTEST:
+            return min(errors, key=errors.get)
+        limit = smaller
+
+
+def pieces(f, limit):
+    """The rest of a binary file, in pieces of `limit` bytes and what their last line still has."""
     while text := f.read(limit):
         text += f.readline(limit)
         for _ in range(3):  # where no line ends near, not inside a character at least

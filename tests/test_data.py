@@ -228,6 +228,73 @@ def test_a_single_file_is_cut_at_line_ends(tmp_path, monkeypatch):
         assert piece.endswith(b'file\n')
 
 
+def split_of(text, val_fraction):
+    """(all pieces, those for val) of one text that is cut."""
+    f = io.BufferedReader(io.BytesIO(text))
+    pieces = list(prepare_data.cut(f, len(text), 0, val_fraction))
+    assert b''.join(pieces) == text
+    return pieces, [piece for piece in pieces if prepare_data.position(piece) < val_fraction]
+
+
+def some_text(size, seed):
+    """A piece of this program's own source."""
+    with open(PROGRAM, 'rb') as f:
+        source = f.read()
+    source = source * (1 + size // len(source))     # the same lines again, in other pieces
+    first = np.random.default_rng(seed).integers(1 + len(source) - size)
+    return source[first:first + size]
+
+
+@pytest.mark.parametrize('val_fraction, smallest', [(0.02, 3000), (0.1, 400), (0.3, 200)])
+def test_a_single_text_of_any_size_is_split_near_the_fraction(val_fraction, smallest):
+    for size in (smallest, 2 * smallest, 7000, 20_000, 54_000):
+        for seed in range(6):
+            _, val = split_of(some_text(size, seed), val_fraction)
+            share = sum(map(len, val)) / size
+            assert val_fraction / 1.7 < share < 1.7 * val_fraction, (size, seed)
+
+
+@pytest.mark.parametrize('text', [
+    b'one line without end, ' * 40,
+    '日本語の文章。'.encode() * 60 + bytes(range(256)),
+    b'\n' * 300 + bytes(range(10, 200)) * 3,
+    b'\r\n'.join(b'row %d' % i for i in range(99)),
+    bytes(range(256)) * 4 + b'end',
+])
+def test_texts_of_odd_form_are_split_too(text):
+    _, val = split_of(text, 0.1)
+    assert 0.02 < sum(map(len, val)) / len(text) < 0.3
+
+
+def test_more_files_move_no_piece_of_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / 'texts'
+    folder.mkdir()
+    before = {'train': set(), 'val': set()}
+    for i in range(4):
+        (folder / f'{9 - i}.txt').write_bytes(some_text(3000 + 700 * i, i))
+        monkeypatch.setattr(prepare_data, 'DOCUMENT_BYTES', 1)  # all are cut, however many
+        prepare_data.main(['texts'])
+        found = documents('data/texts', read_meta('data/texts'))
+        assert before['train'] <= found['train'] and before['val'] <= found['val']
+        assert not found['train'] & found['val']
+        before = found
+
+
+@pytest.mark.parametrize('suffix', ['txt', 'py', 'jsonl'])
+def test_a_first_try_with_one_small_file(tmp_path, monkeypatch, suffix):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(8):
+        text = some_text(1000 + 700 * seed, seed)
+        if suffix == 'jsonl':
+            text = json.dumps(dict(text=text.decode(errors='replace'))).encode()
+        (tmp_path / f'mine.{suffix}').write_bytes(text)
+        prepare_data.main([f'mine.{suffix}'])
+        meta = read_meta('data/mine')
+        share = meta['val']['bytes'] / (meta['val']['bytes'] + meta['train']['bytes'])
+        assert 0.05 < share < 0.2
+
+
 ANY_BYTES = st.one_of(
     st.text('aé☃\U0001f600\n', max_size=3000).map(str.encode),
     st.binary(max_size=3000),
