@@ -43,6 +43,7 @@ from engine.flops import Cost, Pass
 from engine.loss import chunked_cross_entropy, in_parts, probability_of, recompute
 from engine.memory import (CausalMemory, ChainMemory, FrozenMemory, KVCache, LatestCache,
                            StepCache, StepMemory, ThoughtCache, new_caches, no_caches)
+from engine.shapes import shapes_only
 from engine.slots import Everyone, choose, real_tokens
 
 # -------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class GPTConfig:
 
     def without_weights(self):
         """The GPT of these settings with shapes and no numbers: it needs no time and no memory."""
-        with torch.device('meta'):
+        with shapes_only():
             return GPT(self)
 
 

@@ -22,6 +22,7 @@ from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.errors import UserError, run
 from engine.files import plain_file
 from engine.hardware import compile_decoding, expect_new_lengths, pick_device
+from engine.room import refuse_model
 from engine.shards import get_tokenizer
 from model import GPT, GPTConfig
 
@@ -74,10 +75,13 @@ def override(model, s):
 def load_model(folder, device):
     """
     A checkpoint folder: (model in eval mode on `device`, tokenizer, train.py's settings).
-    UserError if there is none.
+    UserError if there is none, or no room for it.
     """
+    device = torch.device(device)
     state = load_checkpoint(folder, GPTConfig)
-    model = GPT(GPTConfig(**state['config']))
+    config = GPTConfig(**state['config'])
+    refuse_model(config, device)
+    model = GPT(config)
     load_weights(model, state)
     expect_new_lengths()
     return model.to(device).eval(), get_tokenizer(state['tokenizer']), state['settings']

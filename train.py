@@ -39,6 +39,7 @@ from engine.hardware import (compile_blocks, exchange_gradients, expect_new_leng
 from engine.log import Log, print_sample
 from engine.optimizer import adamw, gather, load_optimizer
 from engine.output import Output, Stop
+from engine.room import refuse_training
 from engine.shards import read_meta
 from engine.start import (check_model, check_resume, checkpoint_of, find_start, idle_settings,
                           planned_config, settings_of)
@@ -125,13 +126,15 @@ def open_data(folder, ranks):
     return read_meta(folder)
 
 
-def start_model(s, given, meta, state, ranks):
+def start_model(s, given, meta, state, ranks, device):
     """The model that the run starts from, according to init_from, and the step it is at."""
-    torch.manual_seed(s.seed)
     names = {f.name for f in fields(GPTConfig)}
     asked = {name: value for name, value in given.items() if name in names}
     start = find_start(s, asked, meta, GPTConfig, state)
-    model = GPT(build(GPTConfig, start.config))
+    config = build(GPTConfig, start.config)
+    refuse_training(GPT, config, s, device, pick_dtype(s.dtype, device), ranks)
+    torch.manual_seed(s.seed)
+    model = GPT(config)
     start.load_into(model)
     check_model(model.config, asked, meta, s.data_dir)
 
@@ -182,7 +185,7 @@ class Trainer:
 
         # the data, the model, and the step it is at
         self.meta = open_data(s.data_dir, ranks)
-        self.model, self.step = start_model(s, given, self.meta, state, ranks)
+        self.model, self.step = start_model(s, given, self.meta, state, ranks, device)
         self.config = self.model.config
         T = self.config.block_size
         self.accumulation = None if s.eval_only else s.accumulation(T, ranks.world)

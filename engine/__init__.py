@@ -11,11 +11,13 @@ this folder imports a file of the top level.
                   generate.py    token by token, in batches whose rows do not wait for each other
                   flops.py       what a pass costs
                   checks.py      settings of a model that do not fit together
+                  shapes.py      models without numbers, to check and plan with
     running       hardware.py    device, precision, compiling, the processes of a run
                   start.py       the model that a run starts from
                   optimizer.py   AdamW, in one piece or shared out among ranks
                   checkpoint.py  checkpoints: complete or absent
                   state.py       what a loaded checkpoint has to be before anything uses it
+                  room.py        whether the machine has the memory for it
                   output.py      the output folder, the log file, signals
                   log.py         what a run says of its steps and evaluations
                   plan.py        what a run would take
