@@ -40,6 +40,7 @@ from engine import flops, generate
 from engine.attention import attend
 from engine.checks import check_config
 from engine.flops import Cost, Pass
+from engine.inputs import check_batch
 from engine.loss import chunked_cross_entropy, in_parts, probability_of, recompute
 from engine.memory import (CausalMemory, ChainMemory, FrozenMemory, KVCache, LatestCache,
                            StepCache, StepMemory, ThoughtCache, new_caches, no_caches)
@@ -269,9 +270,7 @@ class GPT(nn.Module):
                 x = block(x)
             logits = self.lm_head(self.ln_f(x))
         """
-        if idx.dim() != 2 or idx.size(1) > self.config.block_size:
-            raise ValueError(f"tokens of shape {tuple(idx.shape)} must be (B,T), T up to "
-                             f"block_size={self.config.block_size}")
+        check_batch(idx, targets, jacobi, self.config)  # ValueError for other shapes and numbers
         h = self.hidden(idx, jacobi=jacobi)                             # (B,T,C)
         if targets is None:
             return self.head(h), None

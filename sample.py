@@ -84,7 +84,11 @@ def load_model(folder, device):
     model = GPT(config)
     load_weights(model, state)
     expect_new_lengths()
-    return model.to(device).eval(), get_tokenizer(state['tokenizer']), state['settings']
+    tokenizer = get_tokenizer(state['tokenizer'])
+    if tokenizer.n_vocab != config.n_tokens:
+        raise UserError(f"{folder}: {tokenizer.name} has {tokenizer.n_vocab} tokens, the model "
+                        f"{config.n_tokens}: take another checkpoint")
+    return model.to(device).eval(), tokenizer, state['settings']
 
 
 def open_one(argv, description, block, example):

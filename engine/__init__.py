@@ -11,6 +11,7 @@ this folder imports a file of the top level.
                   generate.py    token by token, in batches whose rows do not wait for each other
                   flops.py       what a pass costs
                   checks.py      settings of a model that do not fit together
+                  inputs.py      what a model is called with
                   shapes.py      models without numbers, to check and plan with
     running       hardware.py    device, precision, compiling, the processes of a run
                   start.py       the model that a run starts from

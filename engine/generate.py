@@ -14,16 +14,18 @@ from typing import Optional
 import torch
 import torch.nn as nn
 
+from engine.checks import require
 from engine.errors import UserError
+from engine.inputs import as_row, check_sampling
 from engine.slots import Everyone, for_each_field
 
 
-@torch.inference_mode()
 def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
            stop_token=None, exact=False):
     """
     Generate step by step; yields (token (B,), passes (B,)): each row's new token, and the passes
-    (of `pause`, slots) it took. ValueError for prompts that do not fit.
+    (of `pause`, slots) it took. ValueError at once for prompts that do not fit, and for options
+    that mean nothing.
 
     prompts      (B,T), or a list of B sequences of any lengths, none empty or above block_size
     temperature  0 takes the likeliest token
@@ -37,13 +39,21 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     text. So each token is predicted from block_size / 2 to block_size tokens, as by `forward` on
     that window ('latent' and 'mask': with enough sweeps), and on average each is read about twice.
     """
-    device, window = gpt.wte.weight.device, gpt.config.block_size
-    prompt, padding = left_pad(prompts, window, device)                 # (B,n), (B,) or None
-    n = prompt.size(1)
-    tokens = torch.cat((prompt, prompt.new_zeros(len(prompt), max_new_tokens)), dim=1)
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed, stop_token)
+    device = gpt.wte.weight.device
+    config = gpt.config
+    prompt, padding = left_pad(prompts, config.block_size, device, config.n_tokens)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     done = torch.zeros(len(prompt), dtype=torch.bool, device=device)
     sampler = Sampler(temperature, top_k, top_p, stop_token, generator, done)
+    return go_on(gpt, prompt, padding, max_new_tokens, sampler, exact)
+
+
+@torch.inference_mode()
+def go_on(gpt, prompt, padding, max_new_tokens, sampler, exact):
+    """What `stream` yields. prompt (B,n), with `padding` (B,) on the left of rows, or None."""
+    window, n = gpt.config.block_size, prompt.size(1)
+    tokens = torch.cat((prompt, prompt.new_zeros(len(prompt), max_new_tokens)), dim=1)
     longest_padding = 0 if padding is None else int(padding.max())
     decode = run_ahead if gpt.mechanism.halts else in_step
 
@@ -72,7 +82,7 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 def generate(gpt, prompts, max_new_tokens, **options):
     """All of `stream`: (B,T) gives (B, T + new); a list gives tensors, cut after the stop token."""
     device, stop = gpt.wte.weight.device, options.get('stop_token')
-    rows = [torch.as_tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
+    rows = [as_row(prompt, device, gpt.config.n_tokens) for prompt in prompts]
     new = [token for token, _ in stream(gpt, prompts, max_new_tokens, **options)]
     if new:
         new = torch.stack(new, dim=1)                                   # (B,new)
@@ -89,19 +99,18 @@ def cut(row, stop):
     return row[:stops[0] + 1] if len(stops) > 0 else row
 
 
-def left_pad(prompts, block_size, device):
+def left_pad(prompts, block_size, device, n_tokens=math.inf):
     """
     Right-align prompts: tokens (B, longest), and the padding left of each row (B,), None for none.
     Rotary attention sees differences of positions only: rows shifted to the right need no positions
     of their own.
     """
-    rows = [torch.as_tensor(prompt, dtype=torch.long, device=device) for prompt in prompts]
+    rows = [as_row(prompt, device, n_tokens) for prompt in prompts]
+    require(rows, "an empty prompt: there is not even one")
     lengths = [len(row) for row in rows]
-    if not rows or min(lengths) == 0:
-        raise ValueError("an empty prompt: give at least one token, such as the end-of-text token")
     longest = max(lengths)
-    if longest > block_size:
-        raise ValueError(f"a prompt of {longest} tokens does not fit into block_size={block_size}")
+    require(longest <= block_size,
+            f"a prompt of {longest} tokens does not fit into block_size={block_size}")
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side='left')
     if min(lengths) == longest:
         return tokens, None
