@@ -18,6 +18,7 @@ import math
 import operator
 import re
 import sys
+import warnings
 from dataclasses import dataclass, fields
 from typing import get_args
 
@@ -35,6 +36,7 @@ OPERATORS = {
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
 }
+LARGEST = 2 ** 1024  # of what a calculation holds: no float is larger
 FIELD = re.compile(r'^    (\w+): .*? = (.*?) *# (.*)$', re.MULTILINE)  # name, default, comment
 
 
@@ -103,10 +105,10 @@ def read_option(arg, kinds):
     value = ast.Constant(text)
     if str not in kinds.get(name, ()) or text == 'None':
         try:
-            value = ast.parse(text.strip(), mode='eval').body
+            value = parse(text.strip(), 'eval').body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             pass  # it stays text, and is refused as such
-    return Assignment(name, value, arg)
+    return Assignment(name, value, arg if len(arg) <= 80 else arg[:77] + '...')
 
 
 def read_file(path):
@@ -117,16 +119,23 @@ def read_file(path):
         if path.endswith('.json'):
             entries = json.loads(text).items()
             return [Assignment(name, ast.Constant(value), path) for name, value in entries]
-        statements = ast.parse(text).body
+        statements = parse(text, 'exec').body
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
-        number = getattr(error, 'lineno', 1)
+        number = getattr(error, 'lineno', None) or 1
         raise UserError(f"{path}:{number}: not a file of lines name = value") from None
 
     if statements and is_docstring(statements[0]):
         statements = statements[1:]
     return [read_statement(statement, path) for statement in statements]
+
+
+def parse(text, mode):
+    """ast.parse, without the warnings that are for those who run what they wrote."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return ast.parse(text, mode=mode)
 
 
 def is_docstring(statement):
@@ -151,15 +160,14 @@ def calculate(assignment, kinds):
         raise UserError(f"{where}: there is no setting '{name}'; {advice}")
     try:
         return convert(evaluate(assignment.value), kinds[name])
-    except (ValueError, ArithmeticError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{where}: {name} {error}") from None
+    except RecursionError:
+        raise UserError(f"{where}: {name} is nested too deeply") from None
 
 
 def evaluate(node):
-    """
-    The value of an expression tree of literals and arithmetic on numbers; ValueError or
-    ArithmeticError otherwise.
-    """
+    """The value of a tree of literals and arithmetic on numbers; ValueError otherwise."""
     if isinstance(node, ast.Constant):
         return node.value
     if not isinstance(node, (ast.BinOp, ast.UnaryOp)) or type(node.op) not in OPERATORS:
@@ -172,7 +180,15 @@ def evaluate(node):
         raise ValueError("may only calculate with numbers")
     if isinstance(node.op, ast.Pow) and max(map(abs, numbers)) > 1e4:
         raise ValueError("holds too large a power")
-    return OPERATORS[type(node.op)](*numbers)
+    try:
+        result = OPERATORS[type(node.op)](*numbers)
+    except ZeroDivisionError:
+        raise ValueError("divides by zero") from None
+    except OverflowError:
+        raise ValueError("holds too large a number") from None
+    if type(result) is int and abs(result) >= LARGEST:
+        raise ValueError("holds too large a number")
+    return result
 
 
 def convert(value, kinds):

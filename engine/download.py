@@ -11,21 +11,28 @@ Hugging Face is reached under the address in the environment variable HF_ENDPOIN
 need a mirror.
 """
 
+import ipaddress
 import os
+import queue
 import re
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from urllib.parse import urljoin, urlsplit
 
 import numpy as np
 import requests
+import urllib3
 
-from engine.errors import UserError
+from engine.errors import UserError, one_line
 from engine.files import checksum, plain_file
 from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer
 
 TIMEOUT = 30     # seconds without a byte after which a connection counts as dead
+SLOWEST = 1000   # bytes per second, over two such times; a connection that is slower counts as dead
+LARGEST = 2 ** 36  # bytes of a file whose size nobody knows
 TRIES = 6        # failed tries in a row, none of which brought a new byte, before giving up
 PAUSE = 1        # seconds before the second try; doubles with every further one
 
@@ -87,10 +94,11 @@ def silent(n_bytes):
     """The progress that nobody sees."""
 
 
-def fetch(url, path, check, progress=silent):
+def fetch(url, path, check, progress=silent, largest=LARGEST):
     """
     Download `url` to `path`; progress(n_bytes) is called with the bytes there are. `check` is given
     the file when it is complete; if it raises a UserError the content is wrong and thrown away.
+    largest: more bytes than this are not taken.
 
     UserError for an answer that no further try would change, or after TRIES tries; OSError if the
     disk does not take it. Whatever arrived is kept for the next run in path.part.
@@ -100,14 +108,14 @@ def fetch(url, path, check, progress=silent):
     failures = 0       # in a row, without a new byte
     while True:
         try:
-            stated = request_rest(url, part, progress)
+            stated = request_rest(url, part, progress, largest)
             accept(part, stated, check)
             os.replace(part, path)
             return
         except (requests.exceptions.MissingSchema, requests.exceptions.InvalidSchema,
                 requests.exceptions.InvalidURL):
-            raise UserError(f"{url}: not an address; check HF_ENDPOINT") from None
-        except requests.RequestException as error:
+            raise UserError(f"{shown(url)}: not an address; check HF_ENDPOINT") from None
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             failed = Failed(type(error).__name__)
         except Failed as error:
             failed = error
@@ -117,11 +125,11 @@ def fetch(url, path, check, progress=silent):
             most = size(part)
             failures = 1
         if failures == TRIES:
-            raise UserError(f"{url}: {TRIES} tries in a row failed, the last by {failed}; "
+            raise UserError(f"{shown(url)}: {TRIES} tries in a row failed, the last by {failed}; "
                             "check the network and run the same command again: "
                             "it keeps what has arrived")
         wait = max(PAUSE * 2 ** (failures - 1), failed.wait)
-        print(f"{os.path.basename(path)}: {failed}; next try in {wait:g} s", flush=True)
+        print(f"{os.path.basename(path)}: {one_line(failed)}; next try in {wait:g} s", flush=True)
         time.sleep(wait)
 
 
@@ -145,7 +153,12 @@ def size(path):
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 
-def request_rest(url, part, progress):
+def shown(url):
+    """An address in a message: without the password that may stand before its host."""
+    return one_line(re.sub('//[^/]*@', '//', url))
+
+
+def request_rest(url, part, progress, largest):
     """
     One request for what `part` does not hold yet; Failed if the file is then not as long as the
     server says. Returns the file's SHA-256 in hex if the server states it, else None.
@@ -154,7 +167,7 @@ def request_rest(url, part, progress):
     headers = {'Accept-Encoding': 'identity'}
     if have:
         headers['Range'] = f'bytes={have}-'
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
+    with answer(url, headers) as response:
         refuse_status(url, response)
         sha256 = stated_checksum(response)
         if has_no_rest(response, have):
@@ -165,10 +178,71 @@ def request_rest(url, part, progress):
             if have:
                 os.remove(part)  # the server speaks of another file: start over
             raise Failed("an answer that does not fit what was asked for")
-        write_body(response, part, 'wb' if sends_all else 'ab', progress)
+        if response.headers.get('Content-Encoding', 'identity') != 'identity':
+            raise Failed("a compressed answer, which was not asked for")
+        if total is not None and total > largest:
+            raise Failed(f"a file of {total} bytes, where at most {largest} are expected")
+        write_body(response, part, 'wb' if sends_all else 'ab', progress, largest)
     if total is not None and size(part) != total:
         raise Failed(f"{size(part)} of {total} bytes")
     return sha256
+
+
+def answer(url, headers):
+    """
+    The response to a request, its body not read yet; Failed if it takes too long. Every byte of its
+    head would start the time-out of requests anew: so somebody else waits for it.
+    """
+    box = queue.SimpleQueue()
+    threading.Thread(target=ask, args=(box, url, headers), daemon=True).start()
+    try:
+        response = box.get(timeout=4 * TIMEOUT)
+    except queue.Empty:
+        raise Failed("no answer in time") from None
+    if isinstance(response, Exception):
+        raise response
+    return response
+
+
+def ask(box, url, headers):
+    """Put the response to a request, or the error that it ended with, into the box."""
+    try:
+        box.put(Careful().get(url, headers=headers, stream=True, timeout=TIMEOUT))
+    except (Failed, requests.RequestException) as error:
+        box.put(error)
+    except Exception as error:      # a head that no library expects
+        box.put(Failed(type(error).__name__))
+
+
+class Careful(requests.Session):
+    """Follows no redirection to where no download can be."""
+
+    def get_redirect_target(self, response):
+        target = super().get_redirect_target(response)
+        if target is not None:
+            refuse_redirection(response.url, urljoin(response.url, target))
+        return target
+
+
+def refuse_redirection(url, target):
+    """Failed for one that leaves https, or leads from the network into this machine or house."""
+    try:
+        here, there = urlsplit(url), urlsplit(target)
+        leaves = there.scheme != 'https' and there.scheme != here.scheme
+        leaves = leaves or there.scheme not in ('http', 'https') or not there.hostname
+        inwards = not leaves and is_local(there.hostname) and not is_local(here.hostname)
+    except ValueError:      # no address at all
+        leaves = inwards = True
+    if leaves or inwards:
+        raise Failed(f"a redirection to {shown(target)[:80]}, which makes no sense")
+
+
+def is_local(host):
+    """Whether a host is this machine, or one of a private network."""
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return '.' not in host or host.endswith(('.localhost', '.local', '.internal'))
 
 
 def refuse_status(url, response):
@@ -176,10 +250,11 @@ def refuse_status(url, response):
     status = response.status_code
     if status in (408, 429) or status >= 500:  # too slow, too often, the server's fault
         asked = response.headers.get('Retry-After', '')
-        wait = min(int(asked), 300) if asked.isdecimal() else 0
+        wait = min(whole_number(asked) or 0, 300)
         raise Failed(f"status {status}", wait)
     if status not in (200, 206, 416):
-        raise UserError(f"{url}: status {status}, {response.reason}; nothing to download there")
+        reason = one_line(response.reason)[:80]
+        raise UserError(f"{shown(url)}: status {status}, {reason}; nothing to download there")
 
 
 def stated_checksum(response):
@@ -206,22 +281,37 @@ def announced(response):
     None where it does not say.
     """
     if response.status_code == 200:  # the whole file
-        length = response.headers.get('Content-Length', '')
-        total = int(length) if length.isdecimal() else None
-        return 0, total
+        return 0, whole_number(response.headers.get('Content-Length', ''))
     content_range = response.headers.get('Content-Range', '')
-    span = re.match(r'bytes (\d+)-\d+/(\d+)$', content_range)
+    span = re.match(r'bytes (\d{1,18})-\d{1,18}/(\d{1,18})$', content_range, re.ASCII)
     if response.status_code == 206 and span:
         return int(span[1]), int(span[2])
     return None, None
 
 
-def write_body(response, part, mode, progress):
-    """Write what the server sends to the file, and make sure it is on disk."""
-    with open(plain_file(part), mode) as f:
-        for block in response.iter_content(2 ** 14):  # small: of a block cut off nothing is kept
+def whole_number(text):
+    """The number that a header states; None if it is none."""
+    return int(text) if re.fullmatch('[0-9]{1,18}', text) else None
+
+
+def write_body(response, part, mode, progress, largest):
+    """
+    Write what the server sends to the file, and make sure it is on disk. Failed if it sends too
+    slowly, or more than `largest` bytes; these are thrown away.
+    """
+    with open(plain_file(part, devices=True), mode) as f:
+        began, size_then = time.monotonic(), f.tell()
+        while block := response.raw.read1(2 ** 16):     # whatever is there
             f.write(block)
             progress(f.tell())
+            if f.tell() > largest:
+                os.remove(part)
+                raise Failed(f"more than the {largest} bytes that are expected")
+            seconds = time.monotonic() - began
+            if seconds > 2 * TIMEOUT:
+                if f.tell() - size_then < SLOWEST * seconds:
+                    raise Failed("too slow to be alive")
+                began, size_then = time.monotonic(), f.tell()
         f.flush()
         os.fsync(f.fileno())
 
@@ -279,7 +369,7 @@ def fineweb(kind, shards, tokenizer, folder):
             splits[split]['tokens'] += tokens
             splits[split]['bytes'] += int(counts @ lengths)
     return dict(tokenizer='gpt2', n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token,
-                source=source, **splits)
+                source=shown(source), **splits)
 
 
 def token_lengths(tokenizer):
@@ -293,7 +383,8 @@ def fetch_shard(url, path, n_tokens, progress):
     try:
         return count_tokens(path, n_tokens)
     except UserError:  # missing, or damaged since
-        fetch(url, path, partial(count_tokens, n_tokens=n_tokens), progress)
+        check = partial(count_tokens, n_tokens=n_tokens)
+        fetch(url, path, check, progress, largest=FINEWEB_BYTES)
     return count_tokens(path, n_tokens)
 
 
@@ -303,7 +394,7 @@ def shakespeare(folder):
     try:
         check_shakespeare(path)
     except (UserError, FileNotFoundError):
-        fetch(SHAKESPEARE, path, check_shakespeare)
+        fetch(SHAKESPEARE, path, check_shakespeare, largest=2 ** 21)
     return path
 
 

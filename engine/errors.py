@@ -31,6 +31,12 @@ def shown(value):
     return f"a {type(value).__name__}"
 
 
+def one_line(text):
+    """Text on one line, without characters that a terminal would obey."""
+    words = ' '.join(str(text).split())
+    return ''.join(c if c.isprintable() else '?' for c in words)
+
+
 def run(main):
     """
     Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit
@@ -58,7 +64,7 @@ def say(error):
     words = ["error:"]
     if rank is not None:
         words.append(f"rank {rank}:")
-    words += str(error).splitlines()
+    words.append(one_line(error))
     if rank not in (None, '0'):
         time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
     print(*words, file=sys.stderr)

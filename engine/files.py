@@ -42,17 +42,17 @@ def whole(path, mode='w', before=None):
     os.replace(unfinished, path)
 
 
-def plain_file(path):
+def plain_file(path, devices=False):
     """
     The path itself, if it is that of a file, or of nothing; UserError for a folder, and for what
-    might never end when it is read: a pipe, a socket or a device.
+    might never end: a pipe, a socket or a device. devices: these are fine, they are only written.
     """
     kinds = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket'}
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):       # whoever opens it will say so
         return path
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(mode) and not (devices and stat.S_ISCHR(mode)):
         kind = kinds.get(stat.S_IFMT(mode), 'a device')
         raise UserError(f"{path}: {kind}, where a file should be")
     return path

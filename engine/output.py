@@ -112,7 +112,7 @@ class Output:
                 refuse_checkpoints(folder)
             with whole(os.path.join(folder, 'settings.json')) as f:
                 json.dump(settings, f, indent=1)
-            log = plain_file(os.path.join(folder, 'log.jsonl'))
+            log = plain_file(os.path.join(folder, 'log.jsonl'), devices=True)
             self.log = self.closing.enter_context(open(log, 'a+'))
             end_torn_line(self.log)
         except OSError as error:

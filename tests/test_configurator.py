@@ -97,6 +97,32 @@ def test_refusals_name_the_argument(arg, words):
         assert word in message
 
 
+@pytest.mark.parametrize('text', [
+    '10000**10000', '9999**9999*9999**9999', '1e4**1e4', '1e308**2', '10**400/3',
+    '10**400-10**400', '2**2000', '9' * 5000, '-' * 3000 + '1', '(' * 5000, '1/0', '5%0', '5//0.0', '1j', '...',
+    'b"x"', '1 is 1', r"'\d'", '0x', '1if 1else 2', '0777', '1e308*10', 'nan', '(-8)**.5', '[' * 200, '\0',
+])
+@pytest.mark.parametrize('name', ['count', 'rate', 'flag', 'limit'])
+def test_odd_values_are_one_short_line_without_internals(text, name, tmp_path, recwarn):
+    (tmp_path / 'odd.py').write_text(f'{name} = {text}\n')
+    for arg in (f'--{name}={text}', str(tmp_path / 'odd.py')):
+        with pytest.raises(UserError) as error:
+            parse(arg)
+        message = str(error.value)
+        assert len(message) < 250 and '\n' not in message
+        for internal in ('Errno', 'out of range', 'digits', 'division', 'None:', 'object'):
+            assert internal not in message
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize('text', ['rate = 1\0', '\0', 'rate = "\\N{x}"', 'rate = (\n',
+                                  '\ufeff\ufeff', ' rate = 1'])
+def test_files_that_are_no_python_name_a_line(text, tmp_path):
+    (tmp_path / 'odd.py').write_text(text)
+    with pytest.raises(UserError, match=r'odd.py:\d+: '):
+        parse(str(tmp_path / 'odd.py'))
+
+
 @hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text(max_size=40), st.sampled_from(['', *(f.name for f in fields(Block))]))
 def test_no_argument_makes_a_traceback(text, name):
@@ -278,6 +304,19 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     process.stdout.close()
     assert process.stderr.read() == b''
     assert process.wait(timeout=60) == 141
+
+
+@pytest.mark.parametrize('text', ['a\nb', 'a\r\nb', '\x1b[31mred', 'a\tb', '\u2028', '\udcff',
+                                  '\x07'])
+def test_one_line_is_one_line(text, capsys):
+    def fail(argv):
+        raise UserError(f"{text}: no such thing")
+
+    with pytest.raises(SystemExit) as leaves:
+        run(fail)
+    assert leaves.value.code == 2
+    said = capsys.readouterr().err
+    assert said.endswith(': no such thing\n') and said[:-1].isprintable()
 
 
 def test_ctrl_c_is_said_by_the_status(capsys):

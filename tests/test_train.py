@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -835,6 +836,23 @@ def test_a_full_disk_is_named_behind_pytorchs_own_error(run_train, monkeypatch):
     monkeypatch.setattr(train, 'save_checkpoint', full)
     with pytest.raises(UserError, match='No space left on device'):
         run_train('out', '--max_steps=1')
+
+
+@pytest.mark.parametrize('save_interval', [1, 3, 100])
+def test_a_folder_that_vanishes(run_train, monkeypatch, tmp_path, save_interval):
+    train_step = Trainer.train_step
+
+    def vanish(self):
+        if self.step == 5:
+            shutil.rmtree(tmp_path / 'out')
+        return train_step(self)
+
+    monkeypatch.setattr(Trainer, 'train_step', vanish)
+    with pytest.raises(UserError, match='cannot write the checkpoint') as error:
+        run_train('out', f'--save_interval={save_interval}')
+    message = str(error.value)
+    assert message.count('cannot write') == 1
+    assert 'holds no checkpoint' in message     # none is kept any more
 
 
 # ---- starting from other weights -----------------------------------------------------------------
