@@ -64,6 +64,7 @@ def read(argv, usage, *blocks, files=True):
     given, rest = {}, []
     for arg in argv:
         if arg in ('-h', '--help'):
+            usage = (usage or '').strip()   # python -OO leaves docstrings out
             print(usage, *map(describe, blocks), sep='\n\n', flush=True)
             sys.exit()
         assignments = []

@@ -27,6 +27,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from typing import Optional
 
 import numpy as np
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
 from configurator import build, path_of, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.errors import UserError, run
@@ -64,7 +66,7 @@ def main(argv):
             raise UserError("--check: name one data folder, as in --check data/mine")
         check(path_of(argv[1]))
         return
-    given, paths = read(argv, __doc__.strip(), DataSettings, files=False)  # a .py file is text here
+    given, paths = read(argv, __doc__, DataSettings, files=False)  # a .py file is text here
     prepare(build(DataSettings, given), paths)
 
 

@@ -17,6 +17,7 @@ from typing import Optional
 
 import torch
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
 from configurator import build, check_range, read
 from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.errors import UserError, run
@@ -157,7 +158,7 @@ def print_sample(model, tokenizer, prompt, s, seed, shade):
 
 
 def main(argv):
-    s, model, tokenizer, _ = open_one(argv, __doc__.strip(), SampleSettings,
+    s, model, tokenizer, _ = open_one(argv, __doc__, SampleSettings,
                                       "python sample.py out/depth_attn")
     model.to(getattr(torch, s.dtype))
     override(model, s)

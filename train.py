@@ -30,12 +30,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
 import prepare_data
 from configurator import build, check_range, read
 from engine.checkpoint import CHECKPOINT_VERSION, kept, save_checkpoint
 from engine.errors import NothingToSave, UserError, run
-from engine.hardware import (compile_blocks, exchange_gradients, expect_new_lengths, pick_compile,
-                             pick_device, pick_dtype, process_group, tune_cpu)
+from engine.hardware import (compile_blocks, exchange_gradients, expect_new_lengths, local_rank,
+                             pick_compile, pick_device, pick_dtype, process_group, tune_cpu)
 from engine.log import Log, print_sample
 from engine.optimizer import adamw, gather, load_optimizer
 from engine.output import Output, Stop
@@ -442,7 +443,7 @@ class Trainer:
 # ---- main ----------------------------------------------------------------------------------------
 
 def main(argv):
-    given, rest = read(argv, __doc__.strip(), Settings, GPTConfig)
+    given, rest = read(argv, __doc__, Settings, GPTConfig)
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
@@ -454,7 +455,7 @@ def main(argv):
         dry_run(settings, given, state)
         return
 
-    device = pick_device(settings.device, int(os.environ.get('LOCAL_RANK') or 0))
+    device = pick_device(settings.device, local_rank())
     with process_group(device) as ranks:
         trainer = Trainer(settings, given, state, ranks, device)
         trainer.run()

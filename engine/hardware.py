@@ -6,7 +6,9 @@ and what their failures mean.
 import contextlib
 import ctypes
 import os
+import re
 import signal
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,9 @@ PEAK_FLOPS = {
     'RTX 4090': 165e12,
     'RTX 3090': 71e12,
 }
+
+
+JOIN = timedelta(seconds=60)    # for processes to find each other; torchrun does not need it
 
 
 # ---- device and precision ------------------------------------------------------------------------
@@ -196,18 +201,42 @@ def process_group(device):
         dist.destroy_process_group()
 
 
+def local_rank():
+    """The number of this process among those of its machine; UserError if torchrun's is none."""
+    text = os.environ.get('LOCAL_RANK') or '0'
+    if not re.fullmatch('[0-9]{1,6}', text):
+        refuse_variables(f"LOCAL_RANK={text!r} is no number")
+    return int(text)
+
+
+def refuse_variables(reason):
+    raise UserError(f"RANK and what goes with it do not fit ({reason}): start with torchrun, or "
+                    "unset them")
+
+
 def join_group(device):
-    """Wait for the other ranks that torchrun started; returns the Ranks of this one."""
+    """
+    Wait for the other ranks that torchrun started; returns the Ranks of this one. UserError where
+    its variables make no sense, or nobody answers.
+    """
     cuda = device.type == 'cuda'
     backend = 'nccl' if cuda else 'gloo'
+    rank, world = os.environ['RANK'], os.environ.get('WORLD_SIZE', '1')
+    numbers = re.fullmatch('[0-9]{1,6}', rank) and re.fullmatch('[0-9]{1,6}', world)
+    if not numbers or int(rank) >= int(world):
+        refuse_variables(f"RANK={rank!r} is none of WORLD_SIZE={world!r} processes")
     try:
-        ranks = Ranks(int(os.environ['RANK']), int(os.environ.get('WORLD_SIZE', 1)))
+        store, rank, world = next(dist.rendezvous('env://', timeout=JOIN))
+        store.set_timeout(dist.default_pg_timeout)
         with explained():
-            dist.init_process_group(backend, device_id=device if cuda else None)
-        return ranks
-    except ValueError as error:
-        raise UserError(f"RANK and what goes with it do not fit ({error}): start with torchrun, or "
-                        "unset them") from None
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world,
+                                    device_id=device if cuda else None)
+        return Ranks(rank, world)
+    except (ValueError, OverflowError) as error:
+        refuse_variables(error)
+    except dist.DistError:      # of the rendezvous
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        refuse_variables(f"not all {world} processes met at {where} in {JOIN.seconds} s")
 
 
 def exchange_gradients(ddp, now):

@@ -465,7 +465,7 @@ def bench_models(setup, configs, matmul_rate, copy_rate):
 
 
 def main(argv):
-    setup = set_up(argv, __doc__.strip(), BenchSettings)
+    setup = set_up(argv, __doc__, BenchSettings)
     path = setup.own.json
     if path and not os.access(os.path.dirname(path) or '.', os.W_OK):
         raise UserError(f"json={path}: cannot be written; see to its folder")

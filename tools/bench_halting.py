@@ -167,7 +167,7 @@ def bench_training(setup):
 
 
 def main(argv):
-    setup = set_up(argv, __doc__.strip(), HaltingSettings)
+    setup = set_up(argv, __doc__, HaltingSettings)
     block_size = setup.given.get('block_size', PROMPT)
     if block_size < PROMPT:
         raise UserError(f"block_size={block_size}: at least {PROMPT} are needed, for the prompt")

@@ -167,7 +167,7 @@ def print_everyone(model, rows):
 
 
 def main(argv):
-    s, model, tokenizer, settings = open_one(argv, __doc__.strip(), ChoiceSettings,
+    s, model, tokenizer, settings = open_one(argv, __doc__, ChoiceSettings,
                                              "python tools/choices.py out/halting_router")
     config = model.config
     if not model.mechanism.halts:

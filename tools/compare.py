@@ -425,7 +425,7 @@ def plain_of_equal_flops(name, runs, base):
 def main(argv):
     ours = [arg for arg in argv if is_ours(arg)]
     common = [arg for arg in argv if not is_ours(arg)]
-    compare = build(CompareSettings, read(ours, __doc__.strip(), CompareSettings)[0])
+    compare = build(CompareSettings, read(ours, __doc__, CompareSettings)[0])
     asked, rest = read(common, '', Settings, GPTConfig, CompareSettings)
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "

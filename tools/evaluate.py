@@ -313,7 +313,7 @@ def report_text(model, tokenizer, path, s):
 
 @explained()
 def main(argv):
-    given, paths = read(argv, __doc__.strip(), EvaluateSettings, files=False)  # a .py file is text
+    given, paths = read(argv, __doc__, EvaluateSettings, files=False)  # a .py file is text
     s = build(EvaluateSettings, given)
     if not paths:
         raise UserError("name a checkpoint folder, such as: "

@@ -217,7 +217,7 @@ def shares(values):
 
 
 def main(argv):
-    s, model, tokenizer, _ = open_one(argv, __doc__.strip(), ExplainSettings,
+    s, model, tokenizer, _ = open_one(argv, __doc__, ExplainSettings,
                                       "python tools/explain.py out/ponder")
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     idx = torch.tensor(prompt, device=model.wte.weight.device)      # (T,)

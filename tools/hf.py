@@ -101,7 +101,7 @@ def save_hf(model, folder):
 
 
 def main(argv):
-    _, folders = read(argv, __doc__.strip())
+    _, folders = read(argv, __doc__)
     if len(folders) != 2:
         raise UserError("name a checkpoint folder and a folder to write: "
                         "python tools/hf.py out/vanilla exported/vanilla")

@@ -224,7 +224,7 @@ def draw(kind, paths, s):
 
 
 def main(argv):
-    given, rest = read(argv, __doc__.strip(), PlotSettings)
+    given, rest = read(argv, __doc__, PlotSettings)
     s = build(PlotSettings, given)
     kind, *paths = rest or ['']
     if kind not in KINDS or not paths or (kind in CHECKPOINT and len(paths) > 1):
