@@ -31,9 +31,11 @@ import prepare_data
 from configurator import build, read
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.errors import UserError, run
+from engine.files import on_disk, plain_file
 from engine.hardware import pick_device, stop_signals
+from engine.inputs import is_number
 from engine.shards import read_meta
-from model import GPT, GPTConfig
+from model import GPTConfig
 from train import Settings
 
 
@@ -77,6 +79,8 @@ COSTLY = [name for name in RUNS if not name.startswith(('plain', 'depth'))]
 ALL = [*RUNS, *(f'{plain_of(name)}_as_{name}' for name in COSTLY)]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # of train.py, but chosen here
 LOSS = 'val_nats_per_byte'
+NUMBERS = ('step', 'loss', 'val_loss', LOSS, 'seed')            # of a log and of the results
+AMOUNTS = ('tokens', 'ms', 'steps', 'flops', 'seconds')         # more than 0
 
 
 # -------------------------------------------------------------------------------------------------
@@ -106,8 +110,7 @@ class Run:
 
 def training_flops(config):
     """Forward and backward FLOPs per token."""
-    with torch.device('meta'):  # shapes, no numbers
-        return GPT(config).flops_per_token()
+    return config.without_weights().flops_per_token()
 
 
 def make_plan(name, common, asked):
@@ -167,18 +170,26 @@ def refuse_shared_settings(name, parts):
 def read_lines(path):
     """
     The objects of a .jsonl file, none if it is missing; what a killed process left of a line is
-    skipped.
+    skipped, and so is what should be a number or a text and is none.
     """
-    try:
-        with open(path, encoding='utf-8', errors='replace') as f:
-            lines = f.readlines()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
+    with on_disk(path, 'read'), open(plain_file(path), encoding='utf-8', errors='replace') as f:
+        lines = f.readlines()
     records = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    return [usable(record) for record in records if isinstance(record, dict)]
+
+
+def usable(record):
+    """A record without the fields whose values are none: a loss that is null, zero FLOPs."""
+    fits = dict.fromkeys(NUMBERS, is_number)
+    fits.update(dict.fromkeys(AMOUNTS, lambda value: is_number(value) and value > 0))
+    fits['name'] = lambda value: isinstance(value, str)
+    return {name: value for name, value in record.items()
+            if name not in fits or fits[name](value)}
 
 
 def final_loss(folder, settings):
@@ -191,7 +202,7 @@ def final_loss(folder, settings):
         before, _ = read([path], '', Settings, GPTConfig)
         refuse_other_settings(folder, before, settings)
     for record in read_lines(os.path.join(folder, 'log.jsonl')):
-        if record['step'] == settings['max_steps'] and LOSS in record:
+        if record.get('step') == settings['max_steps'] and LOSS in record:
             return record[LOSS]
     return None
 
@@ -275,7 +286,10 @@ def record(run):
 
 def seconds_of_steps(log):
     """Seconds of a run's training steps: no start, no evaluation, no saving."""
-    ms = {r['step']: r['ms'] for r in read_lines(log) if 'ms' in r}  # mean since the line before
+    ms = {}     # of each step, the mean since the line before
+    for r in read_lines(log):
+        if 'ms' in r and 'step' in r:
+            ms[r['step']] = r['ms']
     steps = [0, *sorted(ms)]
     return sum(ms[step] * (step - before) for before, step in pairwise(steps)) / 1e3
 

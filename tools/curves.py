@@ -46,7 +46,7 @@ def read_run(path, x):
     log = path if os.path.isfile(path) else os.path.join(path, 'log.jsonl')
     latest = {}  # a step's line has its milliseconds, that of an evaluation after it has none
     for r in read_lines(log):
-        if 'step' in r:
+        if 'step' in r and 'tokens' in r:
             latest[r['step'], 'ms' in r] = r
     records = [r for _, r in sorted(latest.items())]
     if not any('ms' in r for r in records):
@@ -104,6 +104,10 @@ def shared(seeds, key):
 
 
 def label_of(name, seeds):
+    """A legend's text. A folder's name may hold $, TeX's sign, or begin with _, which hides it."""
+    name = name.replace('$', r'\$')
+    if name.startswith('_'):
+        name = f' {name}'
     return name if seeds == 1 else f"{name}, {seeds} seeds"
 
 
@@ -197,7 +201,7 @@ def final(paths, s):
     for plain, style in zip(sorted(longer), (':', '--', '-.')):
         points = sorted((end.x, end.mean) for end in ends.values() if end.base == plain)
         ax.plot(*zip(*points), color='black', linestyle=style, linewidth=1, zorder=0,
-                label=f'{plain}, trained longer')
+                label=f'{label_of(plain, 1)}, trained longer')
     ax.set(xscale='log', xlabel=X[s.x], ylabel='validation loss (nats per token)')
     ax.legend(fontsize=8, frameon=False, loc='center left', bbox_to_anchor=(1, 0.5))
     return figure
