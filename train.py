@@ -182,7 +182,7 @@ class Trainer:
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         # where the weights first came from: never 'resume'
-        self.origin = settings_of(state, Settings)['init_from'] if state else s.init_from
+        self.origin = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
         # the data, the model, and the step it is at
         self.meta = open_data(s.data_dir, ranks)
