@@ -17,22 +17,46 @@ import random
 from engine.errors import UserError
 
 
-class Addition:
+class Task:
+    """A kind of problem; `size` is its dial."""
+    largest = 1         # size, at most
+    size = 1            # without --size
+    end = '='           # the last character of a question
+    unit = ''           # what `difficulty` counts
+    wait_unit = None    # what `waits` counts, None if it is the same for a whole answer
+
+    def question(self, rng, size):
+        """A question, drawn with a random.Random."""
+        raise NotImplementedError
+
+    def answer(self, question):
+        """Its answer."""
+        raise NotImplementedError
+
+    def difficulty(self, question):
+        """How much work it is, one step after the other."""
+        raise NotImplementedError
+
+    def longest(self, size):
+        """Characters of the longest problem."""
+        raise NotImplementedError
+
+    def waits(self, question):
+        """Of each character of the answer, how far it depends on others: [int, ..]."""
+        return []
+
+
+class Addition(Task):
     """
     Sums of two numbers with `size` digits, the first digit first. In 70 % of the problems 60 % of
     the pairs of digits add up to 9, so that carries run far.
     """
-    largest = 100           # size, at most
-    end = '='               # the last character of a question
-    unit = 'longest carry'  # what `difficulty` counts
-    size = 4                # without --size
-
-    def longest(self, size):
-        """Characters of the longest problem."""
-        return 3 * size + 3
+    largest = 100
+    size = 4
+    unit = 'longest carry'
+    wait_unit = 'places its carry depends on'
 
     def question(self, rng, size):
-        """A question, drawn with a random.Random."""
         far = rng.random() < 0.7
         first, second = '', ''
         for _ in range(size):
@@ -62,20 +86,29 @@ class Addition:
             longest = max(longest, run)
         return longest
 
+    def longest(self, size):
+        return 3 * size + 3
 
-class Traffic:
+    def waits(self, question):
+        """Places to the right that have to be read: up to the first whose pair is not 9."""
+        first, second = question[:-1].split('+')
+        nines = [int(a) + int(b) == 9 for a, b in zip(first, second)]
+        counts = [0]    # of the last digit
+        for nine in reversed(nines):
+            counts.append(counts[-1] + 1 if nine else 1)
+        return counts[::-1]
+
+
+class Traffic(Task):
     """
     1 to `size` rounds on a road of 2 size places. In a round every car (>) with a free place (.) in
     front of it moves there, all at once; the road ends at a wall. Rule 184 of Wolfram's elementary
     cellular automata, in which jams move backwards.
     """
     largest = 99
+    size = 8
     end = '|'
     unit = 'rounds'
-    size = 8
-
-    def longest(self, size):
-        return len(str(size)) + 4 * size + 2
 
     def question(self, rng, size):
         rounds = rng.randint(1, size)
@@ -91,20 +124,19 @@ class Traffic:
     def difficulty(self, question):
         return int(question.split(':')[0])
 
+    def longest(self, size):
+        return len(str(size)) + 4 * size + 2
 
-class Minimax:
+
+class Minimax(Task):
     """
     The value of a complete game tree of 1 to `size` levels, whose leaves are digits: both branches,
     then the player who chooses. Players a, c, .. take the lower value, b, d, .. the higher.
     """
     largest = 8
-    end = '='
-    unit = 'levels'
     size = 4
+    unit = 'levels'
     players = 'abcdefgh'
-
-    def longest(self, size):
-        return 2 ** (size + 1) + 1
 
     def question(self, rng, size):
         return self.tree(rng, rng.randint(1, size)) + '='
@@ -128,6 +160,9 @@ class Minimax:
 
     def difficulty(self, question):
         return self.players.index(question[-2]) + 1
+
+    def longest(self, size):
+        return 2 ** (size + 1) + 1
 
 
 TASKS = {'addition': Addition(), 'traffic': Traffic(), 'minimax': Minimax()}
