@@ -38,6 +38,7 @@ def test_steps_end_in_the_models_output(toggle):
         steps = 1 if config.ponder == 'none' else config.ponder_steps + 1
         assert seen.steps.tolist() == [steps] * 7
         assert not seen.halting
+        assert not seen.compared
     else:
         decisions_agree_with_steps(seen, config)
     if config.depth_attn:
@@ -62,6 +63,7 @@ def decisions_agree_with_steps(seen, config):
         at_least = said.flip(-1).cumsum(-1).flip(-1)    # probability of needing k thoughts or more
         go_on = at_least[:, 1:]
         assert said.shape == (7, config.ponder_steps + 1)
+    assert_equal(torch.stack(seen.compared, -1), go_on)
     went = (go_on >= config.halt_tau).long().cumprod(-1).sum(-1)
     assert torch.equal(went + 1, seen.steps)
 
@@ -167,6 +169,7 @@ def test_prints_no_more_tokens_than_there_are(looped, capsys):
     (['nowhere'], 'no checkpoint'),
     (['CKPT', '--top=0'], 'top'),
     (['CKPT', '--start='], 'empty'),
+    (['CKPT', '--against=CKPT'], 'against needs a page'),
 ])
 def test_refusals(looped, args, words):
     _, folder = looped
