@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 
@@ -66,6 +67,8 @@ class Browser:
         """The next message: an answer or an event."""
         parts = [self.received]
         while b'\0' not in parts[-1]:
+            ready, _, _ = select.select([self.read_end], [], [], 60)
+            assert ready, "the browser says nothing for a minute"
             part = os.read(self.read_end, 2 ** 20)
             assert part, "the browser has ended"
             parts.append(part)
