@@ -69,20 +69,30 @@ class Drawing:
     lines: list = field(default_factory=list)
     slots: list = field(default_factory=list)
 
+    def __post_init__(self):
+        self.words(28, 42, self.title, 'title', 'start')
+        for row, name in enumerate(self.names):
+            _, y = self.place(0, row)
+            self.words(28, y + 5, name, 'quiet', 'start')
+        _, lowest = self.place(0, 0)
+        for i, line in enumerate(self.caption):
+            self.words(28, lowest + 120 + 22 * i, line, 'quiet', 'start')
+
     def place(self, column, row):
         """The middle of a slot."""
         return LEFT + column * self.across, TOP + (len(self.names) - 1 - row) * self.up
 
     def slot(self, column, row, kind='', label=''):
+        """A box of one or more kinds (NAMES), and what stands in it."""
         x, y = self.place(column, row)
         self.slots.append(f'<rect class="slot {kind}" x="{x - self.width / 2:g}" '
                           f'y="{y - self.height / 2:g}" width="{self.width:g}" '
                           f'height="{self.height:g}" rx="6"/>')
-        self.words(x, y + 5, label, 'on-here' if 'here' in kind else '')
+        if label:
+            self.words(x, y + 5, label, 'on-here' if kind == 'here' else '')
 
     def words(self, x, y, text, kind='', anchor='middle'):
-        if not text:
-            return
+        """Text at a place; anchor: which part of it is there."""
         self.slots.append(f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">'
                           f'{html.escape(text)}</text>')
 
@@ -99,31 +109,50 @@ class Drawing:
         to_x, to_y = self.place(to_column, to_row)
         self.lines.append(arrow(x, y - self.height / 2, to_x, to_y + self.height / 2))
 
-    def out(self, column, row, text=''):
+    def out(self, column, row):
         """What predicts the next token leaves upwards."""
         x, y = self.place(column, row)
         top = y - self.height / 2
         self.lines.append(arrow(x, top, x, top - 30))
-        self.words(x + 10, top - 14, text, 'quiet', 'start')
+
+    def note(self, column, row, text):
+        """Words beside the arrow that leaves a slot upwards."""
+        x, y = self.place(column, row)
+        self.words(x + 10, y - self.height / 2 - 14, text, 'quiet', 'start')
 
     def reads(self, here, sources):
-        """Blue lines from slots to the one that reads them: arcs in its row, else straight."""
-        x, y = self.place(*here)
-        half = self.height / 2
+        """Blue lines from slots to the one that reads them."""
         for column, row in sources:
-            from_x, from_y = self.place(column, row)
             if row == here[1]:
-                top = y - half - min(14 + 0.11 * (x - from_x), 46)
-                path = (f'M{from_x + 10:g} {from_y - half:g} C{from_x + 30:g} {top:g} '
-                        f'{x - 45:g} {top:g} {x - 18:g} {y - half - 2:g}')
+                path = self.arc(column, here)
             elif column == here[0]:
-                bend = x + self.width / 2 + 14 + 14 * (here[1] - row)
-                path = (f'M{x + self.width / 2:g} {from_y:g} C{bend:g} {from_y:g} '
-                        f'{bend:g} {y:g} {x + self.width / 2 + 2:g} {y:g}')
+                path = self.detour(row, here)
             else:
-                path = (f'M{from_x + self.width / 2:g} {from_y - half + 8:g} '
-                        f'L{x - self.width / 2 - 2:g} {y + 6:g}')
+                path = self.straight(column, row, here)
             self.lines.append(f'<path class="reads" marker-end="url(#reads)" d="{path}"/>')
+
+    def arc(self, column, here):
+        """Over the slots between, in one row."""
+        from_x, _ = self.place(column, here[1])
+        x, y = self.place(*here)
+        y -= self.height / 2
+        top = y - min(14 + 0.11 * (x - from_x), 46)
+        return (f'M{from_x + 10:g} {y:g} C{from_x + 30:g} {top:g} {x - 45:g} {top:g} '
+                f'{x - 18:g} {y - 2:g}')
+
+    def detour(self, row, here):
+        """Around the slots between, on the right of one column."""
+        _, from_y = self.place(here[0], row)
+        x, y = self.place(*here)
+        x += self.width / 2
+        bend = x + min(14 + 14 * (here[1] - row), 50)
+        return f'M{x:g} {from_y:g} C{bend:g} {from_y:g} {bend:g} {y:g} {x + 2:g} {y:g}'
+
+    def straight(self, column, row, here):
+        from_x, from_y = self.place(column, row)
+        x, y = self.place(*here)
+        return (f'M{from_x + self.width / 2:g} {from_y - self.height / 2 + 8:g} '
+                f'L{x - self.width / 2 - 2:g} {y + 6:g}')
 
     def legend(self, *kinds):
         """What the kinds of boxes mean, under the title."""
@@ -135,19 +164,14 @@ class Drawing:
             x += 60 + 8 * len(NAMES[kind])
 
     def svg(self):
-        for row, name in enumerate(self.names):
-            _, y = self.place(0, row)
-            self.words(28, y + 5, name, 'quiet', 'start')
+        """The drawing as a file's text."""
         _, lowest = self.place(0, 0)
-        for i, line in enumerate(self.caption):
-            self.words(28, lowest + 120 + 22 * i, line, 'quiet', 'start')
         height = lowest + 164
         return '\n'.join([
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
             f'width="{WIDTH}" height="{height}" role="img">',
             f'<title>{html.escape(self.title)}</title>', f'<style>{STYLE}</style>', HEADS,
             f'<rect class="paper" width="{WIDTH}" height="{height}" rx="10"/>',
-            f'<text class="title" x="28" y="42">{html.escape(self.title)}</text>',
             *self.lines, *self.slots, '</svg>', ''])
 
 
@@ -163,26 +187,40 @@ def arrow(x, y, to_x, to_y):
 
 # ---- slots in rows: a pass over all tokens, then the next ----------------------------------------
 
-def passes(title, caption, last, here, seen):
+LAST_PASS = 2                   # counted from 0
+
+
+def passes(title, caption, last, here, read):
     """
     Three passes over four tokens. last: of each token the last pass it takes; here: the black slot;
-    seen: the (column, row) of those it reads.
+    read: the (column, row) of those that it reads.
     """
     drawing = Drawing(title, caption, ('pass 1', 'pass 2', 'pass 3'))
     drawing.tokens(range(4))
     for column in range(4):
         for row in range(3):
-            kind = 'here' if (column, row) == here else 'read' if (column, row) in seen else ''
-            if row > last[column]:
-                kind = 'absent'
-            elif row == last[column] < 2:
-                kind += ' stopped'
-            drawing.slot(column, row, kind)
+            drawing.slot(column, row, kind_of((column, row), last[column], here, read))
             if 0 < row <= last[column]:
                 drawing.flow(column, row - 1, column, row)
         drawing.out(column, last[column])
-    drawing.reads(here, [slot for slot in seen if slot != here])
+    drawing.reads(here, read)
+    some_stop = min(last) < LAST_PASS
+    drawing.legend('here', 'read', *(['stopped', 'absent'] if some_stop else []))
     return drawing
+
+
+def kind_of(slot, last, here, read):
+    """The kinds of a slot whose token stops after the pass `last`."""
+    if slot[1] > last:
+        return 'absent'
+    if slot == here:
+        return 'here'
+    kinds = []
+    if slot in read:
+        kinds.append('read')
+    if slot[1] == last < LAST_PASS:
+        kinds.append('stopped')
+    return ' '.join(kinds)
 
 
 def embedding():
@@ -190,11 +228,9 @@ def embedding():
         "Embedding: PonderLM",
         ("After each pass, the mean embedding of what the model would say next is added to its",
          "input, and all blocks run again. A pass reads itself, at all tokens so far."),
-        last=(2, 2, 2, 2), here=(2, 1), seen=[(0, 1), (1, 1)])
-    x, y = drawing.place(3, 0.5)
-    drawing.words(x + 10, y + 5, '+ mean embedding', 'quiet', 'start')
-    drawing.words(x + 10, y + 5 - drawing.up, '+ mean embedding', 'quiet', 'start')
-    drawing.legend('here', 'read')
+        last=(2, 2, 2, 2), here=(2, 1), read=[(0, 1), (1, 1)])
+    drawing.note(3, 0, '+ mean embedding')
+    drawing.note(3, 1, '+ mean embedding')
     return drawing
 
 
@@ -203,43 +239,43 @@ def loop():
         "Loop: the looped Transformer",
         ("What comes out of the blocks goes into them again, with nothing added; the final norm",
          "follows once, at the end. A pass reads itself, at all tokens so far."),
-        last=(2, 2, 2, 2), here=(2, 1), seen=[(0, 1), (1, 1)])
-    drawing.out(3, 2, 'norm')
-    drawing.legend('here', 'read')
+        last=(2, 2, 2, 2), here=(2, 1), read=[(0, 1), (1, 1)])
+    drawing.note(3, 2, 'norm')
     return drawing
 
 
 def chain():
-    drawing = passes(
+    return passes(
         "Chain: thoughts that all tokens take at once",
         ("Each pass goes on from what the one before made, and reads the slots of earlier passes",
          "too: of all tokens so far, all passes so far. Nobody waits for a later pass."),
-        last=(2, 2, 2, 2), here=(2, 1), seen=[(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)])
-    drawing.legend('here', 'read')
-    return drawing
+        last=(2, 2, 2, 2), here=(2, 1), read=[(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)])
 
 
 def gate():
-    drawing = passes(
+    return passes(
         "Gate: AdaPonderLM, on Embedding",
         ("A gate after each pass lets a token go on, or ends its passes. Whoever stopped keeps the",
          "keys and values of the last pass: that is what later passes read there."),
-        last=(0, 1, 2, 0), here=(2, 2), seen=[(0, 0), (1, 1)])
-    drawing.legend('here', 'read', 'stopped', 'absent')
-    return drawing
+        last=(0, 1, 2, 0), here=(2, 2), read=[(0, 0), (1, 1)])
 
 
 def router():
-    drawing = passes(
+    return passes(
         "Router: Adaptive Latent CoT, on Chain",
         ("A router after each pass says how likely the token is to go on; once that is small, it",
          "stops. The output mixes a token's passes, by the probability of ending at each."),
-        last=(0, 1, 2, 0), here=(2, 2), seen=[(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)])
-    drawing.legend('here', 'read', 'stopped', 'absent')
-    return drawing
+        last=(0, 1, 2, 0), here=(2, 2), read=[(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)])
 
 
 # ---- slots in a row: a token's thoughts stand beside it ------------------------------------------
+
+def before_or_here(column, here):
+    """The kind of a slot in the row of the one at `here`, which reads all before it."""
+    if column == here:
+        return 'here'
+    return 'read' if column < here else ''
+
 
 def latent():
     drawing = Drawing(
@@ -250,13 +286,11 @@ def latent():
     drawing.tokens(range(0, 8, 2))
     for row in range(3):
         for column in range(8):
-            thought = column % 2
-            kind = 'here' if (column, row) == (5, 2) else ''
-            if row == 2 and column < 5:
-                kind = 'read'
-            if not (thought and row == 0):
-                drawing.slot(column, row, kind, 'z' if thought else 'x')
-            if thought and row > 0:
+            kind = before_or_here(column, 5) if row == 2 else ''
+            if column % 2 == 0:
+                drawing.slot(column, row, kind, 'x')
+            elif row > 0:
+                drawing.slot(column, row, kind, 'z')
                 drawing.flow(column - 1, row - 1, column, row)
     for column in range(1, 8, 2):
         drawing.out(column, 2)
@@ -273,8 +307,7 @@ def pause():
         ('one pass',), across=66, width=50)
     drawing.tokens([0, 3, 6])
     for column in range(9):
-        kind = 'here' if column == 5 else 'read' if column < 5 else ''
-        drawing.slot(column, 0, kind, 'p' if column % 3 else 'x')
+        drawing.slot(column, 0, before_or_here(column, 5), 'p' if column % 3 else 'x')
         if column % 3 == 2:
             drawing.out(column, 0)
     drawing.reads((5, 0), [(column, 0) for column in range(5)])
@@ -292,13 +325,11 @@ def mask():
     needed = (0, 2, 1)
     for column in range(9):
         token, thought = divmod(column, 3)
-        label = 'z' if thought else 'x'
         if thought > needed[token]:
             drawing.slot(column, 0, 'absent')
-        elif column == 7:
-            drawing.slot(column, 0, 'here', label)
-        else:
-            drawing.slot(column, 0, 'read', label)
+            continue
+        drawing.slot(column, 0, before_or_here(column, 7), 'z' if thought else 'x')
+        if column < 7:
             drawing.reads((7, 0), [(column, 0)])
         if thought == 0:
             x, y = drawing.place(column, 0)
@@ -312,14 +343,14 @@ def mask():
 def depth_attention():
     drawing = Drawing(
         "Depth-Attention",
-        ("Before a layer attends over the text, it mixes its value with those of layers 0, s, 2s,",
-         ".. at the same token (here s = 2). The text is then read through the mixed values."),
+        ("Before a layer attends over the text, it mixes its value with those of every s-th layer",
+         "below it, at the same token (here s = 2). The text is read through the mixed values."),
         tuple(f'layer {layer}' for layer in range(5)), up=56, height=30)
     drawing.tokens(range(4))
     for column in range(4):
         for layer in range(5):
-            kind = 'read' if column == 2 and layer in (0, 2) else ''
-            drawing.slot(column, layer, 'here' if (column, layer) == (2, 4) else kind)
+            slot = column, layer
+            drawing.slot(column, layer, kind_of(slot, 4, (2, 4), [(2, 0), (2, 2)]))
             if layer > 0:
                 drawing.flow(column, layer - 1, column, layer)
     drawing.reads((2, 4), [(2, 0), (2, 2)])

@@ -246,6 +246,12 @@ class Label:
 
 LEADER = dict(arrowstyle='-', color=GREY, linewidth=0.7)   # from a label to its point
 
+# where a label may stand, in points from its point: right, left, above, below, then further away
+NEAR, FAR = 9, 24
+PLACES = [(NEAR, 0), (-NEAR, 0), (0, NEAR), (0, -NEAR)]
+for distance in range(8, 120, 8):
+    PLACES += [(FAR, distance), (FAR, -distance), (-FAR, distance), (-FAR, -distance)]
+
 
 def label_ends(ax, labels):
     """The labels right of the axes, each as near to the height of its line as the others let it."""
@@ -286,19 +292,16 @@ def label_points(ax, labels):
         taken.append(box_of(words))
 
 
-# in points, nearest first: right, left, above, below, then further, at the end of a line
-NEAR, FAR = 9, 24
-PLACES = [(NEAR, 0), (-NEAR, 0), (0, NEAR), (0, -NEAR)]
-for up in range(8, 120, 8):
-    PLACES += [(FAR, up), (FAR, -up), (-FAR, up), (-FAR, -up)]
-
-
 def put(ax, label, offset):
     """The label at `offset` points from its point, joined to it if it is far; the annotation."""
-    x, y = offset
-    ha = 'center' if x == 0 else 'left' if x > 0 else 'right'
-    va = 'center' if x != 0 else 'bottom' if y > 0 else 'top'
-    leader = dict(LEADER, relpos=(0 if x > 0 else 1, 0.5)) if abs(x) == FAR else None
+    x, y = np.sign(offset)
+    ha = {-1: 'right', 0: 'center', 1: 'left'}[x]
+    va = 'center'
+    if x == 0:
+        va = 'bottom' if y > 0 else 'top'
+    leader = None
+    if abs(offset[0]) == FAR:
+        leader = dict(LEADER, relpos=(0 if x > 0 else 1, 0.5))
     return ax.annotate(label.text, (label.x, label.y), offset, textcoords='offset points',
                        size=TEXT, color=label.colour, ha=ha, va=va, arrowprops=leader,
                        in_layout=False)
