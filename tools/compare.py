@@ -64,6 +64,11 @@ RUNS = {
     'gate': ('halting_gate',),
     'router': ('halting_router',),
     'mask': ('halting_mask', '--ponder_steps=1'),
+    # for config/task/, where models have one layer: as many layers as loop has passes
+    'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
+    # as PonderLM-2's released scripts have it: their vanilla baseline, and the norms of all runs
+    'plain_stock': ('vanilla', '--norm_eps=0.1', '--init_std=0.01', '--weight_decay=0.01'),
+    'latent_stock': ('latent', '--norm_eps=0.1'),
 }
 PONDERLM = ('embedding', 'gate', 'pause')  # these start as plain_ponderlm
 
@@ -438,7 +443,7 @@ def main(argv):
     results = os.path.join(compare.out, 'runs.jsonl')
     failed = 0
     if not compare.table_only:
-        prepare_builtin(data_dir)
+        prepare_data.prepare_builtin(data_dir)
         failed = make_runs(compare, common, asked, results)
     records = read_lines(results)
     if records:
@@ -457,13 +462,6 @@ def is_ours(arg):
     """Whether an argument is for this program, not for train.py."""
     name = arg[2:].split('=')[0]
     return arg in ('-h', '--help') or name in CompareSettings.__dataclass_fields__
-
-
-def prepare_builtin(folder):
-    """Make the built-in data set, if it is that which is asked for and missing."""
-    missing = not os.path.exists(os.path.join(folder, 'meta.json'))
-    if folder == prepare_data.BUILTIN and missing:
-        prepare_data.prepare(prepare_data.DataSettings())
 
 
 if __name__ == '__main__':
