@@ -83,9 +83,9 @@ def assert_reading(reading, logits, tokens):
 
 def test_bytes_are_joined_to_characters():
     raw = 'a€\n'.encode() + b'\xff\xe2\x82'
-    pieces = think.characters(list(raw), BYTE)
+    pieces = think.characters([*raw[:5], BYTE.eot_token, *raw[5:]], BYTE)
     assert [(piece['text'], piece['count']) for piece in pieces] == [
-        ('a', 1), ('€', 3), ('\n', 1), ('\\xff', 1), ('\\xe2\\x82', 2)]
+        ('a', 1), ('€', 3), ('\n', 1), ('∎', 1), ('\\xff', 1), ('\\xe2\\x82', 2)]
 
 
 def test_text_never_becomes_markup():

@@ -5,6 +5,7 @@ after each, and the layers its values came from.
     python tools/explain.py out/ponder --start="def f(x):"
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
     python tools/explain.py out/halting_router --start="def f(x):" --html=think.html
+    python tools/explain.py out/loop --tokens=120 --html=think.html     of the validation set
     python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=think.html
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
@@ -26,6 +27,7 @@ import model as library
 from configurator import read
 from engine.errors import UserError, run
 from sample import encode_prompt, load_model, open_one
+from tools.evaluate import token_arrays
 from tools.think import check_length, model_data, write_page
 
 
@@ -33,6 +35,7 @@ from tools.think import check_length, model_data, write_page
 class ExplainSettings:
     """what to explain"""
     start: Optional[str] = None         # the prompt, or FILE:path (None: a new document)
+    tokens: Optional[int] = None        # read this many tokens of the validation set instead
     top: Optional[int] = None           # tokens shown after each step (None: 3, on a page 6)
     html: Optional[str] = None          # write a page of up to 512 tokens to this file
     against: Optional[str] = None       # with html: a second checkpoint, on the same text
@@ -43,6 +46,8 @@ class ExplainSettings:
             self.top = 3 if self.html is None else 6
         if self.top < 1:
             raise ValueError(f"top={self.top} must be at least 1")
+        if self.tokens is not None and (self.start is not None or self.tokens < 1):
+            raise ValueError("tokens must be at least 1, and stands in the place of start")
         if self.against is not None and self.html is None:
             raise ValueError("against needs a page to show both on, such as --html=think.html")
 
@@ -258,6 +263,15 @@ def show_page(s, name, model, idx, tokenizer):
     print(f"{s.html}: {len(idx)} tokens, {size / 1e3:,.0f} kB; open it in a browser")
 
 
+def read_validation(n, settings, tokenizer, block_size):
+    """The first n tokens of the validation set that the checkpoint's data folder has."""
+    if n > block_size:
+        raise UserError(f"--tokens={n}: the model's context (block_size) is {block_size}; "
+                        "choose fewer")
+    first_shard = token_arrays(settings['data_dir'], tokenizer)[0]
+    return first_shard[:n].tolist()
+
+
 def second_model(s, tokenizer, idx):
     """The model of --against; UserError if it cannot read the same tokens."""
     model, other, _ = load_model(s.against, idx.device)
@@ -265,15 +279,18 @@ def second_model(s, tokenizer, idx):
         raise UserError(f"--against={s.against}: its tokenizer is {other.name}, the first model's "
                         f"is {tokenizer.name}; name one with the same")
     if len(idx) > model.config.block_size:
-        raise UserError(f"--start has {len(idx)} tokens, the context (block_size) of --against is "
+        raise UserError(f"the text has {len(idx)} tokens, the context (block_size) of --against is "
                         f"{model.config.block_size}: shorten it")
     return model
 
 
 def main(argv):
-    s, model, tokenizer, _ = open_one(argv, __doc__.strip(), ExplainSettings,
-                                      "python tools/explain.py out/ponder")
-    prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
+    s, model, tokenizer, settings = open_one(argv, __doc__.strip(), ExplainSettings,
+                                             "python tools/explain.py out/ponder")
+    if s.tokens is None:
+        prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
+    else:
+        prompt = read_validation(s.tokens, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(prompt, device=model.wte.weight.device)      # (T,)
     if s.html is not None:
         _, [folder] = read(argv, '', ExplainSettings)

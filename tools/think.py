@@ -27,6 +27,7 @@ from engine.errors import UserError
 from engine.files import on_disk, whole
 
 TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'think.html')
+END = '∎'           # how the end of a text is shown; the template begins a new line after it
 MOST_TOKENS = 512
 MOST_BYTES = 2_000_000
 
@@ -34,7 +35,7 @@ MOST_BYTES = 2_000_000
 def check_length(tokens):
     """UserError for more tokens (T,) than a page shows."""
     if len(tokens) > MOST_TOKENS:
-        raise UserError(f"--start has {len(tokens)} tokens, a page shows up to {MOST_TOKENS}: "
+        raise UserError(f"the text has {len(tokens)} tokens, a page shows up to {MOST_TOKENS}: "
                         "shorten it")
 
 
@@ -62,8 +63,7 @@ def page_data(models, tokens, tokenizer):
             shown.update(token for row in reading['likeliest'] for token in row)
     words = {}
     for token in sorted(shown):
-        raw = tokenizer.decode_single_token_bytes(token)
-        words[token] = raw.decode('utf-8', 'backslashreplace')
+        words[token] = bytes_of(token, tokenizer).decode('utf-8', 'backslashreplace')
     return dict(tokens=tokens, text=characters(tokens, tokenizer), words=words, models=models)
 
 
@@ -116,13 +116,20 @@ def characters(tokens, tokenizer):
     raw = b''
     count = 0
     for i, token in enumerate(tokens):
-        raw += tokenizer.decode_single_token_bytes(token)
+        raw += bytes_of(token, tokenizer)
         count += 1
         if i == len(tokens) - 1 or not goes_on(raw):
             pieces.append(dict(text=raw.decode('utf-8', 'backslashreplace'), count=count))
             raw = b''
             count = 0
     return pieces
+
+
+def bytes_of(token, tokenizer):
+    """A token's bytes, or those of END."""
+    if token == tokenizer.eot_token:
+        return END.encode()
+    return tokenizer.decode_single_token_bytes(token)
 
 
 def goes_on(raw):
