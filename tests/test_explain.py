@@ -184,6 +184,7 @@ def test_reads_the_validation_set(tmp_path, small_data, capsys):
     (['CKPT', '--start='], 'empty'),
     (['CKPT', '--against=CKPT'], 'against needs a page'),
     (['CKPT', '--tokens=25'], 'context .* is 24'),
+    (['CKPT', '--tokens=2'], 'names no data folder'),
     (['CKPT', '--tokens=2', '--start=a'], 'in the place of start'),
 ])
 def test_refusals(looped, args, words):

@@ -268,6 +268,8 @@ def read_validation(n, settings, tokenizer, block_size):
     if n > block_size:
         raise UserError(f"--tokens={n}: the model's context (block_size) is {block_size}; "
                         "choose fewer")
+    if 'data_dir' not in settings:
+        raise UserError("--tokens: this checkpoint names no data folder; give a --start instead")
     first_shard = token_arrays(settings['data_dir'], tokenizer)[0]
     return first_shard[:n].tolist()
 
