@@ -105,7 +105,7 @@ def depth(model, tokens, tokenizer, s):
         labels.append('earlier\nloops')
     shares = np.where(shares > 0, shares, np.nan)[:, :len(labels)]  # nothing mixed: no colour
 
-    figure, (ax,) = new_figure(size=(0.6 * n + 3.5, 0.5 * n + 1.8))
+    figure, (ax,) = new_figure(size=(0.55 * n + 2.6, 0.5 * n + 1.8))
     ax.set(xlabel='layer the values come from', ylabel='layer that mixes them',
            title='Depth-Attention', yticks=range(n), xticks=range(len(labels)), xticklabels=labels)
     if n <= 12:  # with more they could not be read
@@ -135,7 +135,7 @@ def write_shares(ax, shares):
     """Each share as a percentage in its place."""
     for (i, j), share in np.ndenumerate(shares):
         if not np.isnan(share):
-            ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=TEXT - 3, color=INK)
+            ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=TEXT - 2, color=INK)
 
 
 def ponder(model, tokens, tokenizer, s):
