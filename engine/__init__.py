@@ -20,6 +20,7 @@ this folder imports a file of the top level.
                   plan.py        what a run would take
                   huggingface.py weights in Hugging Face's layout
                   errors.py      a line for what the user can mend
+                  palette.py     the colours of terminal, pictures and pages
     data          shards.py      tokenizers, token shards and their description
                   windows.py     which tokens a step reads
                   download.py    over an unreliable network
