@@ -193,6 +193,42 @@ def colour_of_terminal(number):
     return ''.join(['#', *(f'{levels[i]:02x}' for i in (n // 36, n // 6 % 6, n % 6))])
 
 
+def write_records(path, *records):
+    lines = [json.dumps(dict(zip(('name', 'flops', 'val_nats_per_byte', 'right'), record)))
+             for record in records]
+    path.write_text('\n'.join(lines))
+    return str(path)
+
+
+def test_records_of_a_task_and_of_a_text(tmp_path):
+    task = write_records(tmp_path / 'task.jsonl', ('plain', 10.0, 3, 0.25), ('loop', 40.0, 2, 0.5),
+                         ('loop', 40.0, 2, 1.0), ('plain_as_loop', 40.0, 3, 0.375))
+    text = write_records(tmp_path / 'text.jsonl', ('plain', 10.0, 3), ('loop', 40.0, 2))
+    figure = plot.records([task, text], plot.PlotSettings(x='flops'))
+    assert labels(figure) == {
+        'plain': (10, 25),
+        'loop': (40, 75),
+        'plain,\ntrained longer': (40, 37.5),
+    }
+    left, right = figure.axes
+    assert 'right answers' in left.get_title('left') and '1 to 2 seeds' in left.get_title('left')
+    assert 'loss' in right.get_title('left')
+    assert {point for line in right.lines for point in line.get_ydata()} >= {2, 3}
+
+    figure = plot.records([task], plot.PlotSettings(x='flops', names='loop'))
+    assert labels(figure) == {'loop': (40, 75)}
+
+
+def test_records_that_are_none(tmp_path):
+    task = write_records(tmp_path / 'task.jsonl', ('plain', 10.0, 3, 0.25))
+    for path, names in ((task, 'loop'), (str(tmp_path / 'gone.jsonl'), None)):
+        with pytest.raises(UserError, match='no run'):
+            plot.records([path], plot.PlotSettings(names=names, x='flops'))
+    (tmp_path / 'other.jsonl').write_text('{"name": "plain"}')
+    with pytest.raises(UserError, match='not a run'):
+        plot.records([str(tmp_path / 'other.jsonl')], plot.PlotSettings(x='flops'))
+
+
 def test_final_without_a_log(tmp_path):
     write_run(tmp_path / 'new', 5)
     os.remove(tmp_path / 'new' / 'log.jsonl')

@@ -174,7 +174,7 @@ def draw_curve(ax, x, losses, colour, style):
 class End:
     """Where the runs of a name ended."""
     x: float
-    losses: list    # validation losses of its seeds
+    losses: list    # validation losses of its seeds, or their shares of right answers
     base: str       # of a run PLAIN_as_NAME: PLAIN, of others their own name
 
     @property
@@ -204,6 +204,17 @@ def final(paths, s):
     """
     figure, (ax,) = new_figure(size=(9, 5))
     ends = read_ends(paths, s.x)
+    ax.set(xlabel=X[s.x], ylabel='validation loss (nats per token)')
+    titled(ax, 'validation loss at the end', [len(end.losses) for end in ends.values()])
+    draw_ends(ax, ends)
+    return figure
+
+
+def draw_ends(ax, ends):
+    """
+    A mark for each End, a line along the longer runs of each plain one, and their labels; last of
+    all, since labels need to know how large the axes are.
+    """
     labels = []
     for name, end in ends.items():
         draw_end(ax, name, end)
@@ -214,11 +225,49 @@ def final(paths, s):
         points = sorted((end.x, end.mean) for end in ends.values() if end.base == plain)
         ax.plot(*zip(*points), color=INK, linestyle=style, linewidth=1.2, zorder=0)
         labels.append(Label(*points[-1], f"{plain},\ntrained longer"))
-    ax.set(xscale='log', xlabel=X[s.x], ylabel='validation loss (nats per token)')
-    titled(ax, 'validation loss at the end', [len(end.losses) for end in ends.values()])
+    ax.set_xscale('log')
     ax.margins(0.12)
     label_points(ax, labels)
+
+
+def records(paths, s):
+    """
+    What tools/compare.py wrote down, a panel for each runs.jsonl: right answers where the data is a
+    made task, else the validation loss.
+    """
+    figure, axes = new_figure(len(paths), size=(8 * len(paths), 5))
+    panels = []
+    for ax, path in zip(axes, paths):
+        found = read_lines(path)
+        if s.names is not None:
+            found = [r for r in found if r.get('name') in s.names.split(',')]
+        right = all('right' in r for r in found)
+        key = 'right' if right else 'val_nats_per_byte'
+        try:
+            ends = ends_of_records(found, s.x, key, scale=100 if right else 1)
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"{path}: a line is not a run's record of tools/compare.py") from None
+        if not ends:
+            raise UserError(f"{path}: no run with one of these names")
+        title = 'right answers (%)' if right else 'validation loss (nats per byte)'
+        ax.set_xlabel(X[s.x])
+        titled(ax, title, [len(end.losses) for end in ends.values()])
+        panels.append((ax, ends))
+    for ax, ends in panels:
+        draw_ends(ax, ends)
     return figure
+
+
+def ends_of_records(found, x, key, scale):
+    """{name: End} of records of compare.py; what ended is record[key] times `scale`."""
+    runs = {}
+    for r in found:
+        runs.setdefault(r['name'], []).append(r)
+    ends = {}
+    for name, seeds in runs.items():
+        place = np.mean([r[x] for r in seeds])
+        ends[name] = End(place, [scale * r[key] for r in seeds], name.partition('_as_')[0])
+    return ends
 
 
 def draw_end(ax, name, end):

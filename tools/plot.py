@@ -5,6 +5,8 @@ Pictures of runs and checkpoints. Needs: pip install matplotlib
         loss against tokens, training FLOPs or seconds
     python tools/plot.py final out/compare/*-s* --x=flops --out=final.png
         where the runs ended, and the line of plain ones
+    python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl --x=flops
+        the same of tools/compare.py's runs.jsonl; of a made task the right answers
     python tools/plot.py depth out/depth_attn --out=depth.png
         which layers' values each layer mixes
     python tools/plot.py ponder out/ponder --max_steps=6 --out=ponder.png
@@ -35,7 +37,7 @@ from engine.files import whole
 from engine.hardware import pick_device
 from engine.palette import BLUE, GREY, INK, ORANGE, SHADES, shade
 from sample import encode_prompt, load_model
-from tools.curves import TEXT, X, curves, final, new_figure
+from tools.curves import TEXT, X, curves, final, new_figure, records
 from tools.evaluate import token_arrays
 from tools.explain import look
 
@@ -44,7 +46,8 @@ from tools.explain import look
 class PlotSettings:
     """what to draw"""
     out: str = 'plot.png'            # file to write: .png, .svg or .pdf
-    x: str = 'tokens'                # curves, final: against 'tokens', 'flops' or 'seconds'
+    x: str = 'tokens'                # of runs: against 'tokens', 'flops' or 'seconds'
+    names: Optional[str] = None      # records: only these runs, with commas between
     start: Optional[str] = None      # text to read, or FILE:path (None: the validation set)
     tokens: int = 2048               # how much of the validation set to read
     max_steps: Optional[int] = None  # ponder: try 0 .. max_steps (None: twice as many as trained)
@@ -220,7 +223,7 @@ def lines_of(tokens, passes, tokenizer):
 
 # -------------------------------------------------------------------------------------------------
 
-RUNS = {'curves': curves, 'final': final}
+RUNS = {'curves': curves, 'final': final, 'records': records}
 CHECKPOINT = {'depth': depth, 'ponder': ponder, 'steps': steps, 'text': text}
 KINDS = {**RUNS, **CHECKPOINT}
 
@@ -244,7 +247,7 @@ def main(argv):
     kind, *paths = rest or ['']
     if kind not in KINDS or not paths or (kind in CHECKPOINT and len(paths) > 1):
         raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of "
-                        "runs for curves and final; see --help")
+                        f"runs for {', '.join(RUNS)}; see --help")
     ending = os.path.splitext(s.out)[1][1:]
     if ending not in ('png', 'svg', 'pdf'):
         raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
