@@ -40,7 +40,7 @@ def mix(q, k, v, sources):
 def mix_all(layers, stride):
     """layers [(q, k, v), ...] from layer 0 upwards -> [v~_0, v~_1, ...]. Use mix()."""
     raise NotImplementedError(
-        "mix() is right, mix_all() is still empty: write it in place of this line")
+        "mix_all() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------

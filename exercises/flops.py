@@ -37,7 +37,7 @@ def forward_flops(c, T):
 def ponder_flops(c, T):
     """The same for ponder='embedding' with c.ponder_steps steps over the whole vocabulary."""
     raise NotImplementedError(
-        "forward_flops() is right, ponder_flops() is still empty: write it in place of this line")
+        "ponder_flops() is still empty: write it in place of this line")
 
 
 def fair_tokens(c, T, tokens):
@@ -46,12 +46,13 @@ def fair_tokens(c, T, tokens):
     for `tokens` tokens.
     """
     raise NotImplementedError(
-        "ponder_flops() is right, fair_tokens() is still empty: write it in place of this line")
+        "fair_tokens() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
+import functools
 import sys
 from dataclasses import replace
 
@@ -84,8 +85,13 @@ GROUPED = dict(
 
 def library(c):
     """The real model on torch's meta device: shapes without numbers are enough to count."""
+    return library_of(tuple(vars(c).items()))
+
+
+@functools.cache
+def library_of(fields):
     with torch.device('meta'):
-        return GPT(c)
+        return GPT(GPTConfig(**dict(fields)))
 
 
 def parts(c, T):

@@ -68,7 +68,7 @@ def think(gpt, gates, x, pos, tau):
     gpt.trunk(x, pos, Frozen(gpt.config.n_layer, ...)) is one pass.
     """
     raise NotImplementedError(
-        "Frozen is right, think() is still empty: write it in place of this line")
+        "think() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def gate_at(z):
 
 
 def gate_that_looks():
-    """A gate that gives every token a z of its own: 16 tokens take 1, 2, 3 and 4 passes."""
+    """A gate that gives every token a z of its own: 12 tokens take from 1 to 4 passes."""
     w = torch.randn(32, 1)
     return lambda h: h @ w / 2 + 1
 
@@ -322,7 +322,7 @@ def check_gradients():
 
 
 def model_and_text():
-    return tiny(ponder='embedding', n_layer=3), torch.randint(0, 30, (2, 8))
+    return tiny(ponder='embedding', n_layer=2), torch.randint(0, 30, (2, 6))
 
 
 def looking(tau):
@@ -345,7 +345,7 @@ def conclusion():
     gpt, idx = model_and_text()
     x = gpt.embed(idx)
     case = looking(tau=0.5)
-    _, passes = think(gpt, case.gates, x, torch.arange(8), case.tau)
+    _, passes = think(gpt, case.gates, x, torch.arange(6), case.tau)
     of_row_0 = ', '.join(map(str, passes[0].tolist()))
     return (f"Masked training and a loop that really stops agree, and here {int(passes.sum())} "
             f"token passes are enough where 4 for everybody would be {4 * passes.numel()}. "

@@ -45,7 +45,7 @@ def sequential(gpt, x):
 def jacobi(gpt, x, iterations):
     """x (B, T, C) -> the same by Jacobi iteration, `iterations` + 2 passes in all."""
     raise NotImplementedError(
-        "sequential() is right, jacobi() is still empty: write it in place of this line")
+        "jacobi() is still empty: write it in place of this line")
 
 
 def iterations_needed(T):
@@ -54,7 +54,7 @@ def iterations_needed(T):
     T tokens.
     """
     raise NotImplementedError(
-        "jacobi() is right, iterations_needed() is still empty: write it in place of this line")
+        "iterations_needed() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def check_needed(gpt, x, T):
 
 
 def model_and_input():
-    gpt = tiny(ponder='latent', ponder_steps=1, n_layer=3)
+    gpt = tiny(ponder='latent', ponder_steps=1, n_layer=2)
     return gpt, gpt.embed(torch.randint(0, 30, (2, draw(5, 6, 7))))
 
 

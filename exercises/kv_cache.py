@@ -48,7 +48,7 @@ class Cache:
     def mask(self, S, device):
         """What S new positions may read: bool (S, n + S), True for yes."""
         raise NotImplementedError(
-            "Cache.update() is right, Cache.mask() is still empty: write it in place of this line")
+            "Cache.mask() is still empty: write it in place of this line")
 
 
 def generate(gpt, prompt, n):
@@ -58,7 +58,7 @@ def generate(gpt, prompt, n):
     gpt.head(h) logits; gpt.config.n_layer counts layers.
     """
     raise NotImplementedError(
-        "Your cache works, generate() is still empty: write it in place of this line")
+        "generate() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -268,18 +268,24 @@ def number(name, text, least):
 
 def mark(folders, seed, seconds):
     """A Mark for each exercise in these folders, in their order."""
-    paths = []
+    places = []
     for folder in folders:
-        found = [os.path.join(folder, name + '.py') for name in NAMES]
-        found = [path for path in found if os.path.isfile(path)]
-        if not found:
+        names = [name for name in NAMES if os.path.isfile(os.path.join(folder, name + '.py'))]
+        if not names:
             raise UserError(f"{folder}: there is no exercise in it, such as {NAMES[0]}.py")
-        paths += found
-    names = {os.path.basename(path)[:-3] for path in paths}
+        places += [(folder, name) for name in names]
+    return mark_names(places, seed, seconds)
+
+
+def mark_names(places, seed, seconds):
+    """A Mark for each (folder, exercise)."""
+    names = sorted({name for _, name in places})
     truth = {name: right_numbers(name, seed) for name in names}
     with ThreadPoolExecutor(min(AT_ONCE, cores())) as pool:
-        waiting = [pool.submit(mark_file, path, truth[os.path.basename(path)[:-3]], seed, seconds)
-                   for path in paths]
+        waiting = []
+        for folder, name in places:
+            path = os.path.join(folder, name + '.py')
+            waiting.append(pool.submit(mark_file, path, truth[name], seed, seconds))
         return [one.result() for one in waiting]
 
 

@@ -41,7 +41,7 @@ def rotate(x, pos, theta):
     Use angles().
     """
     raise NotImplementedError(
-        "angles() is right, rotate() is still empty: write it in place of this line")
+        "rotate() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -291,7 +291,23 @@ def mix_detached(q, k, v, sources):
     return depth_attention(q, k, v, sources)
 
 
+def mix_own_twice(q, k, v, sources):
+    return depth_attention(q, k, v, [*sources, (k, v)])
+
+
+def mix_averaged_weights(q, k, v, sources):
+    groups = q.unflatten(1, (k.size(1), -1)).unbind(2)
+    return sum(depth_attention(one, k, v, sources) for one in groups) / len(groups)
+
+
+def mix_taken_apart(q, k, v, sources):
+    keys, values = zip(*sources)
+    return depth_attention(q, k, v, list(zip(keys, values)))
+
+
 WRONG_MIX = [
+    (mix_own_twice, 'own key and value in the softmax twice'),
+    (mix_averaged_weights, 'averages the weights'),
     (lambda q, k, v, sources: v, 'own value, unmixed'),
     (mix_unscaled, 'forgets to divide'),
     (mix_without_own, 'own key and value out'),
@@ -328,7 +344,16 @@ def leaves_out_the_one_below(layer, j, stride):
     return j % stride == 0 and j < layer - 1
 
 
+def mix_all_taken_apart(layers, stride):
+    anchors = []
+    for layer, (q, k, v) in enumerate(layers):
+        mixed = mix_taken_apart(q, k, v, anchors)
+        anchors.append((k, mixed))
+    return mixed
+
+
 WRONG_MIX_ALL = [
+    (mix_all_taken_apart, 'Layer 0 has no sources'),
     (but(mix_all, raw=True), 'mixes raw values'),
     (but(mix_all, reads=counts_from_itself), 'the anchors are fixed'),
     (but(mix_all, reads=lambda layer, j, stride: True), 'reads all layers below'),
@@ -406,7 +431,13 @@ def add_of_the_next(gpt, start, x, p):
     return x + (p @ scaled_table(gpt)).roll(-1, 1)
 
 
+def add_to_the_next(gpt, start, x, p):
+    mean = p @ scaled_table(gpt)
+    return x + F.pad(mean[:, :-1], (0, 0, 1, 0))
+
+
 WRONG_PONDER = [
+    (but(ponder, step=add_to_the_next), 'gives the mean to the next position'),
     (ponder_by_the_model, r'hidden\(\) is what you are to write yourself'),
     (ponder_as_configured, 'reads gpt.config.ponder_steps'),
     (lambda gpt, idx, steps: gpt.head(ponder(gpt, idx, steps)), r'shape \(2, \d, 40\)'),
@@ -444,10 +475,11 @@ def jacobi(gpt, x, R):
     return gpt.mechanism(gpt, x, pos, memory)
 
 
-def iterate(gpt, x, R, zeros=False, block=False, own=False, read=1, detach=False):
+def iterate(gpt, x, R, zeros=False, block=False, own=False, back=0, read=1, detach=False):
     """
     jacobi() by hand. zeros: as the first guess. block: see join. own: positions for every slot.
-    read: 0 for the outputs at the token slots.
+    back, read: what is put back, and what is the result: 0 for the outputs at the token slots, 1
+    for those at the thoughts' slots.
     """
     T = x.size(1)
     pos = torch.arange(T)
@@ -457,7 +489,7 @@ def iterate(gpt, x, R, zeros=False, block=False, own=False, read=1, detach=False
     z = torch.zeros_like(x) if zeros else gpt.trunk(x, pos)
     for _ in range(R):
         h = gpt.trunk(join(x, z, block), both)
-        z, _ = part(h, block)
+        z = part(h, block)[back]
         if detach:
             z = z.detach()
     h = gpt.trunk(join(x, z, block), both)
@@ -479,6 +511,7 @@ def part(h, block):
 
 
 WRONG_SEQUENTIAL = [
+    (lambda gpt, x: iterate(gpt, x, 9, block=True), 'right after it'),
     (lambda gpt, x: gpt.trunk(x, torch.arange(x.size(1))), 'what the plain model gives'),
     (lambda gpt, x: iterate(gpt, x, 9, own=True), 'a position of its own'),
     (lambda gpt, x: iterate(gpt, x, 9, read=0), 'outputs at the token slots'),
@@ -487,14 +520,15 @@ WRONG_JACOBI = [
     (but(iterate, read=0), 'outputs at the token slots'),
     (but(iterate, own=True), 'a position of its own'),
     (but(iterate, block=True), 'they take turns'),
-    (but(iterate, zeros=True), r'ran passes of \[12\] slots; asked for are \[6, 12\]'),
+    (but(iterate, back=1), "puts the outputs at the thoughts' slots back"),
+    (but(iterate, zeros=True), r'ran passes of \[10\] slots; asked for are \[5, 10\]'),
     (lambda gpt, x, R: jacobi(gpt, x, R + 1), 'one iteration more than asked'),
     (but(iterate, detach=True), 'part of the gradient is lost'),
 ]
 WRONG_ITERATIONS_NEEDED = [
     (lambda T: T, 'more than it takes'),
     (lambda T: 3, 'more than it takes'),
-    (lambda T: min(T - 1, 3), 'position 5 is not exact yet, after them it is still off by'),
+    (lambda T: min(T - 1, 3), 'is not exact yet, after them it is still off by'),
 ]
 
 

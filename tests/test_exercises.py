@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, program
 from students import MISTAKES, SOLUTIONS, CatCache, Frozen, attention, sub
+from variants import NEAR, UNUSUAL
 
 FOLDER = os.path.join(ROOT, 'exercises')
 sys.path.insert(0, FOLDER)
@@ -66,6 +67,48 @@ def test_a_typical_mistake_gets_its_sentence(name, function, written, words):
 def test_every_exercise_has_a_mistake_table():
     for name in check.NAMES:
         assert sum(name == mistake[0] for mistake in MISTAKES) >= 3, name
+
+
+with open(os.path.join(FOLDER, 'answers.py'), encoding='utf-8') as f:
+    ANSWERS = f.read()
+
+
+def grade_source(name, source, folder):
+    """The verdict on what answers.py with this source has for an exercise."""
+    path = folder / 'answers.py'
+    path.write_text(source, encoding='utf-8')
+    exercise = load(name)
+    check.install(exercise, check.load(str(path)).ANSWERS[name])
+    return exercise, check.verdict(exercise)
+
+
+@pytest.mark.parametrize('name, right_text, written, words', NEAR)
+def test_one_slip_in_the_right_answer_is_refused(name, right_text, written, words, tmp_path):
+    assert right_text in ANSWERS
+    _, (right, said) = grade_source(name, ANSWERS.replace(right_text, written), tmp_path)
+    assert right == (words is None), said
+    if not right:
+        assert re.search(words, said), said
+
+
+@pytest.mark.parametrize('name, written', UNUSUAL)
+def test_an_unusual_right_answer_is_accepted(name, written, tmp_path):
+    """By the check, and by the numbers that the marker compares."""
+    table = ANSWERS.index('ANSWERS = ')
+    imports = 'import torch.nn.functional as F\n\n'
+    source = ANSWERS[:table] + imports + written + '\n\n' + ANSWERS[table:]
+    exercise, (right, said) = grade_source(name, source, tmp_path)
+    assert right, said
+    numbers = marker.right_numbers(name, seed=3)
+    for part, function in exercise.PARTS.items():
+        outcome = check.judge(function, exercise.__file__, seed=3)
+        assert outcome.right and marker.agree(outcome.notes, numbers[part]), (part, outcome.words)
+
+
+@pytest.mark.parametrize('name', check.NAMES)
+def test_enough_is_refused_and_accepted(name):
+    assert sum(name == near[0] for near in NEAR) >= 10
+    assert sum(name == unusual[0] for unusual in UNUSUAL) >= 3
 
 
 FUNCTIONS = [
