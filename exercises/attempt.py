@@ -7,6 +7,7 @@ NAMES, as a,b: what the student is to write. What the student prints goes to std
 is one line for each part of the exercise: the letters of stdin, then JSON with the part's name and
 its Outcome (check.py).
 """
+import contextlib
 import json
 import os
 import sys
@@ -30,8 +31,8 @@ OUTSIDE = (  # the beginnings of such events
 
 class Fence:
     """
-    An audit hook, which nobody can take off again: the student's code opens no socket, starts no
-    program, changes no file outside of `folder`, and reads none that the answers are in.
+    An audit hook of Python: the student's code opens no socket, starts no program, changes no file
+    outside of `folder`, and reads none that the answers are in.
     """
 
     def __init__(self, folder):
@@ -104,7 +105,8 @@ def set_limits(seconds):
     for limit, value in limits.items():
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(limit, (value, value))
+        with contextlib.suppress(OSError, ValueError):  # macOS does not know all of them
+            resource.setrlimit(limit, (value, value))
 
 
 def take_over(exercise, path, wanted):

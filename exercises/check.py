@@ -38,8 +38,8 @@ PROJECT = (  # modules in which the answers are, or by which one gets to them
 OF_A_MODEL = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory')  # answers, as attributes
 ADVICE = {  # words in an error message: what they usually mean here
     'not enough values to unpack .expected 2, got 0':
-        "An empty list was taken apart: zip(*pairs) of no pairs gives nothing. Layer 0 has no "
-        "sources, say what happens then.",
+        "An empty list was taken apart, as zip(*pairs) does with no pairs. Layer 0 has no sources: "
+        "say what happens then.",
     'File too large':
         "It prints, or writes, without end.",
     'same dtype|expected scalar type':
@@ -58,8 +58,6 @@ ADVICE = {  # words in an error message: what they usually mean here
     'shape|size|dimension|broadcast|unpack':
         "Shapes do not fit: print(x.shape) in the line before shows them.",
 }
-
-
 notes = []  # of the part that is being checked, see `record`
 
 
@@ -163,8 +161,8 @@ class Difference:
 
 def record(*numbers):
     """
-    Note what the student's code gave, tensors or numbers. marker.py, in whose process no student's
-    code ever runs, compares the notes with those of a right answer.
+    Note what the student's code gave, tensors or numbers. marker.py compares the notes with those
+    of a right answer, in another process.
     """
     for one in numbers:
         notes.append(torch.as_tensor(one).detach().double().flatten().tolist())

@@ -7,7 +7,8 @@ come back: the word that the check let it pass, behind letters which that proces
 start; and the numbers the check looked at, which must be those of a right answer (answers.py).
 These are computed here, where no student's code runs, and the inputs are drawn anew in each run. So
 leaving early, printing "right", or changing torch or check.py gains nothing: without the right
-numbers nothing counts.
+numbers nothing counts. (This project's own exercises are read here too: mark those of others with
+an unchanged copy.)
 
 What is fenced off: the clock, the processor's time, memory and files written, by limits of the
 system; network, other programs, files outside of its temporary folder and those with the answers,
@@ -142,7 +143,7 @@ def kill(process):
 def how_it_ended(status):
     if status == 0:
         return "the file ends the program before its check is done: is there an exit()?"
-    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+    if status in (-9, -24, 128 + 9, 128 + 24):  # SIGKILL and SIGXCPU, perhaps by way of a shell
         return "the system ended it: did it take too much memory, or time?"
     return f"the file ends the program before its check is done, with status {status}"
 
