@@ -79,7 +79,7 @@ def mark_file(path, truth, seed, seconds):
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         letters = secrets.token_hex(16)
-        ended = run(path, letters, truth, seed, seconds, folder)
+        ended = run(path, letters, seed, seconds, folder)
         took = time.monotonic() - begin
         results = read(os.path.join(folder, 'results'), 2 * 2 ** 20)
         output = printable(read(os.path.join(folder, 'output'), OUTPUT), keep='\n')
@@ -98,7 +98,7 @@ def mark_file(path, truth, seed, seconds):
     return Mark(os.path.dirname(path), exercise, parts, words, round(took, 1), output)
 
 
-def run(path, letters, truth, seed, seconds, folder):
+def run(path, letters, seed, seconds, folder):
     """
     Run attempt.py on a copy of the student's part of the file; its stdout becomes `results` in the
     folder, its stderr `output`. Returns how it ended, in words, '' if as it should.

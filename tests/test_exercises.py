@@ -229,6 +229,42 @@ def test_every_exercise_knows_the_students_part_of_its_file(name, tmp_path):
     assert not said.startswith('line')  # what is wrong shows only later, in the check
 
 
+BORROWED = [  # (exercise, what the student writes in place of the first stub, what is named)
+    ('attention', '    from engine.attention import attend\n    return attend(q)', 'engine.attent'),
+    ('attention', '    return sdpa(q, k, v, is_causal=True)', 'sdpa'),
+    ('rope', '    import model\n    return model.rope_table(pos, hd, theta)', 'model'),
+    ('rope', '    return rope_table(pos, hd, theta, theta)', 'rope_table'),
+    ('kv_cache', '    return KVCache(2, 10).update(layer, k, v)', 'KVCache'),
+    ('kv_cache', '    return gpt.generate(k, 1)', 'gpt.generate'),
+    ('depth_attention', '    return library(q, k, v, sources)', 'library'),
+    ('depth_attention', '    from model import depth_attention as d\n    return d(q, k, v)',
+     'model.depth_attention'),
+    ('pondering', '    return gpt.hidden(idx)', 'gpt.hidden'),
+    ('pondering', '    return walk(gpt, idx, steps)', 'walk'),
+    ('jacobi', '    return library_sequential(gpt, x)', 'library_sequential'),
+    ('jacobi', '    return gpt.mechanism(gpt, x, None, None)', 'gpt.mechanism'),
+    ('halting', '    from model import mixture, Gate\n', 'model.Gate'),
+    ('halting', '    return frozen(k, 1), v', 'frozen'),
+    ('flops', '    return sum(parts(c, T).values())', 'parts'),
+    ('flops', '    import answers\n    return answers.forward_flops(c, T)', 'answers'),
+]
+
+
+@pytest.mark.parametrize('name, code, what', BORROWED)
+def test_an_answer_from_the_project_is_named_with_its_line(name, code, what, tmp_path):
+    path = tmp_path / f'{name}.py'
+    path.write_text(STUB.sub(lambda match: code, read(path_of(name)), count=1), encoding='utf-8')
+    right, said = verdict_on_file(path)
+    assert not right
+    assert re.match(rf'line \d+ uses {what}', said), said
+
+
+@pytest.mark.parametrize('name', check.NAMES)
+def test_an_empty_exercise_borrows_nothing(name):
+    given = getattr(load(name), 'GIVEN', ())
+    assert check.borrowed(path_of(name), given) is None
+
+
 def test_an_error_in_the_check_names_no_line(tmp_path):
     """What a student's code returned may make the check stumble: its lines mean nothing to them."""
     source = read(path_of('attention')).replace('    y = call(attention', '    undefined(attention')
