@@ -18,7 +18,8 @@ import check
 
 ROOT = os.path.dirname(check.HERE)
 MEGABYTE = 2 ** 20
-HIDDEN = [os.path.join(ROOT, name) for name in ('model.py', 'engine', 'exercises', 'tests')]
+HIDDEN = [os.path.realpath(os.path.join(ROOT, name))
+          for name in ('model.py', 'engine', 'exercises', 'tests')]
 CHANGES = (  # events of Python's audit hooks, each with a path in front
     'os.chmod', 'os.chown', 'os.link', 'os.mkdir', 'os.remove', 'os.rename', 'os.rmdir',
     'os.symlink', 'os.truncate', 'os.utime',
