@@ -33,7 +33,7 @@ from engine.checkpoint import CHECKPOINTS
 from engine.errors import UserError, run
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.shards import count_tokens, encode, open_shard, read_meta
-from sample import load_model, override
+from sample import data_dir_of, load_model, override
 
 
 @dataclass
@@ -119,7 +119,7 @@ def read_text(path, tokenizer):
         raise UserError(f"{path}: cannot be read ({error.strerror}); "
                         "prepare_data.py makes data sets") from None
     tokens = encode(tokenizer, text)[:-1]       # without the end-of-text behind it
-    return np.append(np.uint16(tokenizer.eot_token), tokens)
+    return np.append(tokens.dtype.type(tokenizer.eot_token), tokens)
 
 
 def bytes_of_tokens(tokenizer):
@@ -324,7 +324,7 @@ def main(argv):
         tune_cpu()
 
     if not (texts or s.tasks or s.functions):
-        texts = [settings['data_dir']]
+        texts = [data_dir_of(settings)]
     for path in texts:
         report_text(model, tokenizer, path, s)
     if s.functions:
