@@ -118,8 +118,8 @@ def read_tokenizer(folder):
         nfc = has_nfc(file.get('normalizer'))
         added = [dict(special=False, normalized=False) | entry for entry in file['added_tokens']]
         refuse_added(added)
-        ranks = ranks_of(file['model'], {entry['content'] for entry in added})
         eot = end_of_text(folder, added)
+        ranks = ranks_of(file['model'], {entry['content'] for entry in added})
         return FolderEncoding(f'hf:{folder}', pattern, ranks, added, eot, nfc)
     except FileNotFoundError:
         raise UserError(f"{folder}: no tokenizer.json in it, so there are no texts for this model: "

@@ -13,6 +13,7 @@ import sys
 from functools import partial
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.errors import UserError
 from engine.files import whole
@@ -120,14 +121,28 @@ def load_checkpoint(folder, config_class=None):
     raise UserError('; '.join(problems) or nothing)
 
 
+class Unfilled(TorchFunctionMode):
+    """
+    Inside, modules do not fill or scale their initial weights, which takes long in a large model.
+    What nobody writes to takes no memory either.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__itruediv__:
+            return args[0]
+        if getattr(func, '__module__', None) == 'torch.nn.init':
+            return None
+        return func(*args, **(kwargs or {}))
+
+
 def new_model(state, GPT, GPTConfig):
     """
     The model of a checkpoint: its weights are those in `state` and not a copy, as a second set of a
     large model might not fit into memory.
     """
-    with torch.device('meta'):          # shapes without numbers
+    with Unfilled():
         model = GPT(GPTConfig(**state['config']))
-    load_weights(model, state, assign=True)
+        load_weights(model, state, assign=True)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
     return model

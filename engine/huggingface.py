@@ -495,7 +495,7 @@ def read_weights(folder, config, variant, dtype):
         rows = rows_of_parts(ours, config) if len(parts) > 1 else None
         weights[ours] = read_stacked(parts, rows, dtype)
         if variant.neox and '.c_attn.' in ours:
-            weights[ours] = reorder(weights[ours], order, parts[0])
+            reorder(weights[ours], order, parts[0])
     if config.tie_embeddings:
         weights['lm_head.weight'] = weights['wte.weight']
     return weights
@@ -533,7 +533,9 @@ def read_stacked(parts, rows, dtype):
 
 
 def reorder(tensor, order, part):
+    """Put the rows of a tensor into this order; `part` is where they were read."""
     if len(tensor) != len(order):
         raise UserError(f"{part.path}: {part.name} has {len(tensor)} rows, config.json says "
                         f"{len(order)}")
-    return tensor[order]
+    for columns in tensor.view(len(tensor), -1).split(64, dim=1):     # a small copy, not a whole one
+        columns.copy_(columns[order])

@@ -21,10 +21,10 @@ import torch
 from engine.errors import UserError
 
 DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
-PIECE = 2 ** 20                 # numbers that are converted at a time
+PIECE = 2 ** 17                 # numbers that are converted at a time
 LONGEST_HEADER = 100 * 10 ** 6  # bytes, as in the safetensors library
 
-# where a folder has its weights: the first of these that it has. An index names the files.
+# in a folder whose weights are in several files, one of these names them
 INDEXES = ('model.safetensors.index.json', 'pytorch_model.bin.index.json')
 
 

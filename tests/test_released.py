@@ -389,20 +389,25 @@ def test_without_weights(tmp_path):
 
 
 MEASURE = """
-import sys, torch, resource
+import sys, torch
 from tools.hf import load_released
-from released import NEOX
+
+def peak():
+    for line in open('/proc/self/status'):
+        if line.startswith('VmHWM:'):
+            return int(line.split()[1]) * 1024
+
 load_released(sys.argv[1])  # imports and first allocations
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 model = load_released(sys.argv[2], getattr(torch, sys.argv[3]))
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+after = peak()
 size = sum(p.numel() * p.element_size() for p in model.parameters())
-print((after - before) * 1024 / size, size)
+print((after - before) / size, size)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != 'linux', reason='ru_maxrss is in kB there')
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 @pytest.mark.parametrize('stored, dtype', [
     ('float32', 'float32'),
     ('bfloat16', 'float32'),
@@ -420,7 +425,7 @@ def test_loading_takes_little_more_memory_than_the_model(stored, dtype, tmp_path
     assert done.returncode == 0, done.stderr
     share, size = map(float, done.stdout.split())
     assert size > 180e6
-    assert 0.9 < share < 1.3
+    assert 0.8 < share < 1.3
 
 
 def test_numbers_are_converted_in_pieces(tmp_path, monkeypatch):
