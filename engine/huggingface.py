@@ -537,5 +537,5 @@ def reorder(tensor, order, part):
     if len(tensor) != len(order):
         raise UserError(f"{part.path}: {part.name} has {len(tensor)} rows, config.json says "
                         f"{len(order)}")
-    for columns in tensor.view(len(tensor), -1).split(64, dim=1):     # a small copy, not a whole one
+    for columns in tensor.view(len(tensor), -1).split(64, dim=1):   # in parts: no whole copy
         columns.copy_(columns[order])

@@ -289,8 +289,9 @@ def write_shards(folder, weights, n):
     names = [f'model-{i + 1:05d}-of-{n:05d}.safetensors' for i in range(n)]
     where = {}
     for i, (name, tensor) in enumerate(weights.items()):
-        parts[i % n][name] = tensor
-        where[name] = names[i % n]
+        part = i * n // len(weights)
+        parts[part][name] = tensor
+        where[name] = names[part]
     for name, part in zip(names, parts):
         safetensors.torch.save_file(part, folder / name)
     write_json(folder / 'model.safetensors.index.json', dict(weight_map=where))
