@@ -128,7 +128,7 @@ class Unfilled(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__itruediv__:
+        if func is torch.Tensor.div_:
             return args[0]
         if getattr(func, '__module__', None) == 'torch.nn.init':
             return None

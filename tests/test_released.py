@@ -417,7 +417,7 @@ print((after - before) / size, size)
 def test_loading_takes_little_more_memory_than_the_model(stored, dtype, tmp_path):
     """200 MB of weights; what is mapped into memory would count, too."""
     small, _ = write_folder(tmp_path / 'small', NEOX)
-    c = dict(NEOX, hidden_size=768, intermediate_size=3072, num_attention_heads=12,
+    c = dict(PONDER, hidden_size=768, intermediate_size=3072, num_attention_heads=12,
              num_hidden_layers=6 if dtype == stored else 12, vocab_size=5000)
     large, _ = write_folder(tmp_path / 'large', c, random_weights(c, getattr(torch, stored)))
     done = subprocess.run([sys.executable, '-c', MEASURE, small, large, dtype], text=True,
