@@ -251,6 +251,8 @@ def refuse_neox(c):
     width = whole_number(c, 'hidden_size') // n_head
     if whole_number(c, 'head_dim', width, required=False) != width:
         refuse(c, 'head_dim', "in GPT-NeoX it is hidden_size / num_attention_heads")
+    if flag(c, 'use_qk_norm'):
+        refuse(c, 'use_qk_norm', "GPT-NeoX has no norms on queries and keys")
 
 
 def refuse_mechanisms(c):

@@ -190,6 +190,7 @@ def test_bfloat16(tmp_path, tokens):
     (NEOX, dict(hidden_act='relu'), 'hidden_act'),
     (NEOX, dict(num_key_value_heads=1), 'num_key_value_heads'),
     (NEOX, dict(head_dim=8), 'head_dim'),
+    (NEOX, dict(use_qk_norm=True), 'use_qk_norm'),
     (NEOX, dict(rotary_pct=0.0), 'rotary_pct'),
     (NEOX, dict(rotary_pct=0.2), 'rotary_pct'),
     (NEOX, dict(rotary_pct=2), 'rotary_pct'),
