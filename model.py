@@ -84,8 +84,8 @@ class GPTConfig:
     halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain
     halt_tau: float = 1e-4               # below this probability a step is not taken
     halt_lambda: Optional[float] = None  # weight of the loss term for fewer steps (None: default)
-    halt_start: float = 0.4              # gate, mask: share of the run at which that term starts
-    halt_full: float = 0.48              # gate, mask: share of the run from which it counts in full
+    halt_start: Optional[float] = None   # share of the run at which that term starts, and from
+    halt_full: Optional[float] = None    # which it counts in full (None: gate, mask 0.4 and 0.48)
     halt_share: float = 0.1              # gate: the term averages at most this share, the lowest
     halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
 
@@ -107,6 +107,10 @@ class GPTConfig:
             self.depth_stride = max(1, self.n_layer // 2)
         if self.halt_lambda is None and self.halting != 'none':
             self.halt_lambda = HALTING[self.halting].default_lambda
+        if self.halt_start is None and self.halting != 'none':
+            self.halt_start = HALTING[self.halting].default_ramp[0]
+        if self.halt_full is None and self.halting != 'none':
+            self.halt_full = HALTING[self.halting].default_ramp[1]
 
     def sources(self, layer):
         """The earlier layers whose values Depth-Attention mixes into those of `layer`."""
@@ -717,6 +721,7 @@ class Halting(Mechanism):
     halts = True
     needs = None            # the setting of `ponder`
     default_lambda = None   # of halt_lambda
+    default_ramp = (0.4, 0.48)  # of halt_start and halt_full
 
     def __init__(self, config):
         super().__init__(config)
@@ -769,8 +774,12 @@ class Halting(Mechanism):
 
     def ramp(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
-        c = self.config
-        return min(max((self.progress - c.halt_start) / (c.halt_full - c.halt_start), 0.0), 1.0)
+        start, full = self.config.halt_start, self.config.halt_full
+        if self.progress >= full:
+            return 1.0
+        if self.progress <= start:
+            return 0.0
+        return (self.progress - start) / (full - start)
 
 
 def in_fp32(module, h):
@@ -1001,6 +1010,9 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*} g^(k) p_k^beta                        (9), (10)
                     p_k: the right token's probability after step k, a constant for gradients
 
+    With halt_start the last term waits until the model has learned something; the paper has it from
+    the first step on.
+
     Cost: the passes of Chain that are taken, in training too, where p_k takes a head per step.
     After the last pass nobody goes on, whatever g says: it is as if g were 0. No public code. Where
     the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the
@@ -1010,6 +1022,7 @@ class Router(Halting, Chain):
     skips = True
     needs = 'chain'
     default_lambda = 0.4
+    default_ramp = (0.0, 0.0)   # the whole run
 
     def __init__(self, config):
         super().__init__(config)
@@ -1041,7 +1054,8 @@ class Router(Halting, Chain):
             counts = slots.valid & (target >= 0)
             p = probability_of(gpt.head, said.x, target.clamp(min=0), self.config.vocab_size)
             total = total + (said.g * p ** self.config.halt_beta * counts).sum()
-        return self.config.halt_lambda * total / (targets >= 0).sum().clamp(min=1)
+        mean = total / (targets >= 0).sum().clamp(min=1)
+        return self.config.halt_lambda * self.ramp() * mean
 
     def cost(self, gpt, R):
         decisions = self.steps * flops.linear_weights(self.router)

@@ -52,7 +52,7 @@ from model import GPT, GPTConfig
 @dataclass
 class Settings:
     """the run; the defaults are the recipe of the Depth-Attention paper's 360M model"""
-    data_dir: str = prepare_data.BUILTIN # token shards; the built-in corpus is made when missing
+    data_dir: str = 'data/python'        # token shards; a built-in data set is made when missing
     out_dir: str = 'out'                # where checkpoint, settings and log go
     init_from: str = 'scratch'          # 'scratch', 'resume', a checkpoint's folder, or hf:FOLDER
     eval_only: bool = False             # evaluate a checkpoint and stop
@@ -113,13 +113,10 @@ class Settings:
 # ---- set-up --------------------------------------------------------------------------------------
 
 def open_data(folder, ranks):
-    """The data set's description; prepares the built-in corpus if it is missing."""
-    if folder == prepare_data.BUILTIN:
-        missing = not os.path.exists(os.path.join(folder, 'meta.json'))
-        if missing and ranks.rank == 0:
-            print(f"{folder} is missing: preparing the built-in corpus, the source code of "
-                  "Python's standard library")
-            prepare_data.prepare(prepare_data.DataSettings())
+    """The data set's description; prepares a built-in one if it is missing."""
+    if folder in prepare_data.BUILTIN:
+        if ranks.rank == 0:
+            prepare_data.prepare_builtin(folder)
         if ranks.world > 1:
             dist.barrier()  # on every rank, even one that arrives after the data is there
     return read_meta(folder)

@@ -20,7 +20,7 @@ from engine.files import whole
 from engine.huggingface import load_state
 from engine.variant import fit
 
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
 PARTS = ('config', 'model', 'optimizer', 'step', 'settings', 'tokenizer')  # of every checkpoint
 
@@ -70,6 +70,8 @@ def upgrade(state):
     1 -> 2: the weights of a mechanism moved into it: `gates.0.0.weight` to
     `mechanism.gates.0.0.weight`. Optimizer states are in the order of the parameters, where `pause`
     was the first of the vectors, and is now the last.
+
+    2 -> 3: halt_start and halt_full, which a router did not read, are now settings of it too.
     """
     if state['version'] == 1:
         optimizer = state['optimizer']
@@ -78,6 +80,11 @@ def upgrade(state):
             vectors['params'] = vectors['params'][1:] + vectors['params'][:1]
         renamed = {in_mechanism(name): tensor for name, tensor in state['model'].items()}
         state = {**state, 'version': 2, 'model': renamed}
+    if state['version'] == 2:
+        config = dict(state['config'])
+        if config.get('halting') == 'router':
+            config.update(halt_start=0.0, halt_full=0.0)
+        state = {**state, 'version': 3, 'config': config}
     if state['version'] != CHECKPOINT_VERSION:
         raise ValueError(f"version {state['version']}")
     return state

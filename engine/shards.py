@@ -37,6 +37,9 @@ KNOWN = {
     'shakespeare': 'shakespeare',
     'fineweb': 'fineweb',
     'fineweb-edu': 'fineweb-edu',
+    'addition': 'addition',
+    'traffic': 'traffic',
+    'minimax': 'minimax',
 }
 
 

@@ -24,6 +24,7 @@ from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.errors import UserError
 from engine.huggingface import read_description
 from engine.shards import read_meta
+from engine.tasks import check_context
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
@@ -116,6 +117,7 @@ def check_model(config, asked, meta, data_dir):
         raise UserError(f"{data_dir} is tokenised with {meta['n_tokens']} tokens "
                         f"({meta['tokenizer']}), the model has n_tokens={config.n_tokens}: use the "
                         "data the model was made for")
+    check_context(meta, config.block_size)
 
 
 def idle_settings(model, asked):
@@ -157,8 +159,8 @@ def check_resume(state, step, meta, settings, ranks, device):
 def planned_config(settings, given, GPTConfig, builtin, state=None):
     """
     ({setting: value} of the model that a run would have, and in words where its vocabulary is known
-    from). given: the user's settings. builtin: the folder of the built-in corpus, which need not be
-    there. state: the checkpoint to go on from, if it is read already.
+    from). given: the user's settings. builtin: folders of data sets that train.py makes, which need
+    not be there. state: the checkpoint to go on from, if it is read already.
     """
     old = config_of(settings.init_from, GPTConfig, state)
     values = dict(old)
@@ -196,6 +198,6 @@ def planned_vocabulary(data_dir, values, builtin):
         return {}, 'as set'
     if os.path.exists(os.path.join(data_dir, 'meta.json')):
         return vocabulary_of(read_meta(data_dir)['n_tokens']), f'of {data_dir}'
-    if data_dir == builtin:
+    if data_dir in builtin:
         return vocabulary_of(257), f'of {data_dir}'
     return {}, f'{data_dir} is not there: the default'
