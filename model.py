@@ -387,7 +387,7 @@ class GPT(nn.Module):
 # Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
 # after, so that weights depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
-# counts back from each layer.
+# counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -512,6 +512,7 @@ class Embedding(Mechanism):
     Unlike in the authors' code, the softmax is fp32, padding in the vocabulary gets no mass, and
     the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
     mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
+    Drawn in docs/drawings/embedding.svg.
     """
     settings = ('ponder_steps', 'ponder_topk')
 
@@ -577,6 +578,7 @@ class Latent(Mechanism):
     Cost: K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the keys; in
     decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each optimizer
     step, not for each forward; and a prompt can be read exactly (`exact` in engine/generate.py).
+    Drawn in docs/drawings/latent.svg.
     """
     one_cache = True
     settings = ('ponder_steps', 'jacobi_iters')
@@ -632,6 +634,7 @@ class Chain(Mechanism):
     iteration, and the keys of earlier steps are computed once.
 
     Cost: K + 1 passes, whose attention reads 1, 2, .. K + 1 times as many keys.
+    Drawn in docs/drawings/chain.svg.
     """
     memory = ChainMemory
     cache = StepCache
@@ -654,6 +657,7 @@ class Loop(Mechanism):
     The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
     norm once. With depth_attn, what the same layer made in earlier loops is a source too, as in
     Depth-Attention's paper. Cost: K + 1 passes.
+    Drawn in docs/drawings/loop.svg.
     """
 
     def forward(self, gpt, x, pos, memory):
@@ -668,6 +672,7 @@ class Pause(Mechanism):
     Pause tokens, a baseline of the papers: K copies of one learned embedding follow each token, at
     its position, and the last of them predicts the next token. Cost: one pass of K + 1 slots per
     token, each of which reads K + 1 times as many keys.
+    Drawn in docs/drawings/pause.svg.
     """
     one_cache = True
 
@@ -814,6 +819,7 @@ class Gate(Halting, Embedding):
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
     last pass (training computes later ones, generation does not); (13) also averages the gates
     that training still computes for it; GELU; gates start near sigmoid(4) = 0.98, as PonderLM.
+    Drawn in docs/drawings/gate.svg.
     """
     memory = FrozenMemory   # (10)
     cache = LatestCache     # (10), in generation
@@ -903,6 +909,7 @@ class Mask(Halting, Latent):
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
     its figure and of a reader's notes.
+    Drawn in docs/drawings/mask.svg.
     """
     cache = ThoughtCache
     needs = 'latent'
@@ -1017,6 +1024,7 @@ class Router(Halting, Chain):
     After the last pass nobody goes on, whatever g says: it is as if g were 0. No public code. Where
     the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the
     router starts around 1/2, and we average over t.
+    Drawn in docs/drawings/router.svg.
     """
     memory = StepMemory
     skips = True

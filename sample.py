@@ -21,6 +21,7 @@ from configurator import build, check_range, read
 from engine.checkpoint import change_steps, load_checkpoint, new_model
 from engine.errors import UserError, run
 from engine.hardware import compile_decoding, expect_new_lengths, pick_device
+from engine.palette import terminal_shade
 from engine.shards import get_tokenizer
 from model import GPT, GPTConfig
 
@@ -185,9 +186,6 @@ def main(argv):
 
 # ---- colours -------------------------------------------------------------------------------------
 
-SHADES = (255, 228, 220, 209, 203, 197)     # of 256 colours: pale for one pass, red for six or more
-
-
 class Shade:
     """Marks text with a number of passes: a colour behind it, or the number where it changes."""
 
@@ -200,8 +198,7 @@ class Shade:
         if not self.on:
             return text
         if self.colour:
-            number = SHADES[min(passes, len(SHADES)) - 1]
-            return f"\033[30;48;5;{number}m{text}\033[0m"
+            return f"\033[30;48;5;{terminal_shade(passes)}m{text}\033[0m"
         changed = passes != self.last
         self.last = passes
         return f"[{passes}]{text}" if changed else text

@@ -23,6 +23,7 @@ this folder imports a file of the top level.
                   huggingface.py Hugging Face folders: their config.json and their names
                   tensors.py     files of weights, read one tensor at a time
                   errors.py      a line for what the user can mend
+                  palette.py     the colours of terminal, pictures and pages
     data          shards.py      tokenizers, token shards and their description
                   windows.py     which tokens a step reads
                   bpe.py         Hugging Face's tokenizer.json

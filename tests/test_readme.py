@@ -318,7 +318,8 @@ def build(**toggle):
 
 
 NEEDS = {'gate': 'embedding', 'mask': 'latent', 'router': 'chain'}
-ROW = r"\| `(\w+)='?(\w+)'?` \|.*\| `\w+` \| ([\d.]+)([^|]*) \| ([^|]*) \|"  # toggle, cost, weights
+# toggle, cost, weights
+ROW = r"\| `(\w+)='?(\w+)'?` \|.*\| \[`\w+`\]\([\w/.]+\) \| ([\d.]+)([^|]*) \| ([^|]*) \|"
 
 
 def test_the_table_of_toggles_says_what_is_counted():
