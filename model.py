@@ -171,6 +171,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm_late = nn.Identity()  # in its place in some released weights: engine/variant.py
 
     def forward(self, x, rope, sources, memory, mask):
         """
@@ -184,7 +185,7 @@ class Attention(nn.Module):
         nh, nkv, hd = self.n_head, self.n_kv_head, self.head_dim
         q, k, v = self.c_attn(x).view(B, S, nh + 2 * nkv, hd).split((nh, nkv, nkv), dim=2)
         q = apply_rope(self.q_norm(q), *rope).transpose(1, 2)       # (B, nh, S, hd)
-        k = apply_rope(self.k_norm(k), *rope).transpose(1, 2)       # (B, nkv, S, hd)
+        k = self.k_norm_late(apply_rope(self.k_norm(k), *rope)).transpose(1, 2)  # (B, nkv, S, hd)
         v = v.transpose(1, 2)                                       # (B, nkv, S, hd)
 
         v = depth_attention(q, k, v, sources, self.depth_mode)      # without sources: v itself

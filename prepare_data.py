@@ -55,7 +55,7 @@ BUILTIN = {'data/python': (), **{f'data/{name}': (name,) for name in TASKS}}
 class DataSettings:
     """what to read and how to tokenise it"""
     name: Optional[str] = None      # folder under data/ (None: python[-packages], or as PATH)
-    tokenizer: Optional[str] = None # any tiktoken name with up to 65,536 tokens: gpt2 (None: byte)
+    tokenizer: Optional[str] = None # up to 65,536 tokens: gpt2, .., or hf:FOLDER (None: byte)
     packages: bool = False          # built-in corpus: add every installed package's source
     shards: int = 1                 # FineWeb: training shards to download, each 100M tokens, 200 MB
     val_fraction: float = 0.1       # share of the documents held out for validation

@@ -18,7 +18,7 @@ from typing import Optional
 import torch
 
 from configurator import build, check_range, read
-from engine.checkpoint import change_steps, load_checkpoint, load_weights
+from engine.checkpoint import change_steps, load_checkpoint, new_model
 from engine.errors import UserError, run
 from engine.hardware import compile_decoding, expect_new_lengths, pick_device
 from engine.palette import terminal_shade
@@ -73,12 +73,11 @@ def override(model, s):
 
 def load_model(folder, device):
     """
-    A checkpoint folder: (model in eval mode on `device`, tokenizer, train.py's settings).
-    UserError if there is none.
+    A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, tokenizer, train.py's
+    settings). UserError if there is none.
     """
     state = load_checkpoint(folder, GPTConfig)
-    model = GPT(GPTConfig(**state['config']))
-    load_weights(model, state)
+    model = new_model(state, GPT, GPTConfig)
     expect_new_lengths()
     return model.to(device).eval(), get_tokenizer(state['tokenizer']), state['settings']
 
@@ -94,6 +93,14 @@ def open_one(argv, description, block, example):
         raise UserError(f"name one checkpoint folder, such as: {example}")
     model, tokenizer, settings = load_model(folders[0], pick_device(s.device))
     return s, model, tokenizer, settings
+
+
+def data_dir_of(settings):
+    """The data a model was trained on, of `settings` from load_model; UserError without any."""
+    if 'data_dir' not in settings:
+        raise UserError("an hf: folder has no validation set: name a text or a data folder "
+                        "(tools/plot.py: --start=FILE:path)")
+    return settings['data_dir']
 
 
 # ---- the prompt ----------------------------------------------------------------------------------

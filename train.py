@@ -41,7 +41,8 @@ from engine.optimizer import adamw, gather, load_optimizer
 from engine.output import Output, Stop
 from engine.shards import read_meta
 from engine.start import (check_model, check_resume, checkpoint_of, find_start, idle_settings,
-                          planned_config)
+                          planned_config, planned_variant)
+from engine.variant import constructor, variant_of
 from engine.windows import Windows
 from model import GPT, GPTConfig
 
@@ -357,6 +358,7 @@ class Trainer:
             version=CHECKPOINT_VERSION,
             step=self.step,
             config=asdict(self.config),
+            variant=variant_of(self.model),
             tokenizer=self.meta['tokenizer'],
             train_data=self.meta['train'],
             settings={**asdict(s), 'init_from': self.origin},
@@ -441,7 +443,8 @@ def dry_run(settings, given, state):
     """Print what the run would take; UserError if its settings do not fit together."""
     from engine.plan import print_plan  # not for every run: it imports for a second
     config, where = planned_config(settings, given, GPTConfig, prepare_data.BUILTIN, state)
-    print_plan(GPT, build(GPTConfig, config), settings, where)
+    variant = planned_variant(settings.init_from, GPTConfig, state)
+    print_plan(constructor(GPT, variant), build(GPTConfig, config), settings, where)
 
 
 if __name__ == '__main__':

@@ -1,8 +1,8 @@
 """
 Tokens on disk: tokenizers, token shards, and meta.json, which describes them.
 
-    tokenizer = get_tokenizer('byte')         or 'gpt2', or another name of tiktoken
-    tokens = encode(tokenizer, b'text')       (n,) uint16, with the end-of-text token
+    tokenizer = get_tokenizer('byte')         or 'gpt2', another name of tiktoken, or hf:FOLDER
+    tokens = encode(tokenizer, b'text')       (n,), with the end-of-text token
     meta = read_meta('data/python')           the folder's description, checked
     tokens = open_shard(path)                 (n,) uint16, a read-only map of the file
 
@@ -17,6 +17,7 @@ import os
 import numpy as np
 import tiktoken
 
+from engine.bpe import read_tokenizer
 from engine.errors import UserError
 
 MAGIC = 20240520
@@ -49,9 +50,11 @@ KNOWN = {
 def get_tokenizer(name):
     """
     A tiktoken Encoding by name. 'byte' is built here: token i is byte i, token 256 is end-of-text.
-    Others are fetched by tiktoken at first use. UserError if the name is unknown or the download
-    fails.
+    hf:FOLDER is a Hugging Face folder's. Others are fetched by tiktoken at first use. UserError if
+    the name is unknown or the download fails.
     """
+    if name.startswith('hf:'):
+        return read_tokenizer(name.removeprefix('hf:'))
     if name == 'byte':
         single_bytes = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding('byte', pat_str=r'(?s:.)', mergeable_ranks=single_bytes,
@@ -70,15 +73,16 @@ def get_tokenizer(name):
 
 def encode(tokenizer, text):
     """
-    Tokens (n,) uint16 of a document (bytes) and its end. The byte tokenizer keeps bytes that are no
-    UTF-8; others see U+FFFD instead.
+    Tokens (n,) of a document (bytes) and its end, uint16 if they all fit. The byte tokenizer keeps
+    bytes that are no UTF-8; others see U+FFFD instead.
     """
+    dtype = np.uint16 if tokenizer.n_vocab <= 2 ** 16 else np.uint32
     if tokenizer.name == 'byte':
         tokens = np.frombuffer(text, np.uint8)  # what the Encoding would say, without its loop
     else:
         readable = text.decode('utf-8', errors='replace')
         tokens = tokenizer.encode_to_numpy(readable, disallowed_special=())
-    return np.append(tokens.astype(np.uint16), np.uint16(tokenizer.eot_token))
+    return np.append(tokens.astype(dtype), dtype(tokenizer.eot_token))
 
 
 # --------------------------------------------------------------------------------------------------

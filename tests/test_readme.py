@@ -47,6 +47,7 @@ PAGES = (
     'docs/decisions.md',
     'docs/modify.md',
     'docs/performance.md',
+    'docs/released.md',
     'docs/results.md',
     'docs/training.md',
     'exercises/README.md',
@@ -74,7 +75,7 @@ def split_command(command):
     return [word.replace('"', '') for word in words]
 
 
-PAGES_OF_COMMANDS = ('README.md', 'docs/training.md', 'exercises/README.md')
+PAGES_OF_COMMANDS = ('README.md', 'docs/training.md', 'docs/released.md', 'exercises/README.md')
 COMMANDS = [command for page in PAGES_OF_COMMANDS for command in read_commands(page)]
 BENCHES = re.findall(r'`(python tools/bench\w*\.py [^`]*)`', read_text('docs/performance.md'))
 PROGRAMS = [command for command in COMMANDS + BENCHES if split_command(command)]
@@ -89,6 +90,7 @@ SETTINGS = {
     'tools/compare.py': (CompareSettings, Settings, GPTConfig),
     'tools/evaluate.py': (EvaluateSettings,),
     'tools/explain.py': (ExplainSettings,),
+    'tools/hf.py': (),
     'tools/plot.py': (PlotSettings,),
 }
 
@@ -136,6 +138,8 @@ ELSEWHERE = {
     '--tokenizer=gpt2': 'test_download',
     '--tasks': 'test_evaluate',
     'exercises/': 'test_exercises',
+    'hf:': 'test_released',
+    'tools/hf.py': 'test_hub',
 }
 SHAPE = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32']
 TINY = SHAPE + [
@@ -159,6 +163,7 @@ LESS = {
 BEFORE = {
     'README.md': ('ponder', 'halting_gate'),
     'docs/training.md': (),
+    'docs/released.md': (),
     'exercises/README.md': (),
 }
 

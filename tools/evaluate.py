@@ -37,7 +37,7 @@ from engine.errors import UserError, run
 from engine.files import on_disk, whole
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.shards import count_tokens, encode, open_shard, read_meta
-from sample import load_model, override
+from sample import data_dir_of, load_model, override
 from tools import answers
 
 
@@ -129,7 +129,7 @@ def read_text(path, tokenizer):
         raise UserError(f"{path}: cannot be read ({error.strerror}); "
                         "prepare_data.py makes data sets") from None
     tokens = encode(tokenizer, text)[:-1]       # without the end-of-text behind it
-    return np.append(np.uint16(tokenizer.eot_token), tokens)
+    return np.append(tokens.dtype.type(tokenizer.eot_token), tokens)
 
 
 def bytes_of_tokens(tokenizer):
@@ -343,11 +343,11 @@ def main(argv):
         tune_cpu()
 
     if not (texts or s.tasks or s.functions or s.answers):
-        texts = [settings['data_dir']]
+        texts = [data_dir_of(settings)]
     for path in texts:
         report_text(model, tokenizer, path, s)
     if s.answers:
-        report_answers(model, settings['data_dir'], s)
+        report_answers(model, data_dir_of(settings), s)
     if s.functions:
         functions = sample_functions(model, tokenizer, s)
         good = sum(parses(text) for text in functions)

@@ -36,7 +36,7 @@ from engine.errors import UserError, run
 from engine.files import whole
 from engine.hardware import pick_device
 from engine.palette import BLUE, GREY, INK, ORANGE, SHADES, shade
-from sample import encode_prompt, load_model
+from sample import data_dir_of, encode_prompt, load_model
 from tools.curves import TEXT, X, curves, final, new_figure, records
 from tools.evaluate import token_arrays
 from tools.explain import look
@@ -67,7 +67,7 @@ def read_text(settings, tokenizer, s):
     """
     if s.start is not None:
         return torch.tensor(encode_prompt(s.start, tokenizer, 10 ** 9))
-    first_shard = token_arrays(settings['data_dir'], tokenizer)[0]
+    first_shard = token_arrays(data_dir_of(settings), tokenizer)[0]
     return torch.from_numpy(first_shard[:s.tokens].astype(np.int64))
 
 
