@@ -9,8 +9,8 @@ from conftest import ROOT
 
 PATH = os.path.join(ROOT, 'exercises', 'start.ipynb')
 TINY = ('config/halting_router.py config/size/tiny.py --max_steps=2 --n_layer=2 --n_embd=32 '
-        '--n_head=2 --mlp_hidden=48 --block_size=128 --batch_tokens=128 --micro_batch=1 '
-        '--eval_tokens=128 --eval_interval=2 --dtype=float32 --device=cpu --data_dir={data}')
+        '--n_head=2 --mlp_hidden=48 --block_size=256 --batch_tokens=256 --micro_batch=1 '
+        '--eval_tokens=256 --eval_interval=2 --dtype=float32 --device=cpu --data_dir={data}')
 
 
 def read_cells():
