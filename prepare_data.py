@@ -94,9 +94,14 @@ def prepare(settings, paths=()):
 
 def prepare_builtin(folder):
     """Make one of the BUILTIN data sets, if it is missing."""
-    if folder in BUILTIN and not os.path.exists(os.path.join(folder, 'meta.json')):
-        print(f"{folder} is missing: preparing it")
-        prepare(DataSettings(), BUILTIN[folder])
+    if folder not in BUILTIN or os.path.exists(os.path.join(folder, 'meta.json')):
+        return
+    paths = BUILTIN[folder]
+    what = "the built-in corpus, the source code of Python's standard library"
+    if paths:
+        what = f"the made task {paths[0]}"
+    print(f"{folder} is missing: preparing {what}")
+    prepare(DataSettings(), paths)
 
 
 def choose_folder(settings, paths):
