@@ -86,8 +86,8 @@ class GPTConfig:
     halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain
     halt_tau: float = 1e-4               # below this probability a step is not taken
     halt_lambda: Optional[float] = None  # weight of the loss term for fewer steps (None: default)
-    halt_start: float = 0.4              # gate, mask: share of the run at which that term starts
-    halt_full: float = 0.48              # gate, mask: share of the run from which it counts in full
+    halt_start: Optional[float] = None   # share of the run at which that term starts, and from
+    halt_full: Optional[float] = None    # which it counts in full (None: gate, mask 0.4 and 0.48)
     halt_share: float = 0.1              # gate: the term averages at most this share, the lowest
     halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
 
@@ -109,6 +109,10 @@ class GPTConfig:
             self.depth_stride = max(1, self.n_layer // 2)
         if self.halt_lambda is None and self.halting != 'none':
             self.halt_lambda = HALTING[self.halting].default_lambda
+        if self.halt_start is None and self.halting != 'none':
+            self.halt_start = HALTING[self.halting].default_ramp[0]
+        if self.halt_full is None and self.halting != 'none':
+            self.halt_full = HALTING[self.halting].default_ramp[1]
 
     def sources(self, layer):
         """The earlier layers whose values Depth-Attention mixes into those of `layer`."""
@@ -174,6 +178,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm_late = nn.Identity()  # in its place in some released weights: engine/variant.py
 
     def forward(self, x, rope, sources, memory, mask):
         """
@@ -187,7 +192,7 @@ class Attention(nn.Module):
         nh, nkv, hd = self.n_head, self.n_kv_head, self.head_dim
         q, k, v = self.c_attn(x).view(B, S, nh + 2 * nkv, hd).split((nh, nkv, nkv), dim=2)
         q = apply_rope(self.q_norm(q), *rope).transpose(1, 2)       # (B, nh, S, hd)
-        k = apply_rope(self.k_norm(k), *rope).transpose(1, 2)       # (B, nkv, S, hd)
+        k = self.k_norm_late(apply_rope(self.k_norm(k), *rope)).transpose(1, 2)  # (B, nkv, S, hd)
         v = v.transpose(1, 2)                                       # (B, nkv, S, hd)
 
         v = depth_attention(q, k, v, sources, self.depth_mode)      # without sources: v itself
@@ -387,7 +392,7 @@ class GPT(nn.Module):
 # Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
 # after, so that weights depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
-# counts back from each layer.
+# counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -512,6 +517,7 @@ class Embedding(Mechanism):
     Unlike in the authors' code, the softmax is fp32, padding in the vocabulary gets no mass, and
     the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
     mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
+    Drawn in docs/drawings/embedding.svg.
     """
     settings = ('ponder_steps', 'ponder_topk')
 
@@ -577,6 +583,7 @@ class Latent(Mechanism):
     Cost: K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the keys; in
     decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each optimizer
     step, not for each forward; and a prompt can be read exactly (`exact` in engine/generate.py).
+    Drawn in docs/drawings/latent.svg.
     """
     one_cache = True
     settings = ('ponder_steps', 'jacobi_iters')
@@ -632,6 +639,7 @@ class Chain(Mechanism):
     iteration, and the keys of earlier steps are computed once.
 
     Cost: K + 1 passes, whose attention reads 1, 2, .. K + 1 times as many keys.
+    Drawn in docs/drawings/chain.svg.
     """
     memory = ChainMemory
     cache = StepCache
@@ -654,6 +662,7 @@ class Loop(Mechanism):
     The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
     norm once. With depth_attn, what the same layer made in earlier loops is a source too, as in
     Depth-Attention's paper. Cost: K + 1 passes.
+    Drawn in docs/drawings/loop.svg.
     """
 
     def forward(self, gpt, x, pos, memory):
@@ -668,6 +677,7 @@ class Pause(Mechanism):
     Pause tokens, a baseline of the papers: K copies of one learned embedding follow each token, at
     its position, and the last of them predicts the next token. Cost: one pass of K + 1 slots per
     token, each of which reads K + 1 times as many keys.
+    Drawn in docs/drawings/pause.svg.
     """
     one_cache = True
 
@@ -721,6 +731,7 @@ class Halting(Mechanism):
     halts = True
     needs = None            # the setting of `ponder`
     default_lambda = None   # of halt_lambda
+    default_ramp = (0.4, 0.48)  # of halt_start and halt_full
 
     def __init__(self, config):
         super().__init__(config)
@@ -773,8 +784,12 @@ class Halting(Mechanism):
 
     def ramp(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
-        c = self.config
-        return min(max((self.progress - c.halt_start) / (c.halt_full - c.halt_start), 0.0), 1.0)
+        start, full = self.config.halt_start, self.config.halt_full
+        if self.progress >= full:
+            return 1.0
+        if self.progress <= start:
+            return 0.0
+        return (self.progress - start) / (full - start)
 
 
 def in_fp32(module, h):
@@ -809,6 +824,7 @@ class Gate(Halting, Embedding):
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
     last pass (training computes later ones, generation does not); (13) also averages the gates
     that training still computes for it; GELU; gates start near sigmoid(4) = 0.98, as PonderLM.
+    Drawn in docs/drawings/gate.svg.
     """
     memory = FrozenMemory   # (10)
     cache = LatestCache     # (10), in generation
@@ -898,6 +914,7 @@ class Mask(Halting, Latent):
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
     its figure and of a reader's notes.
+    Drawn in docs/drawings/mask.svg.
     """
     cache = ThoughtCache
     needs = 'latent'
@@ -1005,15 +1022,20 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*} g^(k) p_k^beta                        (9), (10)
                     p_k: the right token's probability after step k, a constant for gradients
 
+    With halt_start the last term waits until the model has learned something; the paper has it from
+    the first step on.
+
     Cost: the passes of Chain that are taken, in training too, where p_k takes a head per step.
     After the last pass nobody goes on, whatever g says: it is as if g were 0. No public code. Where
     the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the
     router starts around 1/2, and we average over t.
+    Drawn in docs/drawings/router.svg.
     """
     memory = StepMemory
     skips = True
     needs = 'chain'
     default_lambda = 0.4
+    default_ramp = (0.0, 0.0)   # the whole run
 
     def __init__(self, config):
         super().__init__(config)
@@ -1045,7 +1067,8 @@ class Router(Halting, Chain):
             counts = slots.valid & (target >= 0)
             p = probability_of(gpt.head, said.x, target.clamp(min=0), self.config.vocab_size)
             total = total + (said.g * p ** self.config.halt_beta * counts).sum()
-        return self.config.halt_lambda * total / (targets >= 0).sum().clamp(min=1)
+        mean = total / (targets >= 0).sum().clamp(min=1)
+        return self.config.halt_lambda * self.ramp() * mean
 
     def cost(self, gpt, R):
         decisions = self.steps * flops.linear_weights(self.router)

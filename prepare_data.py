@@ -6,6 +6,8 @@ Text to token shards.
     python prepare_data.py PATH... --name=mine      your .txt and .jsonl files, or folders of them
     python prepare_data.py shakespeare              the classic, a megabyte
     python prepare_data.py fineweb-edu --shards=10  10 x 100M tokens of the web; or plain `fineweb`
+    python prepare_data.py addition --size=6        problems that take steps: engine/tasks.py; or
+                                                    `traffic`, `minimax`
     python prepare_data.py --check data/mine        compare a folder with its meta.json
 
 Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokenised FineWeb shards
@@ -43,21 +45,27 @@ from engine.errors import UserError, run
 from engine.files import alone, checksum, on_disk, plain_file
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
 from engine.shards import count_tokens, encode, get_tokenizer, open_shard, read_meta
+from engine.tasks import TASKS, check_task, problems
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts are cut, into 32 pieces of at most this size, or more
 SHORTEST = 16                # bytes of a piece
-BUILTIN = 'data/python'      # train.py makes this one by itself
+
+# what train.py makes by itself: the folder, and the paths to prepare it from
+BUILTIN = {'data/python': (), **{f'data/{name}': (name,) for name in TASKS}}
 
 
 @dataclass
 class DataSettings:
     """what to read and how to tokenise it"""
     name: Optional[str] = None      # folder under data/ (None: python[-packages], or as PATH)
-    tokenizer: Optional[str] = None # any tiktoken name with up to 65,536 tokens: gpt2 (None: byte)
+    tokenizer: Optional[str] = None # up to 65,536 tokens: gpt2, .., or hf:FOLDER (None: byte)
     packages: bool = False          # built-in corpus: add every installed package's source
     shards: int = 1                 # FineWeb: training shards to download, each 100M tokens, 200 MB
     val_fraction: float = 0.1       # share of the documents held out for validation
+    size: Optional[int] = None      # made tasks: digits, rounds or levels (None: the task's own)
+    problems: int = 200_000         # made tasks: how many, training and validation together
+    seed: int = 1337                # made tasks: of the draw
 
 
 def main(argv):
@@ -74,13 +82,30 @@ def prepare(settings, paths=()):
     """Do what the command line asked for; see the top of this file."""
     start = time.time()
     folder = choose_folder(settings, paths)
+    made = len(paths) == 1 and paths[0] in TASKS
+    if settings.size is not None and not made:
+        raise UserError(f"--size is for made tasks: {', '.join(TASKS)}")
     if len(paths) == 1 and paths[0] in FINEWEB:
         meta = prepare_fineweb(settings, paths[0], folder)
+    elif made:
+        meta = prepare_task(settings, paths[0], folder)
     else:
         meta = prepare_text(settings, paths, folder)
     train, val = meta['train']['tokens'], meta['val']['tokens']
     print(f"{folder}: {train:,} training and {val:,} validation tokens "
           f"({meta['tokenizer']}) in {time.time() - start:.1f} s")
+
+
+def prepare_builtin(folder):
+    """Make one of the BUILTIN data sets, if it is missing."""
+    if folder not in BUILTIN or os.path.exists(os.path.join(folder, 'meta.json')):
+        return
+    paths = BUILTIN[folder]
+    what = "the built-in corpus, the source code of Python's standard library"
+    if paths:
+        what = f"the made task {paths[0]}"
+    print(f"{folder} is missing: preparing {what}")
+    prepare(DataSettings(), paths)
 
 
 def choose_folder(settings, paths):
@@ -110,6 +135,16 @@ def prepare_fineweb(settings, kind, folder):
     return meta
 
 
+def prepare_task(settings, name, folder):
+    """Make the problems of a task. Returns the meta dictionary."""
+    size = TASKS[name].size if settings.size is None else settings.size
+    check_task(name, size, settings.problems)
+    source = f'{name} --size={size} --problems={settings.problems} --seed={settings.seed}'
+    refuse_other(settings, folder, source)
+    texts = problems(name, size, settings.problems, settings.seed)
+    return write_dataset(folder, texts, get_tokenizer('byte'), settings.val_fraction, source)
+
+
 def prepare_text(settings, paths, folder):
     """Tokenise what the paths name, or else Python's own source. Returns the meta dictionary."""
     tokenizer = get_tokenizer(settings.tokenizer or 'byte')
@@ -126,13 +161,18 @@ def prepare_text(settings, paths, folder):
 
 
 def refuse_mistakes(settings, paths, folder):
-    """UserError for a data set in place of a text, or one that would be replaced by another."""
+    """UserError for a data set in place of a text, and as in refuse_other."""
     for path in paths:
         if made_from(path) is not None:
             raise UserError(f"{path}: a data set, no text; "
                             f"to see whether it is whole: --check {path}")
+    refuse_other(settings, folder, source_of(paths))
+
+
+def refuse_other(settings, folder, source):
+    """UserError for a data set that would be replaced by another, unless --name asks for it."""
     before = made_from(folder)
-    if settings.name is None and before not in (None, source_of(paths)):
+    if settings.name is None and before not in (None, source):
         same_name = f"--name={os.path.basename(folder)}"
         raise UserError(f"{folder} was made from {before}: "
                         f"give another --name, or {same_name} to replace it")
@@ -371,8 +411,12 @@ def refuse_split(train, val, source):
 def encode_all(tokenizer, texts):
     """
     (text, tokens) of each document, in order. tiktoken works outside of Python's lock, so that
-    threads use all cores.
+    threads use all cores; for bytes there is nothing to work on.
     """
+    if tokenizer.name == 'byte':
+        for text in texts:
+            yield text, encode(tokenizer, text)
+        return
     threads = os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:
         waiting = collections.deque()

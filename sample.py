@@ -19,12 +19,13 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
 from configurator import build, check_range, read
-from engine.checkpoint import change_steps, load_checkpoint, load_weights
+from engine.checkpoint import change_steps, load_checkpoint, new_model
 from engine.errors import UserError, run
 from engine.files import plain_file
 from engine.hardware import compile_decoding, expect_new_lengths, pick_device
+from engine.palette import terminal_shade
 from engine.room import refuse_model
-from engine.shards import get_tokenizer
+from engine.shards import get_tokenizer, knows_tokens
 from model import GPT, GPTConfig
 
 
@@ -75,18 +76,21 @@ def override(model, s):
 
 def load_model(folder, device):
     """
-    A checkpoint folder: (model in eval mode on `device`, tokenizer, train.py's settings).
-    UserError if there is none, or no room for it.
+    A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, tokenizer, train.py's
+    settings). UserError if there is none, or no room for it.
     """
     device = torch.device(device)
     state = load_checkpoint(folder, GPTConfig)
     config = GPTConfig(**state['config'])
-    refuse_model(config, device)
-    model = GPT(config)
-    load_weights(model, state)
+    places = {torch.device('cpu'), device}
+    if folder.startswith('hf:'):    # these weights are in memory already
+        places.remove(torch.device('cpu'))
+    for place in places:
+        refuse_model(config, state.get('variant'), place)
+    model = new_model(state, GPT, GPTConfig).float()
     expect_new_lengths()
     tokenizer = get_tokenizer(state['tokenizer'])
-    if tokenizer.n_vocab != config.n_tokens:
+    if not knows_tokens(config.n_tokens, tokenizer.name, tokenizer.n_vocab):
         raise UserError(f"{folder}: {tokenizer.name} has {tokenizer.n_vocab} tokens, the model "
                         f"{config.n_tokens}: take another checkpoint")
     return model.to(device).eval(), tokenizer, state['settings']
@@ -103,6 +107,14 @@ def open_one(argv, description, block, example):
         raise UserError(f"name one checkpoint folder, such as: {example}")
     model, tokenizer, settings = load_model(folders[0], pick_device(s.device))
     return s, model, tokenizer, settings
+
+
+def data_dir_of(settings):
+    """The data a model was trained on, of `settings` from load_model; UserError without any."""
+    if 'data_dir' not in settings:
+        raise UserError("an hf: folder has no validation set: name a text or a data folder "
+                        "(tools/plot.py: --start=FILE:path)")
+    return settings['data_dir']
 
 
 # ---- the prompt ----------------------------------------------------------------------------------
@@ -188,9 +200,6 @@ def main(argv):
 
 # ---- colours -------------------------------------------------------------------------------------
 
-SHADES = (255, 228, 220, 209, 203, 197)     # of 256 colours: pale for one pass, red for six or more
-
-
 class Shade:
     """Marks text with a number of passes: a colour behind it, or the number where it changes."""
 
@@ -203,8 +212,7 @@ class Shade:
         if not self.on:
             return text
         if self.colour:
-            number = SHADES[min(passes, len(SHADES)) - 1]
-            return f"\033[30;48;5;{number}m{text}\033[0m"
+            return f"\033[30;48;5;{terminal_shade(passes)}m{text}\033[0m"
         changed = passes != self.last
         self.last = passes
         return f"[{passes}]{text}" if changed else text

@@ -43,8 +43,9 @@ from engine.output import Output, Stop
 from engine.room import refuse_training
 from engine.shards import read_meta
 from engine.start import (check_model, check_resume, checkpoint_of, find_start, idle_settings,
-                          planned_config, settings_of)
+                          planned_config, planned_variant, settings_of)
 from engine.state import check_numbers
+from engine.variant import constructor, variant_of
 from engine.windows import Windows
 from model import GPT, GPTConfig
 
@@ -54,7 +55,7 @@ from model import GPT, GPTConfig
 @dataclass
 class Settings:
     """the run; the defaults are the recipe of the Depth-Attention paper's 360M model"""
-    data_dir: str = prepare_data.BUILTIN # token shards; the built-in corpus is made when missing
+    data_dir: str = 'data/python'        # token shards; a built-in data set is made when missing
     out_dir: str = 'out'                # where checkpoint, settings and log go
     init_from: str = 'scratch'          # 'scratch', 'resume', a checkpoint's folder, or hf:FOLDER
     eval_only: bool = False             # evaluate a checkpoint and stop
@@ -115,13 +116,10 @@ class Settings:
 # ---- set-up --------------------------------------------------------------------------------------
 
 def open_data(folder, ranks):
-    """The data set's description; prepares the built-in corpus if it is missing."""
-    if folder == prepare_data.BUILTIN:
-        missing = not os.path.exists(os.path.join(folder, 'meta.json'))
-        if missing and ranks.rank == 0:
-            print(f"{folder} is missing: preparing the built-in corpus, the source code of "
-                  "Python's standard library")
-            prepare_data.prepare(prepare_data.DataSettings())
+    """The data set's description; prepares a built-in one if it is missing."""
+    if folder in prepare_data.BUILTIN:
+        if ranks.rank == 0:
+            prepare_data.prepare_builtin(folder)
         if ranks.world > 1:
             dist.barrier()  # on every rank, even one that arrives after the data is there
     return read_meta(folder)
@@ -133,7 +131,8 @@ def start_model(s, given, meta, state, ranks, device):
     asked = {name: value for name, value in given.items() if name in names}
     start = find_start(s, asked, meta, GPTConfig, state)
     config = build(GPTConfig, start.config)
-    refuse_training(GPT, config, s, device, pick_dtype(s.dtype, device), ranks)
+    released = constructor(GPT, start.variant)
+    refuse_training(released, config, s, device, pick_dtype(s.dtype, device), ranks)
     torch.manual_seed(s.seed)
     model = GPT(config)
     start.load_into(model)
@@ -380,6 +379,7 @@ class Trainer:
             version=CHECKPOINT_VERSION,
             step=self.step,
             config=asdict(self.config),
+            variant=variant_of(self.model),
             tokenizer=self.meta['tokenizer'],
             train_data=self.meta['train'],
             settings={**asdict(s), 'init_from': self.origin},
@@ -466,7 +466,8 @@ def dry_run(settings, given, state):
     """Print what the run would take; UserError if its settings do not fit together."""
     from engine.plan import print_plan  # not for every run: it imports for a second
     config, where = planned_config(settings, given, GPTConfig, prepare_data.BUILTIN, state)
-    print_plan(GPT, build(GPTConfig, config), settings, where)
+    variant = planned_variant(settings.init_from, GPTConfig, state)
+    print_plan(constructor(GPT, variant), build(GPTConfig, config), settings, where)
 
 
 if __name__ == '__main__':

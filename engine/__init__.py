@@ -13,6 +13,8 @@ this folder imports a file of the top level.
                   checks.py      settings of a model that do not fit together
                   inputs.py      what a model is called with
                   shapes.py      models without numbers, to check and plan with
+                  variant.py     released models that are not quite model.py's GPT
+                  neox.py        the block of GPT-NeoX, for those on Pythia
     running       hardware.py    device, precision, compiling, the processes of a run
                   start.py       the model that a run starts from
                   optimizer.py   AdamW, in one piece or shared out among ranks
@@ -22,10 +24,15 @@ this folder imports a file of the top level.
                   output.py      the output folder, the log file, signals
                   log.py         what a run says of its steps and evaluations
                   plan.py        what a run would take
-                  huggingface.py weights in Hugging Face's layout
+                  huggingface.py Hugging Face folders: their config.json and their names
+                  tensors.py     files of weights, read one tensor at a time
                   errors.py      a line for what the user can mend
+                  palette.py     the colours of terminal, pictures and pages
     data          shards.py      tokenizers, token shards and their description
                   windows.py     which tokens a step reads
+                  tasks.py       problems that take several steps of work
+                  bpe.py         Hugging Face's tokenizer.json
                   download.py    over an unreliable network
+                  hub.py         models from Hugging Face
                   files.py       whole files, locked folders
 """

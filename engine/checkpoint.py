@@ -3,6 +3,7 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
 
     save_checkpoint(folder, state)              folder/ckpt.pt; what was there is now ckpt_prev.pt
     state = load_checkpoint(folder, GPTConfig)  the newest one that can be read
+    model = new_model(state, GPT, GPTConfig)    its model, with these weights
     load_weights(model, state)                  its weights, into a model of the same shape
     kept(folder)                                what there is to go on from, in words
     change_steps(model, n)                      it is to take n pondering steps
@@ -15,12 +16,15 @@ import sys
 from functools import partial
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.errors import UserError
 from engine.files import plain_file, whole
+from engine.huggingface import load_state
 from engine.state import check_archive, check_form, check_model
+from engine.variant import fit
 
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
 
 
@@ -73,6 +77,8 @@ def upgrade(state):
     1 -> 2: the weights of a mechanism moved into it: `gates.0.0.weight` to
     `mechanism.gates.0.0.weight`. Optimizer states are in the order of the parameters, where `pause`
     was the first of the vectors, and is now the last.
+
+    2 -> 3: halt_start and halt_full, which a router did not read, are now settings of it too.
     """
     if state['version'] == 1:
         optimizer = state['optimizer']
@@ -81,6 +87,11 @@ def upgrade(state):
             vectors['params'] = vectors['params'][1:] + vectors['params'][:1]
         renamed = {in_mechanism(name): tensor for name, tensor in state['model'].items()}
         state = {**state, 'version': 2, 'model': renamed}
+    if state['version'] == 2:
+        config = dict(state['config'])
+        if config.get('halting') == 'router':
+            config.update(halt_start=0.0, halt_full=0.0)
+        state = {**state, 'version': 3, 'config': config}
     if state['version'] != CHECKPOINT_VERSION:
         raise ValueError(f"version {state['version']}")
     return state
@@ -95,9 +106,12 @@ def in_mechanism(name):
 def load_checkpoint(folder, config_class=None):
     """
     The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step,
-    settings, tokenizer, train_data. A damaged one is reported and the one before it used.
+    settings, tokenizer, train_data, variant. A damaged one is reported and the one before it used.
     UserError if there is none. Nothing in the file is executed. config_class: as read_checkpoint.
+    hf:FOLDER is a Hugging Face folder, see engine/huggingface.py.
     """
+    if folder.startswith('hf:'):
+        return load_state(folder.removeprefix('hf:'), config_class)
     if os.path.isfile(folder):
         where = os.path.dirname(folder) or '.'
         raise UserError(f"{folder} is a file: name the folder it is in, {where}")
@@ -134,10 +148,41 @@ def kept(folder, before=math.inf):
     return f"{folder} holds no checkpoint from before"
 
 
-def load_weights(model, state):
-    """Put a checkpoint's weights into a model of the same shape; UserError otherwise."""
+class Unfilled(TorchFunctionMode):
+    """
+    Inside, modules do not fill or scale their initial weights, which takes long in a large model.
+    What nobody writes to takes no memory either.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.div_:
+            return args[0]
+        if getattr(func, '__module__', None) == 'torch.nn.init':
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def new_model(state, GPT, GPTConfig):
+    """
+    The model of a checkpoint: its weights are those in `state` and not a copy, as a second set of a
+    large model might not fit into memory.
+    """
+    with Unfilled():
+        model = GPT(GPTConfig(**state['config']))
+        load_weights(model, state, assign=True)
+    if model.config.tie_embeddings:
+        model.lm_head.weight = model.wte.weight
+    return model
+
+
+def load_weights(model, state, assign=False):
+    """
+    Put a checkpoint's weights into a new model of the same shape, which takes on the checkpoint's
+    variant; UserError otherwise. assign: these very tensors, not their numbers.
+    """
+    fit(model, state.get('variant'))
     try:
-        model.load_state_dict(state['model'])
+        model.load_state_dict(state['model'], assign=assign)
     except RuntimeError as error:
         reason = ' '.join(str(error).split())[:120]
         raise UserError(f"the checkpoint's weights do not fit the model's settings ({reason}); "

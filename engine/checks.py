@@ -90,9 +90,12 @@ def check_halting(c, modes):
         require(c.ponder == needed,
                 f"halting={c.halting!r} does not work with ponder={c.ponder!r}: "
                 f"set ponder={needed!r}")
-    require(0 <= c.halt_start < c.halt_full <= 1,
-            f"halt_start={c.halt_start} and halt_full={c.halt_full} must be shares of the run, "
-            f"the first one smaller")
+        start, full = modes[c.halting].default_ramp
+        start = start if c.halt_start is None else c.halt_start
+        full = full if c.halt_full is None else c.halt_full
+        require(0 <= start <= full <= 1,
+                f"halt_start={start} and halt_full={full} must be shares of the run, the second "
+                f"not smaller")
     at_least_0 = min(c.halt_tau, c.halt_lambda or 0, c.halt_beta) >= 0
     require(at_least_0 and 0 <= c.halt_share <= 1,
             "halt_tau, halt_lambda and halt_beta must not be negative, "

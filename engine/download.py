@@ -45,6 +45,10 @@ class Failed(Exception):
         self.wait = wait
 
 
+class Missing(UserError):
+    """The server has no such file."""
+
+
 class Progress:
     """
     How far, how fast and how long still: one line rewritten twice a second on a terminal, a new one
@@ -61,11 +65,12 @@ class Progress:
         self.interval = 0.5 if self.on_terminal else 30
         self.end = '\r' if self.on_terminal else '\n'
 
-    def __call__(self, done):
+    def __call__(self, done, total=None):
         """
-        `done` of `total` bytes are there. Those of the first call were there before and say nothing
-        about the speed.
+        `done` of `total` bytes are there (None: as it was). Those of the first call were there
+        before and say nothing about the speed.
         """
+        self.total = total or self.total
         if self.first is None:
             self.first = done
         now = time.monotonic()
@@ -90,15 +95,15 @@ class Progress:
 # one file
 
 
-def silent(n_bytes):
+def silent(n_bytes, total):
     """The progress that nobody sees."""
 
 
 def fetch(url, path, check, progress=silent, largest=LARGEST):
     """
-    Download `url` to `path`; progress(n_bytes) is called with the bytes there are. `check` is given
-    the file when it is complete; if it raises a UserError the content is wrong and thrown away.
-    largest: more bytes than this are not taken.
+    Download `url` to `path`; progress(n_bytes, total) is called with the bytes there are, and those
+    of the whole file or None. `check` is given the file when it is complete; if it raises a
+    UserError the content is wrong and thrown away. largest: more bytes than this are not taken.
 
     UserError for an answer that no further try would change, or after TRIES tries; OSError if the
     disk does not take it. Whatever arrived is kept for the next run in path.part.
@@ -182,7 +187,8 @@ def request_rest(url, part, progress, largest):
             raise Failed("a compressed answer, which was not asked for")
         if total is not None and total > largest:
             raise Failed(f"a file of {total} bytes, where at most {largest} are expected")
-        write_body(response, part, 'wb' if sends_all else 'ab', progress, largest)
+        shows = partial(progress, total=total)
+        write_body(response, part, 'wb' if sends_all else 'ab', shows, largest)
     if total is not None and size(part) != total:
         raise Failed(f"{size(part)} of {total} bytes")
     return sha256
@@ -252,6 +258,8 @@ def refuse_status(url, response):
         asked = response.headers.get('Retry-After', '')
         wait = min(whole_number(asked) or 0, 300)
         raise Failed(f"status {status}", wait)
+    if status == 404:
+        raise Missing(f"{shown(url)}: status 404, Not Found; nothing to download there")
     if status not in (200, 206, 416):
         reason = one_line(response.reason)[:80]
         raise UserError(f"{shown(url)}: status {status}, {reason}; nothing to download there")
@@ -316,6 +324,11 @@ def write_body(response, part, mode, progress, largest):
         os.fsync(f.fileno())
 
 
+def hub():
+    """The address of Hugging Face, or of its mirror in HF_ENDPOINT."""
+    return (os.environ.get('HF_ENDPOINT') or 'https://huggingface.co').rstrip('/')
+
+
 # --------------------------------------------------------------------------------------------------
 # the data sets
 
@@ -353,8 +366,7 @@ def fineweb(kind, shards, tokenizer, folder):
     tokenizer = get_tokenizer('gpt2')
     lengths = token_lengths(tokenizer)
 
-    hub = (os.environ.get('HF_ENDPOINT') or 'https://huggingface.co').rstrip('/')
-    source = f"{hub}/datasets/{corpus.repository}"
+    source = f"{hub()}/datasets/{corpus.repository}"
     splits = {split: dict(bytes=0, tokens=0, shards=[]) for split in ('train', 'val')}
     with Progress(folder, (shards + 1) * FINEWEB_BYTES) as progress:
         for i in range(shards + 1):
@@ -363,7 +375,7 @@ def fineweb(kind, shards, tokenizer, folder):
             path = os.path.join(folder, name)
             before = i * FINEWEB_BYTES
             counts = fetch_shard(f"{source}/resolve/main/{name}", path, tokenizer.n_vocab,
-                                 lambda n_bytes: progress(before + n_bytes))
+                                 lambda n_bytes, total: progress(before + n_bytes))
             tokens = int(counts.sum())
             splits[split]['shards'].append(dict(name=name, tokens=tokens, sha256=checksum(path)))
             splits[split]['tokens'] += tokens

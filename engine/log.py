@@ -144,7 +144,7 @@ class Log:
         passes = sum(shares)
         words = f"{passes:.2f} passes ({' '.join(f'{p:.2f}' for p in shares)})"
         # gate, mask: their loss term is not at full weight yet; router: too soon to tell
-        early = self.model.mechanism.progress < self.config.halt_full
+        early = self.model.mechanism.progress < max(0.48, self.config.halt_full)
         if passes > len(shares) - 0.005 and not early:
             return words + ' nobody halts!'
         if passes < 1.005:

@@ -3,7 +3,7 @@ Whether a model fits into the machine's memory, before anything large is allocat
 a program that takes more, without a word.
 
     refuse_training(GPT, config, settings, device, dtype, ranks)    UserError: it cannot train here
-    refuse_model(config, device)                                    not even the weights fit
+    refuse_model(config, variant, device)                           not even the weights fit
 
 What is compared is what surely fails: on a GPU weights, gradients and moments with all the card
 has, on a CPU all that the dry run counts with what is free. Nothing is compared where a system does
@@ -19,6 +19,8 @@ import torch
 from engine.errors import UserError
 from engine.hardware import pick_compile, tune_cpu
 from engine.loss import LOGITS_AT_ONCE
+from engine.shapes import shapes_only
+from engine.variant import outline
 
 COMPILED = 0.75     # of the activations, at least, are left when blocks are compiled
 
@@ -28,7 +30,8 @@ def refuse_training(GPT, config, settings, device, dtype, ranks):
     has = memory_of(device)
     if ranks.world > 1:     # all look before one of them allocates
         has = ranks.mean(torch.tensor([has], dtype=torch.float64, device=device))
-    weights = weight_bytes(config)
+    with shapes_only():
+        weights = weight_bytes(GPT(config), torch.float32)
     if settings.eval_only:
         refuse("loading this model", weights, has, device)
         return
@@ -45,11 +48,10 @@ def refuse_training(GPT, config, settings, device, dtype, ranks):
            (least + activations) * together, has, device, "lower micro_batch, ")
 
 
-def refuse_model(config, device):
-    """UserError if the weights of GPT(config) do not fit into memory, or not onto the device."""
-    weights = weight_bytes(config)
-    for place in {torch.device('cpu'), device}:     # they come to the device by way of the CPU
-        refuse("loading this model", weights, memory_of(place), place)
+def refuse_model(config, variant, device, dtype=torch.float32):
+    """UserError if there is no room on the device for the weights of a GPTConfig and a variant."""
+    weights = weight_bytes(outline(config, variant), dtype)
+    refuse("loading this model", weights, memory_of(device), device)
 
 
 def refuse(what, needs, has, device, first=''):
@@ -61,9 +63,8 @@ def refuse(what, needs, has, device, first=''):
                     f"{has / 1e9:.1f} GB for it ({device.type}): {way_out}")
 
 
-def weight_bytes(config):
-    """Of GPT(config) in float32."""
-    return 4 * config.without_weights().num_params()
+def weight_bytes(model, dtype):
+    return dtype.itemsize * model.num_params()
 
 
 # ---- what it takes -------------------------------------------------------------------------------

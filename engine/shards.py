@@ -1,8 +1,8 @@
 """
 Tokens on disk: tokenizers, token shards, and meta.json, which describes them.
 
-    tokenizer = get_tokenizer('byte')         or 'gpt2', or another name of tiktoken
-    tokens = encode(tokenizer, b'text')       (n,) uint16, with the end-of-text token
+    tokenizer = get_tokenizer('byte')         or 'gpt2', another name of tiktoken, or hf:FOLDER
+    tokens = encode(tokenizer, b'text')       (n,), with the end-of-text token
     meta = read_meta('data/python')           the folder's description, checked
     tokens = open_shard(path)                 (n,) uint16, a read-only map of the file
 
@@ -18,8 +18,10 @@ import re
 import numpy as np
 import tiktoken
 
+from engine.bpe import read_tokenizer
 from engine.errors import UserError, shown
 from engine.files import plain_file
+from engine.tasks import task_of
 
 MAGIC = 20240520
 VERSION = 1
@@ -43,6 +45,9 @@ KNOWN = {
     'shakespeare': 'shakespeare',
     'fineweb': 'fineweb',
     'fineweb-edu': 'fineweb-edu',
+    'addition': 'addition',
+    'traffic': 'traffic',
+    'minimax': 'minimax',
 }
 
 
@@ -53,9 +58,11 @@ KNOWN = {
 def get_tokenizer(name):
     """
     A tiktoken Encoding by name. 'byte' is built here: token i is byte i, token 256 is end-of-text.
-    Others are fetched by tiktoken at first use. UserError if the name is unknown or the download
-    fails.
+    hf:FOLDER is a Hugging Face folder's. Others are fetched by tiktoken at first use. UserError if
+    the name is unknown or the download fails.
     """
+    if name.startswith('hf:'):
+        return read_tokenizer(name.removeprefix('hf:'))
     if name == 'byte':
         single_bytes = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding('byte', pat_str=r'(?s:.)', mergeable_ranks=single_bytes,
@@ -72,17 +79,26 @@ def get_tokenizer(name):
             "check the network, or use --tokenizer=byte, which needs none") from None
 
 
+def knows_tokens(n_tokens, name, n_vocab):
+    """
+    Whether a model of n_tokens tokens was made for the tokenizer of this name, which has n_vocab.
+    Models of Hugging Face folders may have more than their tokenizers.
+    """
+    return n_tokens == n_vocab or (name.startswith('hf:') and n_tokens > n_vocab)
+
+
 def encode(tokenizer, text):
     """
-    Tokens (n,) uint16 of a document (bytes) and its end. The byte tokenizer keeps bytes that are no
-    UTF-8; others see U+FFFD instead.
+    Tokens (n,) of a document (bytes) and its end, uint16 if they all fit. The byte tokenizer keeps
+    bytes that are no UTF-8; others see U+FFFD instead.
     """
+    dtype = np.uint16 if tokenizer.n_vocab <= 2 ** 16 else np.uint32
     if tokenizer.name == 'byte':
         tokens = np.frombuffer(text, np.uint8)  # what the Encoding would say, without its loop
     else:
         readable = text.decode('utf-8', errors='replace')
         tokens = tokenizer.encode_to_numpy(readable, disallowed_special=())
-    return np.append(tokens.astype(np.uint16), np.uint16(tokenizer.eot_token))
+    return np.append(tokens.astype(dtype), dtype(tokenizer.eot_token))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,11 +162,13 @@ def check_meta(meta):
     """Damaged where counts, names, checksums or vocabulary contradict each other."""
     name, n_tokens, eot = meta['tokenizer'], meta['n_tokens'], meta['eot']
     known = name in VOCABULARIES or name in tiktoken.list_encoding_names()
-    require(known, f"tiktoken knows no encoding {shown(name)}")
+    require(known or name.startswith('hf:'), f"tiktoken knows no encoding {shown(name)}")
     require(0 <= eot < n_tokens <= 2 ** 16, f"n_tokens={n_tokens} and eot={eot} are no vocabulary")
     right = VOCABULARIES.get(name, (n_tokens, eot))
     require((n_tokens, eot) == right,
             f"{name} has n_tokens={right[0]} and eot={right[1]}, not {n_tokens} and {eot}")
+    require(name == 'byte' or task_of(meta) is None,
+            f"{meta['source'].split()[0]} is a made task, whose tokens are bytes, not {name}")
     for split in ('train', 'val'):
         check_split(meta[split], split, one_byte_each=name == 'byte')
     shards = meta['train']['shards'] + meta['val']['shards']

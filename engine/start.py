@@ -23,8 +23,9 @@ import torch
 from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.checks import check_types
 from engine.errors import UserError
-from engine.huggingface import load_state, read_config
-from engine.shards import read_meta
+from engine.huggingface import read_description
+from engine.shards import knows_tokens, read_meta
+from engine.tasks import check_context
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
@@ -42,6 +43,7 @@ class Start:
     weights: Optional[dict] = None      # None: from scratch
     new: bool = True                    # a run of its own: a mechanism's own weights may be new
     ponder_steps: Optional[int] = None  # to evaluate: other than the weights were trained with
+    variant: Optional[dict] = None      # what else the model has: engine/variant.py
 
     def load_into(self, model):
         """Put the weights into the model made from `config`; UserError if they do not fit."""
@@ -50,7 +52,7 @@ class Start:
         weights = self.weights
         if self.new:
             weights = {**own_weights(model), **weights}
-        load_weights(model, {'model': weights})
+        load_weights(model, {'model': weights, 'variant': self.variant})
         if self.ponder_steps not in (None, model.config.ponder_steps):
             change_steps(model, self.ponder_steps)
 
@@ -105,7 +107,7 @@ def find_start(settings, asked, meta, GPTConfig, state=None):
                             "--init_from=FOLDER")
         return Start({**vocabulary_of(meta['n_tokens']), **asked})
 
-    state = state or read_start(settings.init_from, GPTConfig)
+    state = state or load_checkpoint(settings.init_from, GPTConfig)
     new = settings.init_from != 'resume' and not settings.eval_only
     changed = {}
     for name in START if new else FREE:
@@ -115,14 +117,8 @@ def find_start(settings, asked, meta, GPTConfig, state=None):
     # the model is made with the steps of its weights, and takes others when they are in it
     steps = changed.pop('ponder_steps', None) if settings.eval_only else None
     step = 0 if new else state['step']
-    return Start({**state['config'], **changed}, step, state['model'], new, steps)
-
-
-def read_start(init_from, GPTConfig):
-    """What a folder holds, of ours or of Hugging Face: a dict of config, model, step and more."""
-    if init_from.startswith('hf:'):
-        return load_state(init_from[3:], GPTConfig)
-    return load_checkpoint(init_from, GPTConfig)
+    return Start({**state['config'], **changed}, step, state['model'], new, steps,
+                 state.get('variant'))
 
 
 def vocabulary_of(n_tokens):
@@ -137,10 +133,11 @@ def check_model(config, asked, meta, data_dir):
         if value is not None and has != value:
             raise UserError(f"{name}={value}, but the model loaded has {has}: leave the setting "
                             "out")
-    if config.n_tokens != meta['n_tokens']:
+    if not knows_tokens(config.n_tokens, meta['tokenizer'], meta['n_tokens']):
         raise UserError(f"{data_dir} is tokenised with {meta['n_tokens']} tokens "
                         f"({meta['tokenizer']}), the model has n_tokens={config.n_tokens}: use the "
                         "data the model was made for")
+    check_context(meta, config.block_size)
 
 
 def idle_settings(model, asked):
@@ -185,8 +182,8 @@ def check_resume(state, step, meta, settings, ranks, device):
 def planned_config(settings, given, GPTConfig, builtin, state=None):
     """
     ({setting: value} of the model that a run would have, and in words where its vocabulary is known
-    from). given: the user's settings. builtin: the folder of the built-in corpus, which need not be
-    there. state: the checkpoint to go on from, if it is read already.
+    from). given: the user's settings. builtin: folders of data sets that train.py makes, which need
+    not be there. state: the checkpoint to go on from, if it is read already.
     """
     old = config_of(settings.init_from, GPTConfig, state)
     values = dict(old)
@@ -203,9 +200,19 @@ def config_of(init_from, GPTConfig, state):
     if init_from == 'scratch':
         return {}
     if init_from.startswith('hf:'):
-        return read_config(init_from[3:], GPTConfig)
+        return read_description(init_from[3:], GPTConfig).config
     state = state or load_checkpoint(init_from, GPTConfig)
     return state['config']
+
+
+def planned_variant(init_from, GPTConfig, state):
+    """What the model that a run starts from has besides its config: engine/variant.py."""
+    if init_from == 'scratch':
+        return None
+    if init_from.startswith('hf:'):
+        return read_description(init_from[3:], GPTConfig).variant
+    state = state or load_checkpoint(init_from, GPTConfig)
+    return state.get('variant')
 
 
 def planned_vocabulary(data_dir, values, builtin):
@@ -214,6 +221,6 @@ def planned_vocabulary(data_dir, values, builtin):
         return {}, 'as set'
     if os.path.exists(os.path.join(data_dir, 'meta.json')):
         return vocabulary_of(read_meta(data_dir)['n_tokens']), f'of {data_dir}'
-    if data_dir == builtin:
+    if data_dir in builtin:
         return vocabulary_of(257), f'of {data_dir}'
     return {}, f'{data_dir} is not there: the default'

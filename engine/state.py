@@ -4,7 +4,8 @@ another shape, which AdamW's fused kernel then reads past their end, and weights
 
     check_archive(path)             the file's own checksums
     check_form(state)               what holds for every version: fields and their kinds
-    check_model(state, GPTConfig)   version 2: the config, and the weights and moments it calls for
+    check_model(state, GPTConfig)   of the newest version: config and variant, and the weights and
+                                    moments they call for
     check_numbers(state)            before saving: no NaN and no infinity
 
 All of them raise a ValueError that names the field. A tensor's field is its name in the model, or
@@ -21,6 +22,7 @@ import torch
 
 from engine.checks import require
 from engine.errors import shown
+from engine.variant import check_variant, outline
 
 PARTS = dict(version=int, step=int, config=dict, settings=dict, tokenizer=str, model=dict,
              optimizer=dict)
@@ -130,10 +132,13 @@ def check_optimizer(optimizer):
 
 def check_model(state, config_class):
     """
-    ValueError if weights or moments are not those of a model with this config, or not finite.
+    ValueError if weights or moments are not those of a model with this config and variant, or not
+    finite.
     config_class: GPTConfig.
     """
-    model = read_config(state['config'], config_class).without_weights()
+    config = read_config(state['config'], config_class)
+    check_variant(state.get('variant'), config)
+    model = outline(config, state.get('variant'))
     check_shapes(state['model'], model.state_dict())
     check_finite(state['model'])
     if state['optimizer']:

@@ -27,11 +27,9 @@ the library calls that, and you are compared with it. Afterwards, think about th
 division by sqrt(hd), what happens to the softmax when hd grows?
 """
 import math
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from check import call, causal, compare, difference, expect, forbid, inside, run, same, tiny
 
 
 def attention(q, k, v):
@@ -44,6 +42,16 @@ def attention(q, k, v):
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
+
+import sys
+from unittest.mock import patch
+
+try:
+    from check import (NotYet, call, causal, compare, difference, draw, expect, forbid, inside, run,
+                       same, tiny)
+except ModuleNotFoundError:
+    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
+    sys.exit(2)
 
 HINTS = (
     "q @ k.transpose(-1, -2) is all scores at once, (B, nh, T, T): row t has the scores of query "
@@ -60,8 +68,9 @@ AXES = ('row', 'head', 'position', 'channel')
 sdpa = F.scaled_dot_product_attention
 
 
-def heads(nh, nkv, T=7, hd=16):
+def heads(nh, nkv, hd):
     """q (2, nh, T, hd), k and v (2, nkv, T, hd) of random numbers."""
+    T = draw(7, 8, 9)
     return torch.randn(2, nh, T, hd), torch.randn(2, nkv, T, hd), torch.randn(2, nkv, T, hd)
 
 
@@ -87,8 +96,9 @@ def typical_mistakes(name, q, k, v):
     }
 
 
-def check_plain(q, k, v):
+def check_plain():
     """As many key/value heads as query heads."""
+    q, k, v = heads(4, 4, hd=draw(16, 32))
     name = "attention()"
     with forbid(F, 'scaled_dot_product_attention'):
         y = call(attention, q, k, v)
@@ -102,23 +112,57 @@ def check_plain(q, k, v):
         causal(name, lambda x: attention(q, x, x), v, axis=2)
         found.locate()
 
-    large = 200 * q
-    expect(same(attention(large, k, v), sdpa(large, k, v, is_causal=True)),
+    far_below_0 = torch.arange(-q.size(2), 0.0)[:, None].expand_as(k)  # and each above the last
+    large = torch.full_like(q, 20_000.0)
+    found = difference(name, attention(large, far_below_0, v), v, AXES)
+    expect(found is None,
            f"{name} is right only while the scores are small: the mask should be -inf, which no "
            "score is below, and the softmax torch's, whose exp() does not overflow")
+    check_device(name, q, k, v)
 
 
-def check_grouped(q, k, v):
-    """4 query heads, 2 key/value heads."""
-    name = "with 4 query heads and 2 key/value heads, attention()"
-    y = call(attention, q, k, v)
-    want = sdpa(q, k, v, is_causal=True, enable_gqa=True)
-    order = [0, 1, 0, 1]  # what k.repeat makes
-    compare(name, y, want, AXES, {
-        f"{name} mixes up the groups: query heads 0 and 1 read key/value head 0, and 2 and 3 read "
-        "head 1":
-            sdpa(q, k[:, order], v[:, order], is_causal=True),
-    })
+def check_device(name, *tensors):
+    """The mask belongs where the scores are; torch's meta device stands for a GPU here."""
+    try:
+        attention(*[tensor.to('meta') for tensor in tensors])
+    except (RuntimeError, NotImplementedError) as error:  # meta cannot do all that a GPU can
+        if 'expected device' in str(error):
+            raise NotYet(f"{name} works on a CPU only: say device=q.device where you make the mask")
+
+
+def check_grouped():
+    """Fewer key/value heads than query heads."""
+    for nh, nkv in ((6, 2), (8, 4)):
+        q, k, v = heads(nh, nkv, hd=draw(8, 24))
+        name = f"with {nh} query heads and {nkv} key/value heads, attention()"
+        y = call(attention, q, k, v)
+        want = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+        compare(name, y, want, AXES, grouping_mistakes(name, q, k, v))
+
+
+def grouping_mistakes(name, q, k, v):
+    """{sentence: what attention() gives with this mistake}"""
+    nh, nkv = q.size(1), k.size(1)
+    g, heads_of_q = nh // nkv, torch.arange(nh)
+    first_group = ', '.join(map(str, range(g)))
+    wrong = {}
+    wrong_orders = {
+        f"{name} mixes up the groups: query heads {first_group} read key/value head 0, the next "
+        f"{g} read head 1":
+            heads_of_q % nkv,  # what k.repeat makes
+        f"{name} lets query head h read key/value head h // {nkv}; a group has {g} neighbours, so "
+        f"it is h // {g}":
+            (heads_of_q // nkv).clamp(max=nkv - 1),
+        f"{name} lets all query heads read key/value head 0":
+            0 * heads_of_q,
+    }
+    for sentence, order in wrong_orders.items():
+        wrong[sentence] = sdpa(q, k[:, order], v[:, order], is_causal=True)
+    for width in (8, 16, 32, 64):
+        sentence = (f"{name} divides by sqrt({width}); the width of a head is {q.size(3)} here: "
+                    "read it from q")
+        wrong[sentence] = sdpa(q, k, v, is_causal=True, enable_gqa=True, scale=width ** -0.5)
+    return wrong
 
 
 def in_place_of_sdpa(q, k, v, **options):
@@ -126,15 +170,22 @@ def in_place_of_sdpa(q, k, v, **options):
     return attention(q, k, v)
 
 
-def check():
-    torch.manual_seed(0)
-    check_plain(*heads(4, 4))
-    check_grouped(*heads(4, 2))
+def check_inside():
     into_the_model = patch.object(F, 'scaled_dot_product_attention', in_place_of_sdpa)
-    inside("your attention()", tiny(n_kv_head=2), into_the_model)
+    inside("your attention()", tiny(n_head=6, n_kv_head=2, head_dim=8), into_the_model)
+
+
+PARTS = {
+    "as many key/value heads as query heads": check_plain,
+    "grouped queries": check_grouped,
+    "inside a GPT": check_inside,
+}
+
+
+def conclusion():
     return ("A GPT of model.py gives the same logits and gradients with your attention() inside. "
             "Now read class Attention there, and attend in engine/attention.py.")
 
 
 if __name__ == '__main__':
-    run(__file__, check, HINTS)
+    run(__name__)

@@ -1,21 +1,25 @@
 """
 Checks exercises, and says in words what is not right yet. You need not read this file to solve one.
 
-    python exercises/check.py             all eight, one line each;
-                                          exit status 0 if all are right, else 1
-    python exercises/check.py FOLDER      the same for the exercises in another folder
-    python exercises/attention.py         one of them, the same way
-    python exercises/attention.py --hint  a hint; --hint=2 and --hint=3 say more
+    python exercises/check.py                    all eight, one line each;
+                                                 exit status 0 if all are right, else 1
+    python exercises/check.py FOLDER [FOLDER ..] the exercises in other folders, each file in a
+                                                 process of its own; several folders give a table
+        --seconds=60    the time that one file may take
+        --seed=N        draws shapes and numbers (otherwise they are new ones in each run)
+        --json=FILE     everything: points per part, seconds, sentences, what was printed
+    python exercises/attention.py                one of them, here and now
+    python exercises/attention.py --hint         a hint; --hint=2 and --hint=3 say more
 """
+import ast
 import contextlib
 import importlib.util
-import inspect
 import math
 import os
 import re
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
@@ -28,7 +32,16 @@ from model import GPT, GPTConfig
 NAMES = (
     'attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops',
 )
+PROJECT = (  # modules in which the answers are, or by which one gets to them
+    'model', 'engine', 'check', 'answers', 'attempt', 'marker', 'sample', 'train', 'tools', 'tests',
+)
+OF_A_MODEL = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory')  # answers, as attributes
 ADVICE = {  # words in an error message: what they usually mean here
+    'not enough values to unpack .expected 2, got 0':
+        "An empty list was taken apart, as zip(*pairs) does with no pairs. Layer 0 has no sources: "
+        "say what happens then.",
+    'File too large':
+        "It prints, or writes, without end.",
     'same dtype|expected scalar type':
         "Make new tensors with dtype=x.dtype, as the tensor they meet has it.",
     'inplace operation':
@@ -45,6 +58,7 @@ ADVICE = {  # words in an error message: what they usually mean here
     'shape|size|dimension|broadcast|unpack':
         "Shapes do not fit: print(x.shape) in the line before shows them.",
 }
+notes = []  # of the part that is being checked, see `record`
 
 
 class NotYet(Exception):
@@ -78,6 +92,7 @@ def difference(name, got, want, axes):
     NotYet at once if got is no tensor of this shape and dtype.
     """
     shaped(name, got, want.shape, axes)
+    record(got)
     if same(got, want):
         return None
     expect(got.dtype in (want.dtype, torch.float64),
@@ -144,6 +159,15 @@ class Difference:
             f"it is {float(got[worst]):.4g} and should be {float(want[worst]):.4g}")
 
 
+def record(*numbers):
+    """
+    Note what the student's code gave, tensors or numbers. marker.py compares the notes with those
+    of a right answer, in another process.
+    """
+    for one in numbers:
+        notes.append(torch.as_tensor(one).detach().double().flatten().tolist())
+
+
 def same(a, b):
     """Two tensors of one shape agree, up to the rounding of a few operations in float32."""
     if a.shape != b.shape:
@@ -158,8 +182,8 @@ def shaped(name, got, shape, axes):
     axes: what each axis counts.
     """
     counts = f"({', '.join(axes)})"
-    expect(isinstance(got, torch.Tensor),
-           f"{name} should be a tensor {counts}, and is of type {type(got).__name__}")
+    plain = type(got) in (torch.Tensor, torch.nn.Parameter)  # others may mean other things by ==
+    expect(plain, f"{name} should be a tensor {counts}, and is of type {type(got).__name__}")
     if got.shape != shape:
         sentence = f"{name} has shape {tuple(got.shape)} and should have {tuple(shape)}: {counts}"
         axes_to_swap = pairs(len(shape)) if got.dim() == len(shape) else []
@@ -197,7 +221,8 @@ def call(function, *args, name=None):
     """function(*args); NotYet if it returns None or writes into its arguments."""
     name = name or function.__name__
     before = [tensor.clone() for tensor in tensors(args)]
-    result = function(*args)
+    with torch.random.fork_rng(devices=[]):  # what is drawn after it should not depend on it
+        result = function(*args)
     expect(result is not None, f"{name}() returned None: does its last line say `return`?")
     after = tensors(args)
     untouched = len(before) == len(after) and all(map(torch.equal, before, after))
@@ -235,9 +260,13 @@ def causal(name, function, x, axis=1):
            f"{places('position', moved)}")
 
 
+def draw(*choices):
+    """One of them."""
+    return choices[torch.randint(len(choices), ())]
+
+
 def tiny(**settings):
     """A real model of model.py, with weights large enough that every part matters; milliseconds."""
-    torch.manual_seed(0)
     small = dict(vocab_size=40, n_tokens=30, block_size=32, n_layer=4, n_head=4, n_embd=32,
                  mlp_hidden=48, init_std=0.2)
     config = GPTConfig(**{**small, **settings})
@@ -276,6 +305,7 @@ def gradients(name, gpt, got, want):
     mine = torch.autograd.grad((got * factors).sum(), weights, materialize_grads=True)
     right = torch.autograd.grad((want * factors).sum(), weights, materialize_grads=True)
     for weight, a, b in zip(names, mine, right):
+        record(a.norm())
         expect(same(a, b),
                f"{name}: the values are right, but a part of the gradient is lost on its way to "
                f"{weight}: detach(), .data, .item() or torch.no_grad() inside?")
@@ -284,18 +314,45 @@ def gradients(name, gpt, got, want):
 # -------------------------------------------------------------------------------------------------
 # what is said in the end
 
-def verdict(check):
+@dataclass
+class Outcome:
+    """What came of one part of an exercise."""
+    right: bool
+    words: str = ''                            # what is not right yet
+    notes: list = field(default_factory=list)  # see `record`
+
+
+def verdict(exercise):
     """
-    (True, what is to be said about a right answer) or (False, what is not right yet); never an
-    exception.
+    (True, what is to be said about a right answer) or (False, what is not right yet) of an exercise
+    as a module; never an exception.
     """
+    words = borrowed(exercise.__file__, getattr(exercise, 'GIVEN', ()))
+    if words:
+        return False, words
+    for part in exercise.PARTS.values():
+        outcome = judge(part, exercise.__file__)
+        if not outcome.right:
+            return False, outcome.words
+    outcome = judge(exercise.conclusion, exercise.__file__)
+    return outcome.right, outcome.words
+
+
+def judge(part, path, seed=0):
+    """
+    The Outcome of a part, a function that raises NotYet or returns what is to be said; never an
+    exception. path: the student's file. seed: of all that is drawn.
+    """
+    notes.clear()
+    torch.manual_seed(seed)
     try:
-        return True, check()
+        with torch.enable_grad():  # whatever the student's file has switched off
+            words = part()
+        return Outcome(True, words or '', list(notes))
     except (NotYet, NotImplementedError) as problem:
-        return False, str(problem) or "something is not implemented yet"
+        return Outcome(False, str(problem) or "something is not implemented yet")
     except (Exception, SystemExit) as error:
-        path = inspect.unwrap(check).__code__.co_filename  # the exercise, as tracebacks name it
-        return False, explain(error, path)
+        return Outcome(False, explain(error, path))
 
 
 def explain(error, path):
@@ -338,29 +395,112 @@ def advice(message):
 
 
 # -------------------------------------------------------------------------------------------------
+# the student's part of a file, and what it may use
+
+def students_part(path):
+    """The lines above the check, as text."""
+    with open(path, encoding='utf-8') as f:
+        lines = f.readlines()
+    end = students_lines(path)
+    return ''.join(lines[:min(end, len(lines))])
+
+
+def borrowed(path, given=()):
+    """
+    A sentence if the student's part of this file uses what holds the answers: the project's
+    modules, what the check below is made of, a model's own methods. Else None.
+    given: names that may be imported from the project all the same.
+    """
+    try:
+        tree = ast.parse(students_part(path))
+        below = names_below(path) - names_bound(tree)
+    except (OSError, SyntaxError):
+        return None  # told elsewhere
+    for node in ast.walk(tree):
+        what = taken(node, below, given)
+        if what:
+            return f"line {node.lineno} uses {what}: the answer is in there, and it is to be yours"
+    return None
+
+
+def names_below(path):
+    """What the check in this file defines, or imports from the project."""
+    with open(path, encoding='utf-8') as f:
+        tree = ast.parse(f.read())
+    end, names = students_lines(path), set()
+    for node in tree.body:
+        if node.lineno <= end:
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ImportFrom) and of_the_project(node.module):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def names_bound(tree):
+    """All names that are assigned, imported, defined or arguments somewhere in this code."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition('.')[0])
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+    return names
+
+
+def taken(node, below, given):
+    """The name of an answer, if that is what this node of the student's code takes, or None."""
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+        return next((name for name in modules if of_the_project(name)), None)
+    if isinstance(node, ast.ImportFrom) and of_the_project(node.module or ''):
+        names = [alias.name for alias in node.names]
+        return next((f"{node.module}.{name}" for name in names if name not in given), None)
+    if isinstance(node, ast.Name) and node.id in below:
+        return node.id
+    if isinstance(node, ast.Attribute) and node.attr in OF_A_MODEL:
+        if isinstance(node.value, ast.Name) and node.value.id == 'gpt':
+            return f"gpt.{node.attr}"
+    return None
+
+
+def of_the_project(module):
+    return module.partition('.')[0] in PROJECT
+
+
+# -------------------------------------------------------------------------------------------------
 # the programs
 
-def run(path, check, hints):
-    """What an exercise file does when it is started."""
-    run_program(lambda argv: main(argv, os.path.abspath(path), check, hints))
+def run(name):
+    """What an exercise file does when it is started; name: of its module."""
+    run_program(lambda argv: main(argv, sys.modules[name]))
 
 
-def main(argv, path, check, hints):
-    """One exercise file: check it, or print hints."""
+def main(argv, exercise):
+    """One exercise, as a module: check it, or print hints."""
     if not argv:
-        right, words = verdict(check)
+        right, words = verdict(exercise)
         if right:
             print(f"right. {words}")
         else:
             print(f"not yet: {words}")
-            print(f"(python {os.path.relpath(path)} --hint gives a hint)")
+            print(f"(python {os.path.relpath(exercise.__file__)} --hint gives a hint)")
+            if changed(exercise):
+                print("(a right answer is refused here too: model.py or engine/ is not what this "
+                      "exercise was written for. Check yours in an unchanged copy.)")
         sys.exit(0 if right else 1)
     elif argv in (['-h'], ['--help']):
-        text = inspect.unwrap(check).__globals__['__doc__']  # at the top of the exercise
-        print(text.strip())
+        print(exercise.__doc__.strip())
     else:
-        for i, hint in enumerate(chosen(argv, hints), 1):
-            print(f"hint {i} of {len(hints)}: {hint}")
+        for i, hint in enumerate(chosen(argv, exercise.HINTS), 1):
+            print(f"hint {i} of {len(exercise.HINTS)}: {hint}")
 
 
 def chosen(argv, hints):
@@ -374,40 +514,24 @@ def chosen(argv, hints):
     return hints[:n]
 
 
-def mark(argv):
-    """
-    Mark the exercises in the folder named, or in this one; exit status 0 if all are right, 1 if
-    not.
-    """
-    if argv in (['-h'], ['--help']):
-        print(__doc__.strip())
-        return
-    folder = argv[0] if argv else HERE
-    found = os.path.isfile(os.path.join(folder, NAMES[0] + '.py'))
-    if len(argv) > 1 or not found:
-        words = ' '.join(argv)
-        raise UserError(f"{words}: name one folder with exercises, or none for {HERE}")
-    sys.exit(0 if check_all(folder) else 1)
+def changed(exercise):
+    """Whether the right answer is refused too: somebody has changed model.py, or engine/."""
+    name = os.path.basename(exercise.__file__)[:-3]
+    return name in NAMES and not all(outcome.right for outcome in solved(name, exercise).values())
 
 
-def check_all(folder=HERE):
-    """Print one line per exercise; True if all are right."""
-    n_right = 0
-    for name in NAMES:
-        right, words = check_file(os.path.join(folder, name + '.py'))
-        n_right += right
-        print(f"{name:16} {'right' if right else 'not yet: ' + words}")
-    print(f"{n_right} of {len(NAMES)} right")
-    return n_right == len(NAMES)
+def solved(name, exercise, seed=0):
+    """Put the right answer into an exercise, as a module -> {part: Outcome}."""
+    from answers import ANSWERS  # only now: nobody needs them before
+    install(exercise, ANSWERS[name])
+    return {part: judge(function, exercise.__file__, seed)
+            for part, function in exercise.PARTS.items()}
 
 
-def check_file(path):
-    """The verdict on an exercise, which may not even be Python."""
-    try:
-        check = load(path).check
-    except (Exception, SystemExit) as error:
-        return False, explain(error, path)
-    return verdict(check)
+def install(exercise, code):
+    """Put functions and classes, {name: which}, into an exercise."""
+    for name, function in code.items():
+        setattr(exercise, name, function)
 
 
 def load(path):
@@ -420,5 +544,5 @@ def load(path):
 
 
 if __name__ == '__main__':
-    import check  # what the exercises import; this copy of it has another NotYet than they raise
-    run_program(check.mark)
+    import marker  # it imports this file as `check`, as the exercises do
+    run_program(marker.main)

@@ -25,14 +25,7 @@ are averaged first, and the scale stays 1 / sqrt(hd).
 You are compared with what the real model computes in a real pass. Afterwards, think about this:
 why does the cache of exercise 3 need not one byte more for a model with Depth-Attention?
 """
-from dataclasses import dataclass
-from unittest.mock import patch
-
 import torch
-from check import call, compare, difference, expect, inside, run, same, tiny
-
-import model
-from model import depth_attention as library
 
 
 def mix(q, k, v, sources):
@@ -47,11 +40,24 @@ def mix(q, k, v, sources):
 def mix_all(layers, stride):
     """layers [(q, k, v), ...] from layer 0 upwards -> [v~_0, v~_1, ...]. Use mix()."""
     raise NotImplementedError(
-        "mix() is right, mix_all() is still empty: write it in place of this line")
+        "mix_all() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
+
+import sys
+from dataclasses import dataclass
+from unittest.mock import patch
+
+try:
+    from check import call, compare, difference, draw, expect, inside, run, same, tiny
+except ModuleNotFoundError:
+    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
+    sys.exit(2)
+
+import model
+from model import depth_attention as library
 
 HINTS = (
     "One score per layer: (q * k_j).sum(-1) is (B, nkv, T). torch.stack of all, own last, then "
@@ -76,8 +82,8 @@ class Recorded:
     mixed: torch.Tensor
 
 
-def record(**settings):
-    """A real pass of a model with these settings: one Recorded for each of its 6 layers."""
+def real_pass(**settings):
+    """A pass of a model with these settings: one Recorded for each of its 6 layers."""
     calls = []
 
     def spy(q, k, v, sources, mode):
@@ -96,7 +102,9 @@ def check_mix(made):
     """mix() on what one layer of a real pass made."""
     q, k, v, sources = made.q, made.k, made.v, made.sources
     g = q.size(1) // k.size(1)
-    name = f"mix() with {g} queries for each key/value head" if g > 1 else "mix()"
+    name = f"mix() with {q.size(1)} query heads and {k.size(1)} key/value heads"
+    if g == 1:
+        name = "mix()"
     found = difference(name, call(mix, q, k, v, sources), made.mixed, AXES)
     if not found:
         return
@@ -130,27 +138,39 @@ def typical_mistakes(name, q, k, v, sources):
             library(k, k, v, sources),
         f"{name} mixes keys instead of values":
             library(q, k, k, keys_below),
+        f"{name} has the layer's own key and value in the softmax twice":
+            library(q, k, v, [*sources, (k, v)]),
+        f"{name} leaves layer 0 out, the first of the sources":
+            library(q, k, v, others),
+        **{f"{name} divides by sqrt({width}); the width of a head is {q.size(-1)} here: read it "
+           "from k":
+           library(q * root / width ** 0.5, k, v, sources) for width in (4, 8, 16)},
     }
 
 
 def grouping_mistakes(name, q, k, v, sources):
-    """The same for mistakes that need 4 query heads and 2 key/value heads."""
+    """The same for mistakes that need more query heads than key/value heads."""
     nkv, g = k.size(1), q.size(1) // k.size(1)
+    of_each_group = q.unflatten(1, (nkv, g)).unbind(2)          # g times (B, nkv, T, hd)
+    far_apart = q.unflatten(1, (g, nkv)).transpose(1, 2).flatten(1, 2)
     return {
         f"{name} adds the queries of a group, which should be averaged":
             library(q * g, k, v, sources),
+        f"{name} averages the weights of a group's queries; it should average the queries, and "
+        "make one softmax of that":
+            sum(library(one, k, v, sources) for one in of_each_group) / g,
         f"{name} takes one query of each group; it should average them":
-            library(q[:, ::g], k, v, sources),
+            library(of_each_group[0], k, v, sources),
         f"{name} takes the first queries for all; each key/value head has its group":
             library(q[:, :nkv], k, v, sources),
         f"{name} puts the wrong queries into a group: neighbours belong together":
-            library(q[:, [0, 2, 1, 3]], k, v, sources),
+            library(far_apart, k, v, sources),
     }
 
 
 def check_mix_all(stride):
     name = f"mix_all(stride={stride})"
-    calls = record(n_kv_head=2, depth_stride=stride)
+    calls = real_pass(n_head=6, n_kv_head=2, head_dim=8, depth_stride=stride)
     layers = [(made.q, made.k, made.v) for made in calls]
     got = call(mix_all, layers, stride)
     expect(isinstance(got, (list, tuple)) and len(got) == 6,
@@ -197,19 +217,43 @@ def in_place_of_the_library(q, k, v, sources, mode):
     return mix(q, k, v, sources) if sources else v
 
 
-@torch.no_grad()
-def check():
-    torch.manual_seed(0)
-    for settings in (dict(), dict(n_kv_head=2)):
-        *_, top = record(**settings)  # the top layer has the most sources
-        check_mix(top)
-    for stride in (3, 2):
+def check_heads(*pairs):
+    for nh, nkv in pairs:
+        *_, top = real_pass(n_head=nh, n_kv_head=nkv, head_dim=draw(4, 8, 12, 16))
+        check_mix(top)  # the top layer has the most sources
+
+
+def check_plain():
+    check_heads((4, 4))
+
+
+def check_grouped():
+    check_heads((6, 2), (8, 4))
+
+
+def check_layers():
+    for stride in (3, 2, 1):
         check_mix_all(stride)
+
+
+def check_inside():
     into_the_model = patch.object(model, 'depth_attention', in_place_of_the_library)
-    inside("your mix()", tiny(depth_attn=True), into_the_model)
+    gpt = tiny(depth_attn=True, n_head=6, n_kv_head=2, head_dim=8)
+    inside("your mix()", gpt, into_the_model)
+
+
+def conclusion():
     return ("A GPT of model.py gives the same logits and gradients with your mix() inside. "
             "Now read depth_attention there: it never stacks its sources, and says why.")
 
 
+PARTS = {
+    "mix() with as many key/value heads as query heads": check_plain,
+    "mix() with grouped queries": check_grouped,
+    "mix_all()": check_layers,
+    "inside a GPT": check_inside,
+}
+
+
 if __name__ == '__main__':
-    run(__file__, check, HINTS)
+    run(__name__)

@@ -27,10 +27,6 @@ The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv),
 mlp_hidden, vocab_size (V), ponder_steps (s). You are compared with GPT.flops_per_token, which the
 tests compare with PyTorch's own counter.
 """
-import torch
-from check import NotYet, call, expect, run
-
-from model import GPT, GPTConfig
 
 
 def forward_flops(c, T):
@@ -41,7 +37,7 @@ def forward_flops(c, T):
 def ponder_flops(c, T):
     """The same for ponder='embedding' with c.ponder_steps steps over the whole vocabulary."""
     raise NotImplementedError(
-        "forward_flops() is right, ponder_flops() is still empty: write it in place of this line")
+        "ponder_flops() is still empty: write it in place of this line")
 
 
 def fair_tokens(c, T, tokens):
@@ -50,11 +46,25 @@ def fair_tokens(c, T, tokens):
     for `tokens` tokens.
     """
     raise NotImplementedError(
-        "ponder_flops() is right, fair_tokens() is still empty: write it in place of this line")
+        "fair_tokens() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
+
+import functools
+import sys
+from dataclasses import replace
+
+try:
+    from check import NotYet, call, draw, expect, record, run
+except ModuleNotFoundError:
+    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
+    sys.exit(2)
+
+import torch
+
+from model import GPT, GPTConfig
 
 HINTS = (
     "In each layer the weights are C (nh + 2 nkv) hd, nh hd C, and 3 C mlp_hidden. Attention adds "
@@ -75,8 +85,13 @@ GROUPED = dict(
 
 def library(c):
     """The real model on torch's meta device: shapes without numbers are enough to count."""
+    return library_of(tuple(vars(c).items()))
+
+
+@functools.cache
+def library_of(fields):
     with torch.device('meta'):
-        return GPT(c)
+        return GPT(GPTConfig(**dict(fields)))
 
 
 def parts(c, T):
@@ -102,6 +117,7 @@ def check_number(name, got, want, mistakes):
     """
     expect(type(got) in (int, float),
            f"{name} should be a number, and is of type {type(got).__name__}")
+    record(float(got))
     if near(got, want, want):
         return True
     for sentence, wrong in mistakes.items():
@@ -174,14 +190,15 @@ def check_ponder(c, T):
     want = library(c).flops_per_token(T, training=False)
     got = call(ponder_flops, c, T)
     if not check_number(name, got, want, ponder_mistakes(c, T, want)):
+        expect(c.ponder_steps > 0,
+               f"{name} should be forward_flops(), for one plain pass: {want:,.0f}, and not "
+               f"{got:,.0f}")
         raise NotYet(beside(name, got, want))
 
 
 def ponder_mistakes(c, T, right):
     """{what ponder_flops() does: what it gives then}"""
     s = c.ponder_steps
-    if s == 0:
-        return {"should be forward_flops() if there are no steps": -1}
     terms = parts(c, T)
     head = terms['the head']  # a mixture costs as much
     trunk = sum(terms.values()) - head
@@ -192,10 +209,14 @@ def ponder_mistakes(c, T, right):
             right + head,
         "leaves out s matmuls of size V: every step needs the head, and then a mixture":
             right - s * head,
+        "counts s heads; there is one after each of the s + 1 passes":
+            right - head,
         "leaves out heads and mixtures of the steps":
             right - 2 * s * head,
         "counts the trunk only once":
             right - s * trunk,
+        "counts the trunk s times; it runs s + 1 times":
+            right - trunk,
     }
 
 
@@ -204,34 +225,58 @@ def check_fair(c, T, tokens):
     plain = 3 * sum(parts(c, T).values())
     want = tokens * library(c).flops_per_token(T) / plain
     got = call(fair_tokens, c, T, tokens)
-    right = check_number(name, got, want, {
-        "counts the forward pass alone: in training the heads and mixtures of steps weigh 4, the "
-        "rest 3":
-            tokens * 3 * ponder_flops(c, T) / plain,
-        "has the ratio upside down: pondering costs more, so the plain model gets more tokens":
-            tokens ** 2 / want,
-        "gives the plain model as many tokens as the other: what about the work?":
-            tokens,
-        "counts passes only; steps have heads and mixtures too":
-            (c.ponder_steps + 1) * tokens,
-    })
-    if not right:
+    if not check_number(name, got, want, fair_mistakes(c, T, tokens, want)):
         raise NotYet(beside(name, got, want))
 
 
-def check():
+def fair_mistakes(c, T, tokens, right):
+    """{what fair_tokens() does: what it gives then}"""
+    terms, s = parts(c, T), c.ponder_steps
+    plain, head = sum(terms.values()), terms['the head']
+    return {
+        "counts the forward pass alone: in training the heads and mixtures of steps weigh 4, the "
+        "rest 3":
+            tokens * ponder_flops(c, T) / plain,
+        "weighs everything of pondering with 4; only heads and mixtures of steps are computed once "
+        "more":
+            tokens * 4 / 3 * ponder_flops(c, T) / plain,
+        "weighs the last head with 4 too; its logits are those of the loss, as in the plain model":
+            right + tokens * head / (3 * plain),
+        "has the ratio upside down: pondering costs more, so the plain model gets more tokens":
+            tokens ** 2 / right,
+        "gives the plain model as many tokens as the other: what about the work?":
+            tokens,
+        "counts passes only; steps have heads and mixtures too":
+            (s + 1) * tokens,
+        "gives the FLOPs; asked for are tokens":
+            right * 3 * plain,
+        "counts 3 steps; c.ponder_steps says how many":
+            tokens * library(replace(c, ponder_steps=3)).flops_per_token(T) / (3 * plain),
+    }
+
+
+def check_all_forward():
     for shape in (SMALL, GROUPED):
-        for T in (250, 100):
+        for T in (draw(250, 200), draw(100, 50)):
             check_forward(GPTConfig(**shape), T)
-    for steps in (0, 1, 3):
-        check_ponder(GPTConfig(**SMALL, ponder='embedding', ponder_steps=steps), 250)
-    c = GPTConfig(**TINY, ponder='embedding', ponder_steps=3)
-    check_fair(c, 256, 1e6)
-    return conclusion(fair_tokens(c, 256, 800 * 1024))
 
 
-def conclusion(tokens):
+def check_all_ponder():
+    for steps in (0, 1, draw(3, 4, 5)):
+        check_ponder(GPTConfig(**SMALL, ponder='embedding', ponder_steps=steps), draw(250, 200))
+
+
+def check_all_fair():
+    for shape in (TINY, GROUPED):
+        for steps in (3, draw(1, 2)):
+            c = GPTConfig(**shape, ponder='embedding', ponder_steps=steps)
+            check_fair(c, draw(256, 128), 1e6)
+
+
+def conclusion():
     """What the count means for the losses in docs/results.md, measured at this size."""
+    c = GPTConfig(**TINY, ponder='embedding', ponder_steps=3)
+    tokens = fair_tokens(c, 256, 800 * 1024)
     return (
         "Now use it. docs/results.md has one seed in which pondering wins at equal tokens: after "
         "0.82M bytes the plain model is at 1.6186 nats per byte and the pondering one at 1.5595 "
@@ -242,5 +287,12 @@ def conclusion(tokens):
         "Which of the two comparisons does a paper's plot show?")
 
 
+PARTS = {
+    "forward_flops()": check_all_forward,
+    "ponder_flops()": check_all_ponder,
+    "fair_tokens()": check_all_fair,
+}
+
+
 if __name__ == '__main__':
-    run(__file__, check, HINTS)
+    run(__name__)

@@ -30,12 +30,8 @@ all three frozen, would it matter if a halted token's E moved on?
     shape letters    B rows    T positions    C width of the model
                      nkv key/value heads    hd width of a head
 """
-from dataclasses import dataclass, field
-
 import torch
-from check import NotYet, call, compare, difference, expect, gradients, run, same, shaped, tiny
 
-from engine.memory import KVCache
 from model import mixture
 
 
@@ -72,12 +68,25 @@ def think(gpt, gates, x, pos, tau):
     gpt.trunk(x, pos, Frozen(gpt.config.n_layer, ...)) is one pass.
     """
     raise NotImplementedError(
-        "Frozen is right, think() is still empty: write it in place of this line")
+        "think() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
+import sys
+from dataclasses import dataclass, field
+
+try:
+    from check import (NotYet, call, compare, difference, draw, expect, gradients, record, run,
+                       same, shaped, tiny)
+except ModuleNotFoundError:
+    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
+    sys.exit(2)
+
+from engine.memory import KVCache
+
+GIVEN = ('mixture',)  # what may be imported from the project
 HINTS = (
     "update: torch.where(self.active[:, None, :, None], k, self.before.k[layer]), and the same for "
     "v. Store the result, not the new k: the next pass must find what was frozen two passes ago.",
@@ -102,8 +111,8 @@ ACTIVE = torch.tensor([  # m in each of three passes, (3, 2 rows, 5 positions)
 
 
 def check_frozen():
-    """Three passes through two layers; each makes new keys and values, (2, 2 heads, 5, 4)."""
-    k, v = torch.randn(2, 3, 2, 2, 5, 4)
+    """Three passes through two layers; each makes new keys and values, (2, heads, 5, channels)."""
+    k, v = torch.randn(2, 3, 2, draw(1, 2, 3), 5, draw(4, 6))
     made = [(k, v), (-k, -v)]  # by layer 0 and layer 1
     memory = None
     for i in range(3):
@@ -201,6 +210,7 @@ class Case:
     what: str                                     # how sentences call it
     gates: list                                   # one per step
     about_passes: str                             # what to say if their number is wrong
+    tau: float = 0.5
     mistakes: dict = field(default_factory=dict)  # {sentence: the readout with this mistake}
 
 
@@ -210,7 +220,7 @@ def gate_at(z):
 
 
 def gate_that_looks():
-    """A gate that gives every token a z of its own."""
+    """A gate that gives every token a z of its own: 12 tokens take from 1 to 4 passes."""
     w = torch.randn(32, 1)
     return lambda h: h @ w / 2 + 1
 
@@ -254,8 +264,8 @@ def always(gpt, idx, factor):
 
 def check_think(gpt, x, case):
     """Compare think() with one_by_one() in one situation."""
-    pos, tau = torch.arange(x.size(1)), 0.5
-    got = call(think, gpt, case.gates, x, pos, tau)
+    pos = torch.arange(x.size(1))
+    got = call(think, gpt, case.gates, x, pos, case.tau)
     expect(isinstance(got, (tuple, list)) and len(got) == 2,
            "think() should return two tensors: the readout and the number of passes")
     readout, passes = got
@@ -265,12 +275,13 @@ def check_think(gpt, x, case):
            "the second result of think() counts passes, in dtype=torch.long, and not in "
            f"{passes.dtype}")
 
-    right_readout, right_passes = one_by_one(gpt, case.gates, x, pos, tau)
+    right_readout, right_passes = one_by_one(gpt, case.gates, x, pos, case.tau)
     check_passes(case, passes, right_passes)
     check_readout(case, readout, right_readout, right_passes)
 
 
 def check_passes(case, got, want):
+    record(got)
     wrong = (got != want).nonzero()
     if len(wrong):
         row, t = wrong[0].tolist()
@@ -296,43 +307,57 @@ def check_readout(case, got, want, passes):
     found.locate()
 
 
-def check_gradients(idx):
+def check_gradients():
     """Training runs think() too: its gradients are those of model.py's halting='gate'."""
-    gpt = tiny(ponder='embedding', n_layer=3, halting='gate', halt_tau=0.5)
+    tau = draw(0.4, 0.6)
+    gpt = tiny(ponder='embedding', n_layer=3, halting='gate', halt_tau=tau)
+    idx = torch.randint(0, 30, (2, 8))
     pos = torch.arange(idx.size(1))
     for gate in gpt.mechanism.gates:
         gate[-1].weight.normal_()
         gate[-1].bias.fill_(1)
-    with torch.enable_grad():
-        want = gpt.requires_grad_(True).hidden(idx)
-        got, _ = think(gpt, gpt.mechanism.gates, gpt.embed(idx), pos, 0.5)
-        gradients("think()", gpt, got, want)
+    want = gpt.requires_grad_(True).hidden(idx)
+    got, _ = think(gpt, gpt.mechanism.gates, gpt.embed(idx), pos, tau)
+    gradients("think()", gpt, got, want)
 
 
-@torch.no_grad()
-def check():
-    torch.manual_seed(0)
-    check_frozen()
-    gpt = tiny(ponder='embedding', n_layer=3)
-    idx = torch.randint(0, 30, (2, 8))
+def model_and_text():
+    return tiny(ponder='embedding', n_layer=2), torch.randint(0, 30, (2, 6))
+
+
+def looking(tau):
+    return Case(
+        what=f"gates that look at the token, and tau = {tau:g}",
+        gates=[gate_that_looks() for _ in range(3)],
+        about_passes="compare with the equations, line by line; tau is an argument",
+        tau=tau)
+
+
+def check_cases():
+    gpt, idx = model_and_text()
     x = gpt.embed(idx)
     for case in cases(gpt, idx):
         check_think(gpt, x, case)
+    check_think(gpt, x, looking(draw(0.3, 0.4, 0.7)))
 
-    torch.manual_seed(8)  # 1, 2, 3 and 4 passes, and no gate so close to tau that rounding decides
-    looking = Case(
-        what="gates that look at the token",
-        gates=[gate_that_looks() for _ in range(3)],
-        about_passes="compare with the equations, line by line")
-    check_think(gpt, x, looking)
-    check_gradients(idx)
 
-    _, passes = think(gpt, looking.gates, x, torch.arange(8), 0.5)
+def conclusion():
+    gpt, idx = model_and_text()
+    x = gpt.embed(idx)
+    case = looking(tau=0.5)
+    _, passes = think(gpt, case.gates, x, torch.arange(6), case.tau)
     of_row_0 = ', '.join(map(str, passes[0].tolist()))
     return (f"Masked training and a loop that really stops agree, and here {int(passes.sum())} "
             f"token passes are enough where 4 for everybody would be {4 * passes.numel()}. "
             f"The tokens of row 0 took {of_row_0} passes.")
 
 
+PARTS = {
+    "Frozen": check_frozen,
+    "think()": check_cases,
+    "its gradients": check_gradients,
+}
+
+
 if __name__ == '__main__':
-    run(__file__, check, HINTS)
+    run(__name__)

@@ -27,12 +27,7 @@ positions really stand. Write the cache, and then the loop that uses it. You are
 model without a cache, and with GPT.generate. Afterwards, think about this: how many bytes does
 your cache hold after T tokens, and what do grouped queries (exercise 1) change about it?
 """
-from unittest.mock import patch
-
 import torch
-from check import NotYet, call, compare, expect, run, shaped, tiny
-
-from engine.memory import KVCache
 
 
 class Cache:
@@ -53,7 +48,7 @@ class Cache:
     def mask(self, S, device):
         """What S new positions may read: bool (S, n + S), True for yes."""
         raise NotImplementedError(
-            "Cache.update() is right, Cache.mask() is still empty: write it in place of this line")
+            "Cache.mask() is still empty: write it in place of this line")
 
 
 def generate(gpt, prompt, n):
@@ -63,11 +58,22 @@ def generate(gpt, prompt, n):
     gpt.head(h) logits; gpt.config.n_layer counts layers.
     """
     raise NotImplementedError(
-        "Your cache works, generate() is still empty: write it in place of this line")
+        "generate() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
+
+import sys
+from unittest.mock import patch
+
+try:
+    from check import NotYet, call, compare, draw, expect, record, run, shaped, tiny
+except ModuleNotFoundError:
+    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
+    sys.exit(2)
+
+from engine.memory import KVCache
 
 HINTS = (
     "update: if self.k[layer] is None, the new ones are all there are; otherwise torch.cat along "
@@ -86,7 +92,8 @@ AXES = ('row', 'head', 'position', 'channel')
 
 def check_update():
     """Two layers take 4 positions, then 1, then 1; layer 1 gets other numbers than layer 0."""
-    k, v = torch.randn(2, 3, 2, 6, 8)  # (3 rows, 2 heads, 6 positions, 8 channels) each
+    nkv, hd = draw(1, 2, 3), draw(4, 8)
+    k, v = torch.randn(2, 3, nkv, 6, hd)  # (3 rows, heads, 6 positions, channels) each
     cache = Cache(2)
     for begin, end in ((0, 4), (4, 5), (5, 6)):
         check_append(cache, 0, k, v, begin, end)
@@ -131,12 +138,9 @@ def check_mask(n, S):
     """n positions in the cache, S new ones."""
     name = f"with {n} positions in the cache, Cache.mask({S}, ..)"
     got = filled(Cache(2), n).mask(S, torch.device('cpu'))
-    want = filled(KVCache(2, 10), n).mask(S, torch.device('cpu'))
-    if want is None:  # KVCache leaves the mask out where "all up to oneself" says it all
-        if got is None:
-            return
-        want = torch.ones(S, n + S).tril(n)
-    want = want.reshape(S, n + S).float()
+    want = torch.ones(S, n + S).tril(n)
+    if got is None and filled(KVCache(2, 10), n).mask(S, torch.device('cpu')) is None:
+        got = want.bool()  # both leave the mask out where "all up to oneself" says it all
 
     expect(got is not None,
            f"{name} returned None. That is enough only if nothing is in the cache, or one "
@@ -158,6 +162,14 @@ def check_mask(n, S):
         f"{name} is upside down: True means that it may be read":
             1 - want,
     })
+    check_device(name, n, S)
+
+
+def check_device(name, n, S):
+    """The mask belongs where mask() is told; torch's meta device stands for a GPU here."""
+    there = filled(Cache(2), n).mask(S, torch.device('meta'))
+    right = there is None or getattr(there, 'device', None) == torch.device('meta')
+    expect(right, f"{name} makes its mask on the CPU, whatever `device` says")
 
 
 def filled(cache, n):
@@ -208,6 +220,7 @@ def check_generate(gpt, prompt, n):
     expect(read == list(range(len(read))),
            f"generate() tells the trunk the positions {read}: they should count on, {T} after "
            f"{T - 1}, and never start again")
+    record(got)
     wrong = (got != gpt.generate(prompt, n, temperature=0)).nonzero()
     if len(wrong):
         _, first = wrong[0].tolist()
@@ -218,16 +231,28 @@ def check_generate(gpt, prompt, n):
     return len(read)
 
 
-@torch.no_grad()
-def check():
-    torch.manual_seed(0)
-    check_update()
+def check_masks():
     for n, S in ((0, 4), (4, 1), (5, 3)):
         check_mask(n, S)
-    gpt = tiny(n_kv_head=2)
-    idx = torch.randint(0, 30, (2, 12))
+
+
+def check_pieces():
+    gpt, idx = model_and_text()
     for sizes in ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (4, 3, 5)):
         check_reading(gpt, idx, sizes)
+
+
+def model_and_text():
+    return tiny(n_kv_head=2), torch.randint(0, 30, (2, 12))
+
+
+def check_loop():
+    gpt, idx = model_and_text()
+    check_generate(gpt, idx[:, :draw(5, 6, 7)], draw(6, 7, 8))
+
+
+def conclusion():
+    gpt, idx = model_and_text()
     T, n = 6, 7
     read = check_generate(gpt, idx[:, :T], n)
     without = sum(range(T, T + n))
@@ -236,5 +261,13 @@ def check():
             "once, where torch.cat copies everything at every token.")
 
 
+PARTS = {
+    "Cache.update()": check_update,
+    "Cache.mask()": check_masks,
+    "a text read in pieces": check_pieces,
+    "generate()": check_loop,
+}
+
+
 if __name__ == '__main__':
-    run(__file__, check, HINTS)
+    run(__name__)

@@ -25,9 +25,6 @@ Afterwards, think about this: to generate with caches (exercise 3), how many cac
 with s steps need?
 """
 import torch
-from check import call, causal, difference, forbid, gradients, run, tiny
-
-import model
 
 
 def ponder(gpt, idx, steps):
@@ -40,6 +37,18 @@ def ponder(gpt, idx, steps):
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
+
+import sys
+
+try:
+    from check import call, causal, difference, draw, forbid, gradients, run, tiny
+except ModuleNotFoundError:
+    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
+    sys.exit(2)
+
+import torch.nn.functional as F
+
+import model
 
 HINTS = (
     "Begin with steps = 0: gpt.trunk(gpt.embed(idx), torch.arange(T)). Then put a loop of `steps` "
@@ -105,6 +114,12 @@ def typical_mistakes(name, gpt, idx, steps):
             walk(gpt, idx, steps, lambda start, x, h, e: x + gpt.lm_head(h).softmax(-1) @ table),
         f"{name} feeds back the hidden state; it should feed back the mean embedding":
             walk(gpt, idx, steps, lambda start, x, h, e: x + h),
+        f"{name} gives the mean to the next position; each position adds what it found itself":
+            walk(gpt, idx, steps, lambda start, x, h, e: x + F.pad(e[:, :-1], (0, 0, 1, 0))),
+        f"{name} scales the sum; only the mean embedding is scaled, E_0 has its scale already":
+            walk(gpt, idx, steps, lambda start, x, h, e: scale * (x + e / scale)),
+        f"{name} averages E_j and the mean embedding; it should add them":
+            walk(gpt, idx, steps, lambda start, x, h, e: (x + e) / 2),
     }
 
 
@@ -124,17 +139,34 @@ def check_ponder(gpt, idx, steps):
     return got, want
 
 
-def check():
-    torch.manual_seed(0)
-    gpt = tiny(ponder='embedding', embed_scale=4.0).requires_grad_(True)
-    idx = torch.randint(0, 29, (2, 9))
+def model_and_text():
+    gpt = tiny(ponder='embedding', embed_scale=draw(3.0, 4.0, 5.0)).requires_grad_(True)
+    return gpt, torch.randint(0, 29, (2, draw(8, 9, 10)))
+
+
+def check_values():
+    gpt, idx = model_and_text()
     for steps in (0, 1, 2):
-        got, want = check_ponder(gpt, idx, steps)
+        check_ponder(gpt, idx, steps)
+
+
+def check_gradients():
+    gpt, idx = model_and_text()
+    got, want = check_ponder(gpt, idx, 2)
     gradients("ponder()", gpt, got, want)
+
+
+def conclusion():
     return ("It equals GPT.hidden with ponder='embedding', gradients included. Now read Embedding "
             "and mixture in model.py: the mixture goes through the rows in parts, so that "
             "(B, T, V) is never held as a whole.")
 
 
+PARTS = {
+    "ponder()": check_values,
+    "its gradients": check_gradients,
+}
+
+
 if __name__ == '__main__':
-    run(__file__, check, HINTS)
+    run(__name__)

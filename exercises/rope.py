@@ -24,13 +24,7 @@ You are compared with rope_table and apply_rope of model.py. Afterwards, think a
 thoughts of `ponder='latent'` sit in slots of their own, yet all slots of a token share its
 position. What would change if they counted on?
 """
-from unittest.mock import patch
-
 import torch
-from check import call, compare, difference, expect, inside, run, same, tiny
-
-import model
-from model import apply_rope, rope_table
 
 
 def angles(pos, hd, theta):
@@ -47,11 +41,23 @@ def rotate(x, pos, theta):
     Use angles().
     """
     raise NotImplementedError(
-        "angles() is right, rotate() is still empty: write it in place of this line")
+        "rotate() is still empty: write it in place of this line")
 
 
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
+
+import sys
+from unittest.mock import patch
+
+try:
+    from check import call, compare, difference, draw, expect, inside, run, same, tiny
+except ModuleNotFoundError:
+    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
+    sys.exit(2)
+
+import model
+from model import apply_rope, rope_table
 
 HINTS = (
     "torch.arange(0, hd, 2) is 2i for all pairs. pos[:, None] * frequencies makes the table "
@@ -64,6 +70,7 @@ HINTS = (
     "torch.cat((first, second), dim=-1) puts them together.",
 )
 AXES = ('row', 'position', 'head', 'channel')
+PLACES = (torch.tensor([0, 1, 1, 5, 30, 2]), torch.tensor([9, 4, 107]))
 
 
 def check_angles(pos, hd, theta):
@@ -96,9 +103,9 @@ def library(x, pos, theta):
 
 def library_with_neighbours(x, pos, theta):
     """The same if the pairs were (0, 1), (2, 3), ..: channels change places before and after."""
-    to_halves = [0, 2, 4, 6, 1, 3, 5, 7]  # the first of all pairs, then the second of all pairs
-    to_neighbours = [0, 4, 1, 5, 2, 6, 3, 7]
-    return library(x[..., to_halves], pos, theta)[..., to_neighbours]
+    hd = x.size(-1)
+    to_halves = torch.arange(hd).view(-1, 2).T.flatten()  # the first of all pairs, then the second
+    return library(x[..., to_halves], pos, theta)[..., to_halves.argsort()]
 
 
 def check_rotate(x, pos, theta):
@@ -114,6 +121,8 @@ def check_rotate(x, pos, theta):
             library_with_neighbours(x, pos, theta),
         f"{name} counts positions 0, 1, 2, .. itself instead of reading pos":
             library(x, torch.arange(len(pos)), theta),
+        f"{name} has a theta of its own; it should take the argument":
+            library(x, pos, 10_000.0),
     })
     y = rotate(x, pos, theta)
     if pos[0] == 0:
@@ -139,17 +148,20 @@ def score(q, k, t, u, theta):
     return float((turned_q * turned_k).sum())
 
 
-def check():
-    torch.manual_seed(0)
-    theta = 100.0
-    places = (torch.tensor([0, 1, 1, 5, 30, 2]), torch.tensor([9, 4, 107]))
-    for pos in places:
-        check_angles(pos, 8, theta)
-    for pos in places:
-        check_rotate(torch.randn(2, len(pos), 3, 8), pos, theta)
-    check_inside()
+def check_all_angles():
+    for pos in PLACES:
+        check_angles(pos, draw(6, 8, 10), draw(50.0, 100.0, 200.0))
 
+
+def check_all_rotations():
+    for pos in PLACES:
+        hd, theta = draw(6, 8, 10), draw(50.0, 100.0, 200.0)
+        check_rotate(torch.randn(2, len(pos), 3, hd), pos, theta)
+
+
+def conclusion():
     q, k = torch.randn(2, 1, 1, 1, 8)
+    theta = 100.0
     near = score(q, k, 7, 4, theta)
     far = score(q, k, 107, 104, theta)
     back = score(q, k, 4, 7, theta)
@@ -160,5 +172,12 @@ def check():
             f"at 107 with 104 {far:.3f}, but at 4 with 7 {back:.3f}.")
 
 
+PARTS = {
+    "angles()": check_all_angles,
+    "rotate()": check_all_rotations,
+    "inside a GPT": check_inside,
+}
+
+
 if __name__ == '__main__':
-    run(__file__, check, HINTS)
+    run(__name__)

@@ -61,6 +61,35 @@ def test_a_lot_takes_the_same_passes_elsewhere(model):
     assert abs(dealt - loss) > 1e-6
 
 
+def test_after_each_pass_it_is_the_model_of_so_many_passes(model):
+    """Told so or, where nobody halts, with fewer steps; a token's loss is read one by one."""
+    losses, right = choices.after_each_pass(model, ROWS)
+    other, deal = choices.obedient(model)
+    for n in range(1, model.config.ponder_steps + 2):
+        loss, _ = choices.nats(other, ROWS, deal, torch.full((N, T), n))
+        assert losses[n - 1].mean().item() == pytest.approx(loss, abs=1e-10)
+    loop = make(**TOGGLES['loop'], block_size=T)
+    losses, right = choices.after_each_pass(loop, ROWS)
+    loop.config.ponder_steps = 1
+    logits = loop(ROWS[:, :-1])[0]
+    for row, t in ((0, 0), (3, 5), (9, 10)):
+        target = ROWS[row, t + 1]
+        assert losses[1, row, t] == pytest.approx(-logits[row, t].log_softmax(-1)[target].item())
+        assert right[1, row, t] == (logits[row, t].argmax() == target)
+
+
+def test_the_oracle_takes_the_best_pass_of_each_token(monkeypatch, capsys):
+    losses = torch.tensor([[[1.0, 5.0]], [[2.0, 3.0]], [[4.0, 3.5]]])       # (passes, 1, 2)
+    right = torch.tensor([[[True, False]], [[True, True]], [[False, True]]])
+    monkeypatch.setattr(choices, 'after_each_pass', lambda *_: (losses, right))
+    choices.print_everyone(None, None)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ['everyone', '1', '3.0000']
+    assert lines[2] == ['everyone', '2', '2.5000', '50.0%', '0.0%']
+    assert lines[3] == ['everyone', '3', '3.7500', '0.0%', '50.0%']
+    assert lines[4] == ['oracle', '1.50', '2.0000']
+
+
 # -------------------------------------------------------------------------------------------------
 # The program, on models of bytes
 
@@ -83,9 +112,9 @@ def test_prints_a_line_per_tau_and_one_per_number_of_passes(router, capsys):
     assert printed[0] == printed[1] != printed[2]
     lines = printed[0].splitlines()
     assert lines[0] == 'nats per token of 112 validation tokens'
-    assert len(lines) == 8
-    first_words = [line.split()[0] for line in lines[3:]]
-    assert first_words == ['0.2', '0.3', 'everyone', 'everyone', 'everyone']
+    first_words = [line.split()[0] for line in lines if line]
+    assert first_words == ['nats', 'halt_tau', '0.2', '0.3', 'passes', 'everyone', 'everyone',
+                           'everyone', 'oracle']
     # another seed, other lots; up to the loss as chosen all is the same
     other_seed = printed[2].splitlines()
     assert [line[:23] for line in lines[3:5]] == [line[:23] for line in other_seed[3:5]]
@@ -108,7 +137,7 @@ def test_a_data_set_that_was_made_again_with_another_tokenizer(tmp_path, monkeyp
     (['STILL'], 'ponder_steps=0'),
     ([], 'one checkpoint'),
     (['PLAIN', 'PLAIN'], 'one checkpoint'),
-    (['PLAIN'], "halting='none'"),
+    (['PLAIN'], "ponder='none'"),
     (['gone'], 'no checkpoint'),
     (['ROUTER', '--taus=a'], 'taus=a'),
     (['ROUTER', '--taus=0'], 'taus=0'),

@@ -67,7 +67,7 @@ def test_all_runs_have_the_same_recipe(common):
     asked = settings_of(common)
     plain = build(train.Settings, asked)
     cost = {}
-    for name in [*compare.ALL, 'loop+depth_attn']:
+    for name in [*compare.ALL, *compare.BY_NAME, 'loop+depth_attn']:
         plan = compare.make_plan(name, common, asked)
         settings = build(train.Settings, settings_of(plan.args))
         cost[name] = plan.flops * settings.max_steps
@@ -76,6 +76,8 @@ def test_all_runs_have_the_same_recipe(common):
         # the mechanisms' own files set learning_rate, warmup, max_steps, batch_tokens
         settings.max_steps = plain.max_steps
         settings.out_dir = plain.out_dir
+        if name == 'plain_stock':
+            settings.weight_decay = plain.weight_decay
         assert settings == plain, name
 
     for name in cost:

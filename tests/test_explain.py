@@ -1,4 +1,5 @@
 """tools/explain.py says what the model does."""
+import os
 from dataclasses import asdict
 
 import pytest
@@ -7,6 +8,7 @@ from conftest import TOGGLES, make, save
 
 from engine.errors import UserError
 from engine.memory import CausalMemory
+from engine.shards import get_tokenizer, open_shard
 from model import GPTConfig, apply_rope, rope_table
 from tools import explain
 
@@ -38,6 +40,7 @@ def test_steps_end_in_the_models_output(toggle):
         steps = 1 if config.ponder == 'none' else config.ponder_steps + 1
         assert seen.steps.tolist() == [steps] * 7
         assert not seen.halting
+        assert not seen.compared
     else:
         decisions_agree_with_steps(seen, config)
     if config.depth_attn:
@@ -62,6 +65,7 @@ def decisions_agree_with_steps(seen, config):
         at_least = said.flip(-1).cumsum(-1).flip(-1)    # probability of needing k thoughts or more
         go_on = at_least[:, 1:]
         assert said.shape == (7, config.ponder_steps + 1)
+    assert_equal(torch.stack(seen.compared, -1), go_on)
     went = (go_on >= config.halt_tau).long().cumprod(-1).sum(-1)
     assert torch.equal(went + 1, seen.steps)
 
@@ -162,11 +166,26 @@ def test_prints_no_more_tokens_than_there_are(looped, capsys):
     assert len(line.split('   ')[3:]) == 257
 
 
+def test_reads_the_validation_set(tmp_path, small_data, capsys):
+    model = make(vocab_size=320, n_tokens=257).float()
+    folder = save(tmp_path / 'ckpt', model, data_dir=small_data)
+    explain.main([folder, '--tokens=9', '--device=cpu'])
+    shard = open_shard(os.path.join(small_data, 'val_000000.bin'))
+    lines = capsys.readouterr().out.splitlines()[::2]
+    tokenizer = get_tokenizer('byte')
+    assert [line.split('   ')[-2].split(' ', 1)[1] for line in lines] == [
+        explain.word(token, tokenizer) for token in shard[:9].tolist()]
+
+
 @pytest.mark.parametrize('args, words', [
     ([], 'checkpoint folder'),
     (['nowhere'], 'no checkpoint'),
     (['CKPT', '--top=0'], 'top'),
     (['CKPT', '--start='], 'empty'),
+    (['CKPT', '--against=CKPT'], 'against needs a page'),
+    (['CKPT', '--tokens=25'], 'context .* is 24'),
+    (['CKPT', '--tokens=2'], 'names no data folder'),
+    (['CKPT', '--tokens=2', '--start=a'], 'in the place of start'),
 ])
 def test_refusals(looped, args, words):
     _, folder = looped

@@ -466,6 +466,26 @@ def test_router_gradients_of_those_who_stopped(idx):
     assert by_penalty_of_head is None  # the right token's probability is a constant
 
 
+@pytest.mark.parametrize('progress, ramp', [(0.5, 0), (0.6, 0), (0.7, 0.5), (0.8, 1), (1, 1)])
+def test_router_penalty_waits_if_it_is_told_to(progress, ramp, idx):
+    model = make_mode('router', halt_lambda=0.5).train()
+    model.mechanism.progress = progress
+    at_once = model(idx, targets(idx))[1].item()
+    model.config.halt_start, model.config.halt_full = 0.6, 0.8
+    later = model(idx, targets(idx))[1].item()
+    model.config.halt_lambda = 0.0
+    without = model(idx, targets(idx))[1].item()
+    assert at_once > without
+    assert later - without == pytest.approx(ramp * (at_once - without), abs=1e-12)
+
+
+def test_a_ramp_may_be_a_step(idx):
+    model = make_mode('gate', halt_start=0.5, halt_full=0.5)
+    for progress, ramp in ((0.2, 0), (0.5, 1), (0.7, 1)):
+        model.mechanism.progress = progress
+        assert model.mechanism.ramp() == ramp
+
+
 @pytest.mark.parametrize('settings, words', [
     (dict(halting='gate'), ["halting='gate'", "ponder='none'", "ponder='embedding'"]),
     (dict(ponder='loop', halting='router'), ["ponder='chain'"]),
@@ -473,8 +493,9 @@ def test_router_gradients_of_those_who_stopped(idx):
     (dict(ponder='chain', halting='router', halt_tau=-1), ['halt_tau']),
     (dict(ponder='embedding', halting='gate', halt_start=0.5, halt_full=0.4),
      ['halt_start=0.5', 'halt_full=0.4']),
-    (dict(ponder='embedding', halting='gate', halt_start=0.4, halt_full=0.4),
-     ['halt_start=0.4']),
+    (dict(ponder='embedding', halting='gate', halt_start=0.5),
+     ['halt_start=0.5', 'halt_full=0.48']),
+    (dict(ponder='chain', halting='router', halt_start=0.1), ['halt_start=0.1', 'halt_full=0.0']),
 ])
 def test_impossible_settings_name_what_to_change(settings, words):
     with pytest.raises(ValueError) as error:

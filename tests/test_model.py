@@ -75,7 +75,8 @@ def test_halting_starts_as_in_the_papers(halting, ponder, weight, biases):
                        ponder=ponder, halting=halting)
     assert config.halt_tau == 1e-4
     assert config.halt_lambda == weight
-    assert (config.halt_start, config.halt_full) == (0.4, 0.48)
+    ramp = (0.0, 0.0) if halting == 'router' else (0.4, 0.48)
+    assert (config.halt_start, config.halt_full) == ramp
     assert (config.halt_share, config.halt_beta) == (0.1, 10)
     starts = {}
     for name, p in GPT(config).mechanism.named_parameters():

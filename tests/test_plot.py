@@ -3,15 +3,18 @@
 import json
 import os
 import sys
+from itertools import combinations
 
 import pytest
 import torch
 from conftest import make, save
 
 from engine.errors import UserError
+from engine.palette import SHADES, shade, terminal_shade
 from engine.shards import get_tokenizer, open_shard
 from model import GPT, GPTConfig
 from tools import plot
+from tools.curves import box_of, spread
 from tools.plot import PlotSettings
 
 pytest.importorskip('matplotlib')
@@ -44,8 +47,9 @@ def drawn(figure):
             if len(line.get_xdata())]
 
 
-def legend(figure):
-    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+def labels(figure):
+    """Words beside points and lines: {text: the point (x, y) that they name}."""
+    return {text.get_text(): text.xy for text in figure.axes[0].texts}
 
 
 def curves(paths, **settings):
@@ -80,8 +84,9 @@ def test_curves_against_tokens(runs):
         ([128, 256, 384], [5, 4, 2.5]),
         ([384], [2.0]),
     ]
-    assert legend(figure) == ['plain  1.500', 'loop, 2 seeds  2.000']
     ax = figure.axes[0]
+    assert list(labels(figure)) == ['plain  1.500', 'loop  2.000']
+    assert '1 to 2 seeds' in ax.get_title(loc='left')
     assert ax.get_xlabel() == 'training tokens'
     assert ax.get_ylabel() == 'loss (nats per token)'
     assert figure.get_facecolor() == (1, 1, 1, 1)
@@ -135,13 +140,13 @@ def test_final(tmp_path):
     write_run(tmp_path / 'plain', 5, 3, 3.25)
     write_run(tmp_path / 'plain_as_pause', 5, 3, 2, 2, 1.75)
     figure = final(tmp_path.iterdir())
-    assert sorted(legend(figure)) == [
-        'loop, 2 seeds  2.000',
-        'plain  2.750',
-        'plain, trained longer',
-        'plain_scaled  2.500',
-        'plain_scaled, trained longer',
-    ]
+    assert labels(figure) == {
+        'loop': (384, 2.0),
+        'plain': (384, 2.75),
+        'plain,\ntrained longer': (640, 1.25),
+        'plain_scaled': (384, 2.5),
+        'plain_scaled,\ntrained longer': (512, 1.5),
+    }
     lines = {}
     for line in figure.axes[0].lines:
         lines[line.get_linestyle()] = list(zip(*line.get_data()))
@@ -150,6 +155,78 @@ def test_final(tmp_path):
     points = {point for x, y in drawn(figure) for point in zip(x, y)}
     mean_and_ends_of_loop = {(384, 2.0), (384, 1.0), (384, 3.0)}
     assert points >= {*mean_and_ends_of_loop, (384, 2.5), (512, 1.5)}
+
+
+def test_labels_hide_neither_each_other_nor_points(tmp_path):
+    for i in range(12):
+        write_run(tmp_path / f'mechanism_{i}', 5, 4, 3 + 0.01 * i, ponder='loop')
+    figure = final(tmp_path.iterdir())
+    ax = figure.axes[0]
+    boxes = [box_of(text) for text in ax.texts]
+    assert len(boxes) == 12
+    for box, other in combinations(boxes, 2):
+        assert not box.overlaps(other)
+    for line in ax.lines:
+        for point in ax.transData.transform(line.get_xydata()):
+            assert not any(box.contains(*point) for box in boxes)
+
+
+def test_labels_at_ends_are_as_near_as_the_others_let_them():
+    assert spread([0.5, 0.2, 0.55, 0.9], 0.1) == pytest.approx([0.5, 0.2, 0.6, 0.9])
+    assert spread([-0.3, -0.3], 0.1) == pytest.approx([0, 0.1])
+
+
+def test_a_terminal_shows_the_colours_of_the_pictures():
+    for number, colour in SHADES.items():
+        assert colour == colour_of_terminal(number)
+    assert [shade(n) for n in (1, 6, 9)] == ['#eeeeee', '#d75f00', '#d75f00']
+    assert [terminal_shade(n) for n in (1, 6, 9)] == [255, 166, 166]
+
+
+def colour_of_terminal(number):
+    """Colours 16 to 231 are a cube of six levels each, 232 to 255 a scale of greys."""
+    if number >= 232:
+        level = 8 + 10 * (number - 232)
+        return '#' + f'{level:02x}' * 3
+    levels = (0, 95, 135, 175, 215, 255)
+    n = number - 16
+    return ''.join(['#', *(f'{levels[i]:02x}' for i in (n // 36, n // 6 % 6, n % 6))])
+
+
+def write_records(path, *records):
+    lines = [json.dumps(dict(zip(('name', 'flops', 'val_nats_per_byte', 'right'), record)))
+             for record in records]
+    path.write_text('\n'.join(lines))
+    return str(path)
+
+
+def test_records_of_a_task_and_of_a_text(tmp_path):
+    task = write_records(tmp_path / 'task.jsonl', ('plain', 10.0, 3, 0.25), ('loop', 40.0, 2, 0.5),
+                         ('loop', 40.0, 2, 1.0), ('plain_as_loop', 40.0, 3, 0.375))
+    text = write_records(tmp_path / 'text.jsonl', ('plain', 10.0, 3), ('loop', 40.0, 2))
+    figure = plot.records([task, text], plot.PlotSettings(x='flops'))
+    assert labels(figure) == {
+        'plain': (10, 25),
+        'loop': (40, 75),
+        'plain,\ntrained longer': (40, 37.5),
+    }
+    left, right = figure.axes
+    assert 'right answers' in left.get_title('left') and '1 to 2 seeds' in left.get_title('left')
+    assert 'loss' in right.get_title('left')
+    assert {point for line in right.lines for point in line.get_ydata()} >= {2, 3}
+
+    figure = plot.records([task], plot.PlotSettings(x='flops', names='loop'))
+    assert labels(figure) == {'loop': (40, 75)}
+
+
+def test_records_that_are_none(tmp_path):
+    task = write_records(tmp_path / 'task.jsonl', ('plain', 10.0, 3, 0.25))
+    for path, names in ((task, 'loop'), (str(tmp_path / 'gone.jsonl'), None)):
+        with pytest.raises(UserError, match='no run'):
+            plot.records([path], plot.PlotSettings(names=names, x='flops'))
+    (tmp_path / 'other.jsonl').write_text('{"name": "plain"}')
+    with pytest.raises(UserError, match='not a run'):
+        plot.records([str(tmp_path / 'other.jsonl')], plot.PlotSettings(x='flops'))
 
 
 def test_final_without_a_log(tmp_path):
@@ -236,8 +313,8 @@ def test_steps(halting):
 
 
 def test_text(halting):
-    """Ten lines `a$`, then 101 characters, one more than a line of the picture holds."""
-    written = b'a$\n' * 10 + b'b' * 101
+    """Ten lines `a$`, then 91 characters, one more than a line of the picture holds."""
+    written = b'a$\n' * 10 + b'b' * 91
     figure = plot.text(halting, torch.tensor(list(written)), get_tokenizer('byte'), None)
     ax, bar = figure.axes
     letters = {}
@@ -248,7 +325,7 @@ def test_text(halting):
     for i in range(10):
         want[i, 0] = 'a'
         want[i, 1] = '$'
-    for j in range(100):
+    for j in range(90):
         want[10, j] = 'b'
     assert letters == want
 
@@ -256,9 +333,9 @@ def test_text(halting):
     taken = [n % 3 + 1 for n in written[:-1]]  # to predict a token: those of the token before
     assert grid[0, :3].tolist() == [-1, *taken[:2]]
     assert grid[1, :4].tolist() == [*taken[2:5], -1]
-    assert grid[10].tolist() == taken[29:129]
-    assert grid[11, :2].tolist() == [taken[129], -1]
-    assert f'{sum(taken) / 130:.2f} in the mean' in bar.get_xlabel()
+    assert grid[10].tolist() == taken[29:119]
+    assert grid[11, :2].tolist() == [taken[119], -1]
+    assert f'{sum(taken) / 120:.2f} in the mean' in bar.get_xlabel()
 
 
 def test_reads_the_validation_set_or_a_text(small_data):

@@ -128,7 +128,7 @@ def test_settings_that_are_missing_are_named(trained, tmp_path, capsys):
     ('dropout', NAN), ('depth_attn', 'yes'), ('depth_stride', 0), ('depth_mode', 'hard'),
     ('depth_mode', None), ('ponder', 'telepathy'), ('ponder', None), ('ponder_steps', 10 ** 9),
     ('ponder_steps', 1.0), ('jacobi_iters', -1), ('jacobi_iters', None),
-    ('halting', 'gate'), ('halting', 1), ('halt_tau', '0'), ('halt_start', 0.9),
+    ('halting', 'gate'), ('halting', 1), ('halt_tau', '0'), ('halt_start', '0.9'),
     ('halt_beta', -INF), ('telepathy', True), (7, 7),
 ])
 def test_configs_that_were_never_saved(trained, tmp_path, name, value):

@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import ONE_EACH, ROOT, TOGGLES, make
+from conftest import ONE_EACH, ROOT, TOGGLES, make, save
 from ranks import launch, wait_for
 
 import train
@@ -166,6 +166,17 @@ def test_checkpoints_of_version_1_go_on_exactly(run_train, tmp_path, toggle):
     save_checkpoint(str(tmp_path / 'halves'), old)
     whole = run_train('halves', *options(toggle), '--init_from=resume')
     same_weights(straight, whole)
+
+
+@pytest.mark.parametrize('toggle, before', [('router', 0.0), ('gate', 0.4)])
+def test_routers_of_version_2_keep_their_term_from_the_first_step_on(tmp_path, toggle, before):
+    save(tmp_path, make(**TOGGLES[toggle]))
+    path = tmp_path / 'ckpt.pt'
+    state = torch.load(path)
+    state['version'] = 2
+    state['config'].update(halt_start=0.4, halt_full=0.48)
+    torch.save(state, path)
+    assert load_checkpoint(str(tmp_path))['config']['halt_start'] == before
 
 
 def test_each_step_knows_its_place_in_the_run_and_draws_its_iterations(run_train, monkeypatch):

@@ -1,14 +1,20 @@
 """
 What the choices of a halting model are worth: its validation loss, and that of the same passes
-dealt out otherwise.
+dealt out otherwise. And what any choice could be worth, of a model that does not halt too.
 
     python tools/choices.py out/halting_router
+    python tools/choices.py out/loop
 
 Each line has one halt_tau: the mean passes per token, the loss with the passes that the model
-chose, and the loss with the same numbers of passes handed out to the tokens at random. The last
-lines give every token the same number. Weights stay as they are: what differs is who gets the
-passes. ('mask' weighs its thoughts by the probabilities it chooses by: those of the thoughts that
-are left are scaled to a sum of 1, in all columns.)
+chose, and the loss with the same numbers of passes handed out to the tokens at random. Weights stay
+as they are: what differs is who gets the passes. ('mask' weighs its thoughts by the probabilities
+it chooses by: those of the thoughts that are left are scaled to a sum of 1, in all columns.)
+
+Then every token takes the same number; "corrects" is the share of tokens whose likeliest successor
+becomes the right one by the last of these passes, "breaks" the share where it was right before. The
+oracle knows the text: it takes for each token the number of passes, the same for all tokens, after
+which the token's loss is least. No rule that only halts can do better with these weights, except by
+what tokens read of each other.
 """
 
 import copy
@@ -20,9 +26,11 @@ from typing import Optional
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import check_range
+from engine.checkpoint import change_steps
 from engine.errors import UserError, run
 from engine.shards import read_meta
 from engine.windows import Windows
@@ -158,26 +166,62 @@ def print_taus(model, rows, s):
               f"{statistics.mean(lots):7.4f} ({min(lots):.4f} to {max(lots):.4f})")
 
 
-def print_everyone(model, rows):
-    """A line per number of passes that all tokens take."""
-    other, deal = obedient(model)
+@torch.inference_mode()
+def after_each_pass(model, rows):
+    """
+    When all tokens of rows (n,T+1) take 1, 2, .. K + 1 passes: each token's loss (K+1,n,T), and
+    whether the right one is the likeliest (K+1,n,T).
+    """
+    other, deal = obedient(model) if model.mechanism.halts else (copy.deepcopy(model), None)
+    losses, right = [], []
     for n in range(1, model.config.ponder_steps + 2):
-        loss, _ = nats(other, rows, deal, torch.full_like(rows[:, 1:], n))
-        print(f"everyone {n:7d} {loss:7.4f}")
+        if deal is None:
+            change_steps(other, n - 1)
+        loss, hit = [], []
+        for batch in rows.split(8):
+            if deal is not None:
+                deal.passes = torch.full_like(batch[:, 1:], n)
+                deal.taken = 0
+            logits = other(batch[:, :-1])[0]                            # (8,T,V)
+            target = batch[:, 1:]
+            loss.append(F.cross_entropy(logits.transpose(1, 2), target, reduction='none'))
+            hit.append(logits.argmax(-1) == target)
+        losses.append(torch.cat(loss))
+        right.append(torch.cat(hit))
+    return torch.stack(losses), torch.stack(right)
+
+
+def print_everyone(model, rows):
+    """A line per number of passes that all tokens take, and one of the oracle."""
+    losses, right = after_each_pass(model, rows)
+    print("          passes    loss  corrects  breaks")
+    for n in range(1, len(losses) + 1):
+        line = f"everyone {n:7d} {losses[n - 1].mean():7.4f}"
+        if n > 1:
+            now, before = right[n - 1], right[n - 2]
+            corrects = (now & ~before).float().mean()
+            breaks = (before & ~now).float().mean()
+            line += f" {corrects:9.1%} {breaks:7.1%}"
+        print(line)
+    least = losses.min(0)
+    passes = least.indices.float().mean() + 1
+    print(f"oracle   {passes:7.2f} {least.values.mean():7.4f}")
 
 
 def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, ChoiceSettings,
                                              "python tools/choices.py out/halting_router")
     config = model.config
-    if not model.mechanism.halts:
-        raise UserError(f"this model has halting={config.halting!r} and "
-                        f"ponder_steps={config.ponder_steps}: name one that halts")
+    if model.mechanism.steps == 0:
+        raise UserError(f"this model has ponder={config.ponder!r} and "
+                        f"ponder_steps={config.ponder_steps}: name one with several passes")
     device = model.wte.weight.device
     rows = read_rows(settings, tokenizer, config.block_size, s.tokens, device)
     print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n")
-    print(f"halt_tau  passes  chosen  at random (lowest to highest of {s.lots})")
-    print_taus(model, rows, s)
+    if model.mechanism.halts:
+        print(f"halt_tau  passes  chosen  at random (lowest to highest of {s.lots})")
+        print_taus(model, rows, s)
+        print()
     print_everyone(model, rows)
 
 

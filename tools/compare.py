@@ -5,9 +5,10 @@ one run after another.
     python tools/compare.py config/size/tiny.py     every mechanism, three seeds: hours on a laptop
     python tools/compare.py config/size/tiny.py --names=plain_scaled,loop,plain_scaled_as_loop
 
-A name is one of RUNS, several joined by + (loop+depth_attn), or PLAIN_as_NAME: a plain run of as
-many training FLOPs, by more steps. Files and settings of train.py hold for all: of a mechanism's
-own file its learning rate and number of steps do not count. Stopped, the same command goes on.
+A name is one of RUNS or BY_NAME, several joined by + (loop+depth_attn), or PLAIN_as_NAME: a plain
+run of as many training FLOPs, by more steps. Files and settings of train.py hold for all: of a
+mechanism's own file its learning rate and number of steps do not count. Stopped, the same command
+goes on. On a made task (config/task/) the table counts right answers.
 Writes OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
 """
 
@@ -35,7 +36,10 @@ from engine.files import on_disk, plain_file
 from engine.hardware import pick_device, stop_signals
 from engine.inputs import is_number
 from engine.shards import read_meta
+from engine.tasks import task_of
 from model import GPTConfig
+from sample import load_model
+from tools.answers import summary
 from train import Settings
 
 
@@ -46,6 +50,7 @@ class CompareSettings:
     seeds: str = '1337,1,2'   # every name is run with the first seed, then with the next
     out: str = 'out/compare'  # folder of the runs
     table_only: bool = False  # print the table of the runs in `out` that are finished
+    answers: int = 1000       # on a made task: problems that every finished model answers
 
 
 # name: its config file, and what differs from it. plain_scaled starts as loop, chain and latent do,
@@ -67,6 +72,16 @@ RUNS = {
     'router': ('halting_router',),
     'mask': ('halting_mask', '--ponder_steps=1'),
 }
+# more, which `all` leaves out
+BY_NAME = {
+    # for config/task/, whose models have one layer: as many layers as loop has passes
+    'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
+    # the term for fewer steps waits
+    'router_late': ('halting_router', '--halt_start=0.6', '--halt_full=0.8'),
+    # as PonderLM-2's released scripts have it: their vanilla baseline, and the norms of all runs
+    'plain_stock': ('vanilla', '--norm_eps=0.1', '--init_std=0.01', '--weight_decay=0.01'),
+    'latent_stock': ('latent', '--norm_eps=0.1'),
+}
 PONDERLM = ('embedding', 'gate', 'pause')  # these start as plain_ponderlm
 
 
@@ -76,10 +91,11 @@ def plain_of(name):
 
 
 COSTLY = [name for name in RUNS if not name.startswith(('plain', 'depth'))]
+KNOWN = {**RUNS, **BY_NAME}
 ALL = [*RUNS, *(f'{plain_of(name)}_as_{name}' for name in COSTLY)]
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # of train.py, but chosen here
 LOSS = 'val_nats_per_byte'
-NUMBERS = ('step', 'loss', 'val_loss', LOSS, 'seed')            # of a log and of the results
+NUMBERS = ('step', 'loss', 'val_loss', LOSS, 'right', 'passes', 'seed')   # of a log, of results
 AMOUNTS = ('tokens', 'ms', 'steps', 'flops', 'seconds')         # more than 0
 
 
@@ -117,9 +133,10 @@ def make_plan(name, common, asked):
     """The Plan of a name. common: train.py's arguments for all; asked: the settings in them."""
     base, _, like = name.partition('_as_')
     parts = base.split('+')
-    unknown = set(parts) - set(RUNS)
+    unknown = set(parts) - set(KNOWN)
     if unknown or (like and not base.startswith('plain')):
-        raise UserError(f"--names={name}: choose from {', '.join(ALL)}")
+        raise UserError(f"--names={name}: choose from "
+                        f"{', '.join([*ALL, *BY_NAME])}")
     files = [config_file(part) for part in parts]
     refuse_shared_settings(name, parts)
 
@@ -127,7 +144,7 @@ def make_plan(name, common, asked):
     recipe = asdict(build(Settings, asked))
     of_files, _ = read(files, '', Settings, GPTConfig)
     overruled = [n for n in of_files if n in recipe and n not in (*asked, 'out_dir')]
-    options = [option for part in parts for option in RUNS[part][1:]]
+    options = [option for part in parts for option in KNOWN[part][1:]]
     args = [*files, *common, *(f'--{n}={recipe[n]}' for n in overruled), *options]
 
     given, _ = read(args, '', Settings, GPTConfig)
@@ -145,7 +162,7 @@ def make_plan(name, common, asked):
 
 
 def config_file(part):
-    path = os.path.join(ROOT, 'config', f'{RUNS[part][0]}.py')
+    path = os.path.join(ROOT, 'config', f'{KNOWN[part][0]}.py')
     return os.path.relpath(path)
 
 
@@ -153,7 +170,7 @@ def refuse_shared_settings(name, parts):
     """UserError if two parts of a name such as loop+pause set the same of the model."""
     owner = {}
     for part in parts:
-        options = RUNS[part][1:]
+        options = KNOWN[part][1:]
         given, _ = read([config_file(part), *options], '', GPTConfig, Settings)
         for setting in given:
             if setting not in GPTConfig.__dataclass_fields__:
@@ -264,11 +281,16 @@ def call(command, output):
     return status
 
 
-def record(run):
-    """The line of runs.jsonl for a finished Run."""
+def record(run, problems):
+    """The line of runs.jsonl for a finished Run. problems: how many of a made task it answers."""
     settings = run.plan.settings
     tokens = settings['max_steps'] * settings['batch_tokens']
+    answered = {}
+    if task_of(read_meta(settings['data_dir'])):
+        model, _, _ = load_model(run.folder, pick_device(settings['device']))
+        answered = summary(model, settings['data_dir'], problems)
     return {
+        **answered,
         'name': run.name,
         'seed': run.seed,
         'command': ' '.join(['python', 'train.py', *run.args]),
@@ -336,7 +358,7 @@ def make_runs(compare, common, asked, results):
     for seed in seeds:
         for name in names:
             run = Run(name, seed, folder_of(compare, name, seed), plans[name])
-            if not make_run(run, results):
+            if not make_run(run, results, compare.answers):
                 failed += 1
     return failed
 
@@ -345,8 +367,11 @@ def folder_of(compare, name, seed):
     return os.path.join(compare.out, f'{name}-s{seed}')
 
 
-def make_run(run, results):
-    """Make a run, if it is not finished, and add its line to the results. False if it failed."""
+def make_run(run, results, problems):
+    """
+    Make a run, if it is not finished, and add its line to the results, see `record`. False if it
+    failed.
+    """
     loss = final_loss(run.folder, run.plan.settings)
     for r in read_lines(results):
         if (r.get('name'), r.get('seed')) == (run.name, run.seed):
@@ -357,7 +382,7 @@ def make_run(run, results):
         except UserError as error:  # the others may go well
             print(f"{run.name}, seed {run.seed} failed: {error}", file=sys.stderr, flush=True)
             return False
-    r = record(run)
+    r = record(run, problems)
     with open(results, 'a', encoding='utf-8') as f:
         f.write(json.dumps(r) + '\n')
     print(f"{run.name}, seed {run.seed}: {r[LOSS]:.4f} nats per byte, {r['steps']} steps, "
@@ -379,10 +404,16 @@ def table(records):
         runs.setdefault(r['name'], []).append(r)
     plain = [name for name in ('plain', 'plain_scaled', 'plain_ponderlm') if name in runs]
     base = [*plain, *runs][0]
-    rows = [f"| run | seeds | nats per byte | lowest to highest | minus {base} | "
-            "minus plain of equal FLOPs | x FLOPs | x time |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |"]
-    rows += [table_row(name, runs, base) for name in runs]
+    if all('right' in r for r in records):
+        rows = ["| run | seeds | right answers | lowest to highest | passes | nats per byte | "
+                "x FLOPs | x time |"]
+        cells = [answers_row(name, runs, base) for name in runs]
+    else:
+        rows = [f"| run | seeds | nats per byte | lowest to highest | minus {base} | "
+                "minus plain of equal FLOPs | x FLOPs | x time |"]
+        cells = [loss_row(name, runs, base) for name in runs]
+    rows.append('| --- | --- | --- | --- | --- | --- | --- | --- |')
+    rows += [f"| {' | '.join(row)} |" for row in cells]
     about = {}
     for key in ('hardware', 'torch', 'commit', 'date'):
         about[key] = ', '.join(sorted({str(r[key]) for r in records}))
@@ -391,20 +422,39 @@ def table(records):
     return '\n'.join(rows)
 
 
-def table_row(name, runs, base):
+def answers_row(name, runs, base):
+    """The cells of a run on a made task."""
+    records = runs[name]
+    right = [r['right'] for r in records]
+    return [
+        name,
+        str(len(records)),
+        f"{mean(records, 'right'):.1%}",
+        f"{min(right):.1%} to {max(right):.1%}",
+        f"{mean(records, 'passes'):.2f}",
+        f"{mean(records, LOSS):.4f}",
+        *costs(records, runs[base]),
+    ]
+
+
+def loss_row(name, runs, base):
+    """The cells of a run on text."""
     records = runs[name]
     losses = [r[LOSS] for r in records]
-    cells = [
+    return [
         name,
         str(len(records)),
         f"{statistics.mean(losses):.4f}",
         f"{min(losses):.4f} to {max(losses):.4f}",
         difference(name, base, runs),
         difference(name, plain_of_equal_flops(name, runs, base), runs),
-        f"{mean(records, 'flops') / mean(runs[base], 'flops'):.2f}",
-        f"{mean(records, 'seconds') / mean(runs[base], 'seconds'):.2f}",
+        *costs(records, runs[base]),
     ]
-    return f"| {' | '.join(cells)} |"
+
+
+def costs(records, base):
+    """FLOPs and time of training, as multiples of those of the base."""
+    return [f"{mean(records, key) / mean(base, key):.2f}" for key in ('flops', 'seconds')]
 
 
 def mean(records, key):
@@ -452,7 +502,7 @@ def main(argv):
     results = os.path.join(compare.out, 'runs.jsonl')
     failed = 0
     if not compare.table_only:
-        prepare_builtin(data_dir)
+        prepare_data.prepare_builtin(data_dir)
         failed = make_runs(compare, common, asked, results)
     records = read_lines(results)
     if records:
@@ -471,13 +521,6 @@ def is_ours(arg):
     """Whether an argument is for this program, not for train.py."""
     name = arg[2:].split('=')[0]
     return arg in ('-h', '--help') or name in CompareSettings.__dataclass_fields__
-
-
-def prepare_builtin(folder):
-    """Make the built-in data set, if it is that which is asked for and missing."""
-    missing = not os.path.exists(os.path.join(folder, 'meta.json'))
-    if folder == prepare_data.BUILTIN and missing:
-        prepare_data.prepare(prepare_data.DataSettings())
 
 
 if __name__ == '__main__':

@@ -8,6 +8,7 @@ import numpy as np
 
 from configurator import build, read
 from engine.errors import UserError
+from engine.palette import GREY, INK, LINES, ORANGE
 from model import GPTConfig
 from tools.compare import read_lines, training_flops
 from train import Settings
@@ -17,10 +18,11 @@ X = {
     'flops': 'training FLOPs',
     'seconds': 'seconds of training steps',
 }
-MARKS = 'osD^vPX<>*dphH8'
+STYLES = ('-', '--', ':', '-.')     # of the second four lines, the third, ..
+TEXT = 12   # size of all text in points: readable when a picture is shown at half its size
 
 
-def new_figure(panels=1, size=(7, 4.2)):
+def new_figure(panels=1, size=(7.5, 4.5)):
     """
     (figure, list of axes) on an opaque white ground, so that it can be read on a dark page;
     UserError without matplotlib.
@@ -30,8 +32,14 @@ def new_figure(panels=1, size=(7, 4.2)):
     except ImportError:
         raise UserError("pictures need matplotlib: pip install matplotlib") from None
     figure = Figure(size, dpi=150, facecolor='white', layout='constrained')
-    axes = figure.subplots(1, panels, squeeze=False)
-    return figure, list(axes[0])
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for ax in axes:
+        ax.spines[['top', 'right']].set_visible(False)
+        ax.tick_params(labelsize=TEXT, colors=INK)
+        ax.set_title('', loc='left', size=TEXT, color=INK)
+        for words in (ax.title, ax.xaxis.label, ax.yaxis.label):
+            words.set(size=TEXT, color=INK)
+    return figure, axes
 
 
 # -------------------------------------------------------------------------------------------------
@@ -103,12 +111,13 @@ def shared(seeds, key):
     return points[..., 0], points[..., 1]
 
 
-def label_of(name, seeds):
-    """A legend's text. A folder's name may hold $, TeX's sign, or begin with _, which hides it."""
-    name = name.replace('$', r'\$')
-    if name.startswith('_'):
-        name = f' {name}'
-    return name if seeds == 1 else f"{name}, {seeds} seeds"
+def titled(ax, title, seeds):
+    """The title, and of how many seeds the means are; seeds: a number for each run."""
+    least, most = min(seeds), max(seeds)
+    if most > 1:
+        number = f"{most}" if least == most else f"{least} to {most}"
+        title += f" (mean and range of {number} seeds)"
+    ax.set_title(title, loc='left')
 
 
 # -------------------------------------------------------------------------------------------------
@@ -116,25 +125,26 @@ def label_of(name, seeds):
 
 
 def curves(paths, s):
-    """The legend has the last validation loss, the mean of the seeds, best first."""
+    """At a line's end: its name, and the last validation loss, the mean of the seeds."""
     runs = by_name(paths, s.x)
     figure, (ax,) = new_figure()
-    from matplotlib import colormaps
     last = {name: last_loss(seeds) for name, seeds in runs.items()}
+    labels = []
     for i, name in enumerate(sorted(last, key=last.get)):
-        # from dark to light, so they stay apart in grey
-        colour = colormaps['viridis'](0.8 * i / max(1, len(runs) - 1))
-        line = dict(linestyle=('-', '--', '-.', ':')[i % 4], linewidth=1.2)
-        mark = dict(marker=MARKS[i % 10], markersize=6, markeredgecolor='black')
-        draw_curve(ax, *shared(runs[name], 'loss'), colour, line)
-        draw_curve(ax, *shared(runs[name], 'val_loss'), colour, dict(mark, linestyle='none'))
-        label = label_of(name, len(runs[name]))
+        seeds = runs[name]
+        colour = LINES[i % len(LINES)]
+        line = dict(linestyle=STYLES[i // len(LINES) % len(STYLES)], linewidth=1.5)
+        mark = dict(linestyle='none', marker='o', markersize=5)
+        draw_curve(ax, *shared(seeds, 'loss'), colour, line)
+        draw_curve(ax, *shared(seeds, 'val_loss'), colour, mark)
+        words = name
         if last[name] < np.inf:
-            label += f"  {last[name]:.3f}"
-        ax.plot([], [], label=label, color=colour, **mark, **line)
-    ax.set(xscale='log', xlabel=X[s.x], ylabel='loss (nats per token)',
-           title='training loss (lines), validation loss (marks)')
-    ax.legend(fontsize=8, frameon=False)
+            words += f"  {last[name]:.3f}"
+        labels.append(Label(*ax.lines[-1].get_xydata()[-1], words, colour))
+    ax.set(xscale='log', xlabel=X[s.x], ylabel='loss (nats per token)')
+    seeds = [len(seeds) for seeds in runs.values()]
+    titled(ax, 'lines: training loss, marks: validation loss', seeds)
+    label_ends(ax, labels)
     return figure
 
 
@@ -164,7 +174,7 @@ def draw_curve(ax, x, losses, colour, style):
 class End:
     """Where the runs of a name ended."""
     x: float
-    losses: list    # validation losses of its seeds
+    losses: list    # validation losses of its seeds, or their shares of right answers
     base: str       # of a run PLAIN_as_NAME: PLAIN, of others their own name
 
     @property
@@ -190,41 +200,179 @@ def read_ends(paths, x):
 def final(paths, s):
     """
     The last validation loss of each run, and the range of its seeds. A line joins the longer runs
-    of a plain one, PLAIN_as_NAME.
+    of a plain one, PLAIN_as_NAME; its label stands at the last of them.
     """
-    figure, (ax,) = new_figure(size=(9.5, 4.2))
+    figure, (ax,) = new_figure(size=(9, 5))
     ends = read_ends(paths, s.x)
-    marks = marks_of({end.base for end in ends.values()})
-    for name in sorted(ends, key=lambda name: ends[name].mean):  # the legend: best first
-        draw_end(ax, name, ends[name], marks)
-    longer = {end.base for name, end in ends.items() if name != end.base}
-    for plain, style in zip(sorted(longer), (':', '--', '-.')):
-        points = sorted((end.x, end.mean) for end in ends.values() if end.base == plain)
-        ax.plot(*zip(*points), color='black', linestyle=style, linewidth=1, zorder=0,
-                label=f'{label_of(plain, 1)}, trained longer')
-    ax.set(xscale='log', xlabel=X[s.x], ylabel='validation loss (nats per token)')
-    ax.legend(fontsize=8, frameon=False, loc='center left', bbox_to_anchor=(1, 0.5))
+    ax.set(xlabel=X[s.x], ylabel='validation loss (nats per token)')
+    titled(ax, 'validation loss at the end', [len(end.losses) for end in ends.values()])
+    draw_ends(ax, ends)
     return figure
 
 
-def marks_of(names):
-    """{name: mark}; plain runs, whose marks are white, may have the same marks as others."""
-    plain = sorted(name for name in names if name.startswith('plain'))
-    others = sorted(name for name in names if not name.startswith('plain'))
-    marks = {}
-    for kind in (plain, others):
-        for i, name in enumerate(kind):
-            marks[name] = MARKS[i % len(MARKS)]
-    return marks
+def draw_ends(ax, ends):
+    """
+    A mark for each End, a line along the longer runs of each plain one, and their labels; last of
+    all, since labels need to know how large the axes are.
+    """
+    labels = []
+    for name, end in ends.items():
+        draw_end(ax, name, end)
+        if name == end.base:
+            labels.append(Label(end.x, end.mean, name))
+    longer = {end.base for name, end in ends.items() if name != end.base}
+    for plain, style in zip(sorted(longer), (':', '--', '-.')):
+        points = sorted((end.x, end.mean) for end in ends.values() if end.base == plain)
+        ax.plot(*zip(*points), color=INK, linestyle=style, linewidth=1.2, zorder=0)
+        labels.append(Label(*points[-1], f"{plain},\ntrained longer"))
+    ax.set_xscale('log')
+    ax.margins(0.12)
+    label_points(ax, labels)
 
 
-def draw_end(ax, name, end, marks):
-    """A mark at the mean, a bar over the range of the seeds; the legend has no PLAIN_as_NAME."""
-    label = None
-    if name == end.base:
-        label = f"{label_of(name, len(end.losses))}  {end.mean:.3f}"
-    face = 'white' if name.startswith('plain') else '0.35'
+def records(paths, s):
+    """
+    What tools/compare.py wrote down, a panel for each runs.jsonl: right answers where the data is a
+    made task, else the validation loss.
+    """
+    figure, axes = new_figure(len(paths), size=(8 * len(paths), 5))
+    panels = []
+    for ax, path in zip(axes, paths):
+        found = read_lines(path)
+        if s.names is not None:
+            found = [r for r in found if r.get('name') in s.names.split(',')]
+        right = all('right' in r for r in found)
+        key = 'right' if right else 'val_nats_per_byte'
+        try:
+            ends = ends_of_records(found, s.x, key, scale=100 if right else 1)
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"{path}: a line is not a run's record of tools/compare.py") from None
+        if not ends:
+            raise UserError(f"{path}: no run with one of these names")
+        title = 'right answers (%)' if right else 'validation loss (nats per byte)'
+        ax.set_xlabel(X[s.x])
+        titled(ax, title, [len(end.losses) for end in ends.values()])
+        panels.append((ax, ends))
+    for ax, ends in panels:
+        draw_ends(ax, ends)
+    return figure
+
+
+def ends_of_records(found, x, key, scale):
+    """{name: End} of records of compare.py; what ended is record[key] times `scale`."""
+    runs = {}
+    for r in found:
+        runs.setdefault(r['name'], []).append(r)
+    ends = {}
+    for name, seeds in runs.items():
+        place = np.mean([r[x] for r in seeds])
+        ends[name] = End(place, [scale * r[key] for r in seeds], name.partition('_as_')[0])
+    return ends
+
+
+def draw_end(ax, name, end):
+    """A mark at the mean, white for plain runs, and a bar over the range of the seeds."""
+    plain = name.startswith('plain')
+    edge = INK if plain else ORANGE
+    inside = 'white' if plain else ORANGE
     below, above = end.mean - min(end.losses), max(end.losses) - end.mean
-    ax.errorbar(end.x, end.mean, [[below], [above]], label=label, marker=marks[end.base],
-                markersize=7, markerfacecolor=face, markeredgecolor='black', ecolor='black',
-                elinewidth=0.8, capsize=2, linestyle='none')
+    ax.errorbar(end.x, end.mean, [[below], [above]], color=edge, elinewidth=1.5, capsize=3,
+                marker='o', markersize=8, markerfacecolor=inside, linestyle='none')
+
+
+# -------------------------------------------------------------------------------------------------
+# Labels, in the place of a legend
+
+
+@dataclass
+class Label:
+    """Words beside a point of the picture."""
+    x: float
+    y: float
+    text: str
+    colour: str = INK
+
+
+LEADER = dict(arrowstyle='-', color=GREY, linewidth=0.7)   # from a label to its point
+
+# where a label may stand, in points from its point: right, left, above, below, then further away
+NEAR, FAR = 9, 24
+PLACES = [(NEAR, 0), (-NEAR, 0), (0, NEAR), (0, -NEAR)]
+for distance in range(8, 120, 8):
+    PLACES += [(FAR, distance), (FAR, -distance), (-FAR, distance), (-FAR, -distance)]
+
+
+def label_ends(ax, labels):
+    """The labels right of the axes, each as near to the height of its line as the others let it."""
+    ax.figure.draw_without_rendering()      # only now places in the axes have a height in pixels
+    line_height = 1.25 * TEXT / 72 * ax.figure.dpi / ax.bbox.height     # as a share of the axes
+    places = ax.transAxes.inverted().transform(ax.transData.transform([(a.x, a.y) for a in labels]))
+    heights = spread([y for _, y in places], line_height)
+    for label, (x, y), height in zip(labels, places, heights):
+        ax.annotate(label.text, (x, y), (1.03, height), 'axes fraction', 'axes fraction',
+                    color=label.colour, size=TEXT, va='center', annotation_clip=False,
+                    parse_math=False,   # a folder's name may hold $, TeX's sign
+                    arrowprops=dict(LEADER, relpos=(0, 0.5)))
+
+
+def spread(heights, gap):
+    """These heights, shares of the axes, moved up until they are `gap` apart; none below 0."""
+    moved = list(heights)
+    lowest = 0.0
+    for i in np.argsort(heights, kind='stable'):
+        moved[i] = max(moved[i], lowest)
+        lowest = moved[i] + gap
+    return moved
+
+
+def label_points(ax, labels):
+    """Each label in the first place beside its point that hides neither marks nor other labels."""
+    ax.figure.draw_without_rendering()
+    taken = drawn_boxes(ax)
+    for label in labels:
+        for offset in PLACES:
+            words = put(ax, label, offset)
+            box = box_of(words)
+            inside = ax.bbox.contains(*box.min) and ax.bbox.contains(*box.max)
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            words.remove()
+        else:
+            words = put(ax, label, PLACES[0])   # a crowd: over others rather than not at all
+        taken.append(box_of(words))
+
+
+def put(ax, label, offset):
+    """The label at `offset` points from its point, joined to it if it is far; the annotation."""
+    x, y = np.sign(offset)
+    ha = {-1: 'right', 0: 'center', 1: 'left'}[x]
+    va = 'center'
+    if x == 0:
+        va = 'bottom' if y > 0 else 'top'
+    leader = None
+    if abs(offset[0]) == FAR:
+        leader = dict(LEADER, relpos=(0 if x > 0 else 1, 0.5))
+    return ax.annotate(label.text, (label.x, label.y), offset, textcoords='offset points',
+                       size=TEXT, color=label.colour, ha=ha, va=va, arrowprops=leader,
+                       in_layout=False, parse_math=False)
+
+
+def box_of(words):
+    """The box of an annotation's words, without its line, in pixels."""
+    from matplotlib.text import Text
+    words.get_window_extent()       # only now the words know where they are
+    return Text.get_window_extent(words)
+
+
+def drawn_boxes(ax):
+    """Small boxes along all lines and around all marks, in pixels."""
+    from matplotlib.transforms import Bbox
+    boxes = []
+    for line in ax.lines:
+        x, y = ax.transData.transform(line.get_xydata()).T
+        n = len(x)
+        radius = line.get_markersize() if line.get_marker() != 'None' else 1
+        at = np.linspace(0, n - 1, 60 * (n - 1) + 1)
+        for point in zip(np.interp(at, range(n), x), np.interp(at, range(n), y)):
+            boxes.append(Bbox([np.subtract(point, radius), np.add(point, radius)]))
+    return boxes

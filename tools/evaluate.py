@@ -1,10 +1,12 @@
 """
-Measure a checkpoint: loss, perplexity and bits per byte on any text; the papers' tasks; whether its
-Python is Python.
+Measure a checkpoint: loss, perplexity and bits per byte on any text; right answers; the papers'
+tasks; whether its Python is Python.
 
     python tools/evaluate.py out/depth_attn                         the validation set of its data
     python tools/evaluate.py out/depth_attn notes.txt data/mine     your texts, token shards (.bin)
                                                                     or data folders
+    python tools/evaluate.py out/loop --answers=1000                right answers to problems of the
+                                                                    task it was trained on
     python tools/evaluate.py out/depth_attn --functions=200         share of sampled functions that
                                                                     ast.parse accepts
     python tools/evaluate.py out/depth_attn --tasks=lambada_openai,piqa,sciq --num_fewshot=0
@@ -15,6 +17,7 @@ others.
 """
 
 import ast
+import json
 import math
 import os
 import sys
@@ -31,16 +34,19 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import build, check_range, read
 from engine.checkpoint import CHECKPOINTS
 from engine.errors import UserError, run
-from engine.files import plain_file
+from engine.files import on_disk, plain_file, whole
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.shards import count_tokens, encode, open_shard, read_meta
-from sample import load_model, override
+from sample import data_dir_of, load_model, override
+from tools import answers
 
 
 @dataclass
 class EvaluateSettings:
     """what to measure"""
     tokens: Optional[int] = None        # read only so many tokens of each text (None: all)
+    answers: int = 0                    # problems of a made task to answer
+    json: Optional[str] = None          # file for the same as JSON
     functions: int = 0                  # Python functions to sample
     max_new_tokens: int = 500           # longest function, in tokens; one without an end is wrong
     temperature: float = 0.7            # of the functions
@@ -57,9 +63,12 @@ class EvaluateSettings:
     dtype: str = 'float32'              # 'bfloat16' is faster on some hardware, a little less exact
 
     def __post_init__(self):
-        if self.batch_size < 1 or self.functions < 0 or self.max_new_tokens < 1:
-            raise ValueError("batch_size and max_new_tokens must be at least 1, functions not "
-                             "negative")
+        if self.batch_size < 1 or self.max_new_tokens < 1:
+            raise ValueError("batch_size and max_new_tokens must be at least 1")
+        if self.functions < 0 or self.answers < 0:
+            raise ValueError("functions and answers must not be negative")
+        if self.json and not self.answers:
+            raise ValueError("json: what is written there are the --answers")
         if self.temperature != 0:       # as in sample.py
             check_range(self, 1e-6, 1e6, 'temperature')
         check_range(self, 0, 2 ** 31 - 1, 'seed')
@@ -120,7 +129,7 @@ def read_text(path, tokenizer):
         raise UserError(f"{path}: cannot be read ({error.strerror}); "
                         "prepare_data.py makes data sets") from None
     tokens = encode(tokenizer, text)[:-1]       # without the end-of-text behind it
-    return np.append(np.uint16(tokenizer.eot_token), tokens)
+    return np.append(tokens.dtype.type(tokenizer.eot_token), tokens)
 
 
 def bytes_of_tokens(tokenizer):
@@ -311,6 +320,15 @@ def report_text(model, tokenizer, path, s):
           f"{seconds:.1f} s")
 
 
+def report_answers(model, folder, s):
+    """Print the share of right answers, and write it where --json says."""
+    result = answers.summary(model, folder, s.answers)
+    print(answers.in_words(result, model.mechanism.halts))
+    if s.json:
+        with on_disk(s.json, 'written'), whole(s.json) as f:
+            json.dump(result, f, indent=1)
+
+
 @explained()
 def main(argv):
     given, paths = read(argv, __doc__, EvaluateSettings, files=False)  # a .py file is text
@@ -326,10 +344,12 @@ def main(argv):
     if device.type == 'cpu':
         tune_cpu()
 
-    if not (texts or s.tasks or s.functions):
-        texts = [settings['data_dir']]
+    if not (texts or s.tasks or s.functions or s.answers):
+        texts = [data_dir_of(settings)]
     for path in texts:
         report_text(model, tokenizer, path, s)
+    if s.answers:
+        report_answers(model, data_dir_of(settings), s)
     if s.functions:
         functions = sample_functions(model, tokenizer, s)
         good = sum(parses(text) for text in functions)

@@ -4,10 +4,14 @@ after each, and the layers its values came from.
 
     python tools/explain.py out/ponder --start="def f(x):"
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
+    python tools/explain.py out/halting_router --start="def f(x):" --html=think.html
+    python tools/explain.py out/loop --tokens=120 --html=think.html     of the validation set
+    python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=think.html
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
 Its line shows the likeliest next tokens, as if the model ended there: the last one is what it was
-trained for, unless it says "output" below.
+trained for, unless it says "output" below. With --html it is a page to open in a browser, to point
+at and to click.
 """
 
 import sys
@@ -20,20 +24,32 @@ import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
-from engine.errors import run
-from sample import encode_prompt, open_one
+from configurator import read
+from engine.errors import UserError, run
+from sample import encode_prompt, load_model, open_one
+from tools.evaluate import token_arrays
+from tools.think import check_length, model_data, write_page
 
 
 @dataclass
 class ExplainSettings:
     """what to explain"""
     start: Optional[str] = None         # the prompt, or FILE:path (None: a new document)
-    top: int = 3                        # tokens shown after each step
+    tokens: Optional[int] = None        # read this many tokens of the validation set instead
+    top: Optional[int] = None           # tokens shown after each step (None: 3, on a page 6)
+    html: Optional[str] = None          # write a page of up to 512 tokens to this file
+    against: Optional[str] = None       # with html: a second checkpoint, on the same text
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
+        if self.top is None:
+            self.top = 3 if self.html is None else 6
         if self.top < 1:
             raise ValueError(f"top={self.top} must be at least 1")
+        if self.tokens is not None and (self.start is not None or self.tokens < 1):
+            raise ValueError("tokens must be at least 1, and stands in the place of start")
+        if self.against is not None and self.html is None:
+            raise ValueError("against needs a page to show both on, such as --html=think.html")
 
 
 # ---- looking -------------------------------------------------------------------------------------
@@ -51,8 +67,10 @@ class Seen:
     steps: torch.Tensor             # (T,) long     the steps each token took
     logits: torch.Tensor            # (T,V)         the model's output
     halting: list                   # [(T,), ..]    what its gates or router said (`decisions`)
+    compared: list                  # [(T,), ..]    what must reach halt_tau for step 2, 3, ..
     after: torch.Tensor             # (n,T,V)       logits after each step, as if it were the last
     values: Optional[torch.Tensor]  # (T,L,L+1)     whose values each layer mixed
+    mixed: torch.Tensor             # (T,) bool     the output is not the last step's, but a mixture
     kind: str                       # 'pass' or 'slot': what a step is
 
 
@@ -122,6 +140,7 @@ def look(model, idx):
 
     after = model.head(model.ln_f(by_token(recorder.outputs, T)))           # (n,T,V)
     steps = torch.full((T,), len(after), device=idx.device)
+    position = torch.arange(T, device=idx.device)
     halting = []
     if mechanism.halts:
         steps = mechanism.passes[0]                                         # (T,)
@@ -129,9 +148,25 @@ def look(model, idx):
     values = None
     if model.config.depth_attn:
         values = by_token(recorder.shares, T)                               # (n,T,L,L+1)
-        values = values[steps - 1, torch.arange(T, device=idx.device)]      # (T,L,L+1)
+        values = values[steps - 1, position]                                # (T,L,L+1)
+    last = after[steps - 1, position]                                       # (T,V)
+    mixed = ~torch.isclose(last, logits, atol=1e-3).all(-1)
     kind = 'pass' if recorder.outputs[-1].size(1) == T else 'slot'
-    return Seen(steps, logits, halting, after, values, kind)
+    compared = thresholded(halting, model.config.halting)
+    return Seen(steps, logits, halting, compared, after, values, mixed, kind)
+
+
+def thresholded(halting, kind):
+    """
+    Of what a model's gates or router said, [(T,), ..], what is compared with halt_tau before step
+    2, 3, ..: a gate itself, else the probability of getting there.
+    """
+    if not halting or kind == 'gate':
+        return halting
+    said = torch.stack(halting)                                             # (n,T)
+    if kind == 'mask':      # of needing exactly 0, 1, .. thoughts; at least k is a sum
+        return list(said.flip(0).cumsum(0).flip(0)[1:])
+    return list(said.cumprod(0))
 
 
 def by_token(passes, T):
@@ -157,8 +192,7 @@ def show(seen, config, idx, tokenizer, top):
         for k in range(n):
             words = likeliest(seen.after[k, t], tokenizer, top)
             print(f"       after {seen.kind} {k + 1}   {words}")
-        mixed = not torch.allclose(seen.after[n - 1, t], seen.logits[t], atol=1e-3)
-        if mixed:       # the output is not the last step's, but a mixture of them
+        if seen.mixed[t]:
             print(f"       output         {likeliest(seen.logits[t], tokenizer, top)}")
         if seen.values is not None:
             print(f"       values from    {shares(seen.values[t])}")
@@ -216,12 +250,55 @@ def shares(values):
     return ', '.join(f"{name} {share:.0%}" for name, share in named.items() if share)
 
 
+# ---- main ----------------------------------------------------------------------------------------
+
+def show_page(s, name, model, idx, tokenizer):
+    """Write the page of --html, of this model and of --against, and say where it is."""
+    check_length(idx)
+    models = [model_data(look(model, idx), model.config, name, idx, s.top)]
+    if s.against is not None:
+        model = second_model(s, tokenizer, idx)
+        models.append(model_data(look(model, idx), model.config, s.against, idx, s.top))
+    size = write_page(s.html, models, idx, tokenizer)
+    print(f"{s.html}: {len(idx)} tokens, {size / 1e3:,.0f} kB; open it in a browser")
+
+
+def read_validation(n, settings, tokenizer, block_size):
+    """The first n tokens of the validation set that the checkpoint's data folder has."""
+    if n > block_size:
+        raise UserError(f"--tokens={n}: the model's context (block_size) is {block_size}; "
+                        "choose fewer")
+    if 'data_dir' not in settings:
+        raise UserError("--tokens: this checkpoint names no data folder; give a --start instead")
+    first_shard = token_arrays(settings['data_dir'], tokenizer)[0]
+    return first_shard[:n].tolist()
+
+
+def second_model(s, tokenizer, idx):
+    """The model of --against; UserError if it cannot read the same tokens."""
+    model, other, _ = load_model(s.against, idx.device)
+    if other.name != tokenizer.name:
+        raise UserError(f"--against={s.against}: its tokenizer is {other.name}, the first model's "
+                        f"is {tokenizer.name}; name one with the same")
+    if len(idx) > model.config.block_size:
+        raise UserError(f"the text has {len(idx)} tokens, the context (block_size) of --against is "
+                        f"{model.config.block_size}: shorten it")
+    return model
+
+
 def main(argv):
-    s, model, tokenizer, _ = open_one(argv, __doc__, ExplainSettings,
-                                      "python tools/explain.py out/ponder")
-    prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
+    s, model, tokenizer, settings = open_one(argv, __doc__, ExplainSettings,
+                                             "python tools/explain.py out/ponder")
+    if s.tokens is None:
+        prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
+    else:
+        prompt = read_validation(s.tokens, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(prompt, device=model.wte.weight.device)      # (T,)
-    show(look(model, idx), model.config, idx, tokenizer, s.top)
+    if s.html is not None:
+        _, [folder] = read(argv, '', ExplainSettings)
+        show_page(s, folder, model, idx, tokenizer)
+    else:
+        show(look(model, idx), model.config, idx, tokenizer, s.top)
 
 
 if __name__ == '__main__':

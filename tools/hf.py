@@ -1,39 +1,50 @@
 """
-Hugging Face folders in and out: Llama and Qwen3 decoders, config.json and safetensors
-(pip install safetensors).
+Hugging Face folders in and out.
 
-    python tools/hf.py out/vanilla exported/vanilla     write a plain checkpoint as such a folder
-    python train.py --init_from=hf:FOLDER ...           start from such a folder
+    python tools/hf.py fetch EleutherAI/pythia-410m models/pythia
+        download a model; HF_ENDPOINT=https://... before it names a mirror
+    python tools/hf.py out/vanilla exported/vanilla
+        write a plain checkpoint as a Llama or Qwen3 folder (pip install safetensors)
 
-engine/huggingface.py has both layouts and reads these folders.
+hf:FOLDER stands for a checkpoint: python sample.py hf:models/pythia --start="..". docs/released.md
+has the models that work.
 """
 
 import json
 import os
 import sys
 
+import torch
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import read
-from engine.checkpoint import load_weights
+from engine.checkpoint import new_model
 from engine.errors import UserError, run
 from engine.files import whole
+from engine.hub import fetch_model
 from engine.huggingface import INSTALL, load_state, rename_from_hf, rename_to_hf
+from engine.variant import variant_of
 from model import GPT, GPTConfig
 from sample import load_model
 
-__all__ = ['load_hf', 'save_hf', 'rename_from_hf', 'rename_to_hf']
+__all__ = ['load_released', 'save_hf', 'rename_from_hf', 'rename_to_hf']
 
 
-def load_hf(folder):
-    """A GPT with the weights of a Hugging Face folder; UserError as in `load_state`."""
-    state = load_state(folder, GPTConfig)
-    model = GPT(GPTConfig(**state['config']))
-    load_weights(model, state)
-    return model
+def load_released(folder, dtype=torch.float32):
+    """
+    A GPT in eval mode with the weights of a Hugging Face folder, in `dtype`; UserError as in
+    `load_state`.
+    """
+    state = load_state(folder, GPTConfig, dtype)
+    return new_model(state, GPT, GPTConfig).eval()
 
 
-def refuse_mechanisms(config):
+def refuse_others(model):
     """UserError if this is no plain GPT: a stock model file would run its weights, and wrongly."""
+    if variant_of(model) is not None:
+        raise UserError("this model came from a Hugging Face folder with another architecture: "
+                        "only plain models are exported")
+    config = model.config
     on = {
         'depth_attn': config.depth_attn,
         'ponder': config.ponder != 'none' and config.ponder_steps > 0,
@@ -87,7 +98,7 @@ def save_hf(model, folder):
     except ImportError:
         raise UserError(INSTALL) from None
 
-    refuse_mechanisms(model.config)
+    refuse_others(model)
     weights = weights_to_hf(model)
     config = config_to_hf(model.config)
     try:
@@ -102,9 +113,14 @@ def save_hf(model, folder):
 
 def main(argv):
     _, folders = read(argv, __doc__)
+    if len(folders) == 3 and folders[0] == 'fetch':
+        _, repository, folder = folders
+        names = fetch_model(repository, folder)
+        print(f"{folder}: {', '.join(names)}; go on with: python sample.py hf:{folder}")
+        return
     if len(folders) != 2:
-        raise UserError("name a checkpoint folder and a folder to write: "
-                        "python tools/hf.py out/vanilla exported/vanilla")
+        raise UserError("name a checkpoint folder and a folder to write (python tools/hf.py "
+                        "out/vanilla exported/vanilla), or: fetch OWNER/NAME FOLDER")
     checkpoint, exported = folders
     model, *_ = load_model(checkpoint, 'cpu')
     save_hf(model, exported)

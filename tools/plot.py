@@ -5,6 +5,8 @@ Pictures of runs and checkpoints. Needs: pip install matplotlib
         loss against tokens, training FLOPs or seconds
     python tools/plot.py final out/compare/*-s* --x=flops --out=final.png
         where the runs ended, and the line of plain ones
+    python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl --x=flops
+        the same of tools/compare.py's runs.jsonl; of a made task the right answers
     python tools/plot.py depth out/depth_attn --out=depth.png
         which layers' values each layer mixes
     python tools/plot.py ponder out/ponder --max_steps=6 --out=ponder.png
@@ -33,8 +35,9 @@ from engine.checkpoint import change_steps
 from engine.errors import UserError, run
 from engine.files import whole
 from engine.hardware import pick_device
-from sample import encode_prompt, load_model
-from tools.curves import X, curves, final, new_figure
+from engine.palette import BLUE, GREY, INK, ORANGE, SHADES, shade
+from sample import data_dir_of, encode_prompt, load_model
+from tools.curves import TEXT, X, curves, final, new_figure, records
 from tools.evaluate import token_arrays
 from tools.explain import look
 
@@ -43,7 +46,8 @@ from tools.explain import look
 class PlotSettings:
     """what to draw"""
     out: str = 'plot.png'            # file to write: .png, .svg or .pdf
-    x: str = 'tokens'                # curves, final: against 'tokens', 'flops' or 'seconds'
+    x: str = 'tokens'                # of runs: against 'tokens', 'flops' or 'seconds'
+    names: Optional[str] = None      # records: only these runs, with commas between
     start: Optional[str] = None      # text to read, or FILE:path (None: the validation set)
     tokens: int = 2048               # how much of the validation set to read
     max_steps: Optional[int] = None  # ponder: try 0 .. max_steps (None: twice as many as trained)
@@ -63,7 +67,7 @@ def read_text(settings, tokenizer, s):
     """
     if s.start is not None:
         return torch.tensor(encode_prompt(s.start, tokenizer, 10 ** 9))
-    first_shard = token_arrays(settings['data_dir'], tokenizer)[0]
+    first_shard = token_arrays(data_dir_of(settings), tokenizer)[0]
     return torch.from_numpy(first_shard[:s.tokens].astype(np.int64))
 
 
@@ -104,22 +108,37 @@ def depth(model, tokens, tokenizer, s):
         labels.append('earlier\nloops')
     shares = np.where(shares > 0, shares, np.nan)[:, :len(labels)]  # nothing mixed: no colour
 
-    figure, (ax,) = new_figure(size=(0.45 * n + 3, 0.4 * n + 1.8))
+    figure, (ax,) = new_figure(size=(0.55 * n + 2.6, 0.5 * n + 1.8))
     ax.set(xlabel='layer the values come from', ylabel='layer that mixes them',
            title='Depth-Attention', yticks=range(n), xticks=range(len(labels)), xticklabels=labels)
     if n <= 12:  # with more they could not be read
         write_shares(ax, shares)
-    image = ax.imshow(shares, cmap='cividis', vmin=0, vmax=1)
-    figure.colorbar(image, label='share of the mixed value')
+    image = ax.imshow(shares, cmap=colours(), vmin=0, vmax=1)
+    add_bar(figure, image, 'share of the mixed value')
     return figure
+
+
+def colours(n=None):
+    """The palette's shades from pale to dark: the first n, or a scale without steps."""
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+    if n is None:
+        return LinearSegmentedColormap.from_list('shades', list(SHADES.values()))
+    return ListedColormap([shade(passes) for passes in range(1, n + 1)])
+
+
+def add_bar(figure, image, label, **options):
+    """A bar that says what the image's colours mean."""
+    bar = figure.colorbar(image, **options)
+    bar.set_label(label, size=TEXT, color=INK)
+    bar.ax.tick_params(labelsize=TEXT, colors=INK)
+    bar.outline.set_visible(False)
 
 
 def write_shares(ax, shares):
     """Each share as a percentage in its place."""
     for (i, j), share in np.ndenumerate(shares):
         if not np.isnan(share):
-            ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=7,
-                    color='white' if share < 0.6 else 'black')
+            ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=TEXT - 2, color=INK)
 
 
 def ponder(model, tokens, tokenizer, s):
@@ -138,11 +157,12 @@ def ponder(model, tokens, tokenizer, s):
     config.ponder_steps = trained
 
     figure, (ax,) = new_figure()
-    ax.plot(counts, losses, 'o-', color='black')
-    ax.axvline(trained, color='grey', linestyle='--')
+    ax.plot(counts, losses, 'o-', color=ORANGE)
+    ax.axvline(trained, color=GREY, linestyle='--')
+    ax.annotate(' as trained', (trained, 1), xycoords=('data', 'axes fraction'), va='top',
+                size=TEXT, color=INK)
     ax.set(xlabel="pondering steps (ponder_steps)", ylabel='loss (nats per token)', xticks=counts,
-           title=f"ponder={config.ponder!r}, trained with {trained} (dashed), "
-                 f"on {len(tokens) - 1:,} tokens")
+           title=f"ponder={config.ponder!r}, {len(tokens) - 1:,} tokens")
     return figure
 
 
@@ -153,19 +173,19 @@ def steps(model, tokens, tokenizer, s):
     percent = [(taken == n).float().mean().item() * 100 for n in counts]
     seen = [n for n in counts if (taken == n).any()]
 
-    figure, (left, right) = new_figure(2, (9, 3.8))
-    left.bar(counts, percent, color='0.45', edgecolor='black')
+    figure, (left, right) = new_figure(2, (9, 4))
+    left.bar(counts, percent, color=[shade(n) for n in counts], edgecolor=INK)
     left.set(xlabel='steps', ylabel='tokens (%)', xticks=counts,
              title=f"{taken.float().mean():.2f} steps per token")
     right.boxplot([losses[taken == n].numpy() for n in seen], positions=seen, showfliers=False,
-                  showmeans=True, medianprops=dict(color='black'),
-                  meanprops=dict(markerfacecolor='black', markeredgecolor='black'))
+                  showmeans=True, medianprops=dict(color=BLUE, linewidth=2),
+                  meanprops=dict(markerfacecolor=INK, markeredgecolor=INK))
     right.set(xlabel='steps', ylabel='loss of the token (nats)',
-              title='quartiles, median (line) and mean (triangle)')
+              title='quartiles, median, mean (triangle)')
     return figure
 
 
-COLUMNS = 100  # characters per line of `text`
+COLUMNS = 90  # characters per line of `text`
 
 
 def text(model, tokens, tokenizer, s):
@@ -175,20 +195,18 @@ def text(model, tokens, tokenizer, s):
     most = model.config.ponder_steps + 1
     lines = lines_of(tokens.tolist(), [np.nan, *taken], tokenizer)
 
-    figure, (ax,) = new_figure(size=(9, 0.17 * len(lines) + 1))
+    figure, (ax,) = new_figure(size=(9, 0.19 * len(lines) + 1))
     grid = np.full((len(lines), COLUMNS), np.nan)
     for i, line in enumerate(lines):
         for j, (char, passes) in enumerate(line):
             grid[i, j] = passes
             if char.isprintable():
-                ax.text(j, i, char, ha='center', va='center', family='monospace', size=8,
-                        parse_math=False)
-    # never so dark that black is hard to read
-    image = ax.imshow(grid, cmap='Oranges', vmin=1, vmax=1.5 * most, aspect='auto')
+                ax.text(j, i, char, ha='center', va='center', family='monospace', size=9,
+                        color=INK, parse_math=False)
+    image = ax.imshow(grid, cmap=colours(most), vmin=0.5, vmax=most + 0.5, aspect='auto')
     ax.axis('off')
-    figure.colorbar(image, ticks=range(1, most + 1), boundaries=np.arange(0.5, most + 1),
-                    location='top', aspect=60, label="passes taken to predict each token, "
-                                                     f"{np.mean(taken):.2f} in the mean")
+    add_bar(figure, image, f"passes taken to predict each token, {np.mean(taken):.2f} in the mean",
+            ticks=range(1, most + 1), location='top', aspect=60)
     return figure
 
 
@@ -205,7 +223,7 @@ def lines_of(tokens, passes, tokenizer):
 
 # -------------------------------------------------------------------------------------------------
 
-RUNS = {'curves': curves, 'final': final}
+RUNS = {'curves': curves, 'final': final, 'records': records}
 CHECKPOINT = {'depth': depth, 'ponder': ponder, 'steps': steps, 'text': text}
 KINDS = {**RUNS, **CHECKPOINT}
 
@@ -229,7 +247,7 @@ def main(argv):
     kind, *paths = rest or ['']
     if kind not in KINDS or not paths or (kind in CHECKPOINT and len(paths) > 1):
         raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of "
-                        "runs for curves and final; see --help")
+                        f"runs for {', '.join(RUNS)}; see --help")
     ending = os.path.splitext(s.out)[1][1:]
     if ending not in ('png', 'svg', 'pdf'):
         raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")

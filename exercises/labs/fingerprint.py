@@ -535,7 +535,7 @@ def check_models(folders, A, B):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__.strip(), FingerprintSettings)
+    given, folders = read(argv, __doc__, FingerprintSettings)
     s = build(FingerprintSettings, given)
     if len(folders) != 2:
         raise UserError(

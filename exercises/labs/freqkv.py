@@ -292,7 +292,7 @@ def print_losses(models, rows, N):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__.strip(), FreqKVSettings)
+    given, folders = read(argv, __doc__, FreqKVSettings)
     s = build(FreqKVSettings, given)
     if len(folders) != 1:
         raise UserError(

@@ -344,7 +344,7 @@ def report(rows, base, s):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__.strip(), Settings)
+    given, folders = read(argv, __doc__, Settings)
     s = build(Settings, given)
     if len(folders) != 1:
         raise UserError(

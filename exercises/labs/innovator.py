@@ -478,7 +478,7 @@ def two_decimals(numbers):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__.strip(), InnovatorSettings)
+    given, folders = read(argv, __doc__, InnovatorSettings)
     s = build(InnovatorSettings, given)
     if len(folders) != 1:
         raise UserError(

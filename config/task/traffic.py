@@ -1,0 +1,20 @@
+"""
+Up to eight rounds of cars on a road (python prepare_data.py traffic), one layer: 94 thousand
+parameters, a minute on one CPU core.
+Give a mechanism first: python train.py config/loop.py config/task/traffic.py
+"""
+data_dir = 'data/traffic'
+n_layer = 1
+n_head = 4
+n_embd = 64
+mlp_hidden = 192
+block_size = 128
+batch_tokens = 4 * 128
+micro_batch = 4
+max_steps = 1600
+learning_rate = 4e-3
+log_interval = 100
+eval_interval = 800
+eval_tokens = 2 ** 15
+save_interval = 800
+sample_tokens = 40

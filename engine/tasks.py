@@ -1,0 +1,208 @@
+"""
+Made tasks: problems whose answer takes several steps of work, one after the other, and a dial for
+how many. prepare_data.py writes them as ordinary data sets, tools/evaluate.py counts the right
+answers.
+
+    addition   1999+8001=10000          the first digit waits for carries from the last ones
+    traffic    2:>>.>..|>.>.>.          cars after two rounds; a car moves if the next place is free
+    minimax    37a25ab=3                the value of a game tree: a takes the lower of two, b the
+                                        higher
+
+A problem is a document: a question, which ends with '=' or '|', its answer, and the end-of-text
+token. How hard a problem is can be read from its question.
+"""
+
+import random
+import re
+
+from engine.errors import UserError
+
+
+class Task:
+    """A kind of problem; `size` is its dial."""
+    largest = 1         # size, at most
+    size = 1            # without --size
+    end = '='           # the last character of a question
+    unit = ''           # what `difficulty` counts
+    wait_unit = None    # what `waits` counts, None if it is the same for a whole answer
+
+    def question(self, rng, size):
+        """A question, drawn with a random.Random."""
+        raise NotImplementedError
+
+    def answer(self, question):
+        """Its answer."""
+        raise NotImplementedError
+
+    def difficulty(self, question):
+        """How much work it is, one step after the other."""
+        raise NotImplementedError
+
+    def longest(self, size):
+        """Characters of the longest problem."""
+        raise NotImplementedError
+
+    def waits(self, question):
+        """Of each character of the answer, how far it depends on others: [int, ..]."""
+        return []
+
+
+class Addition(Task):
+    """
+    Sums of two numbers with `size` digits, the first digit first. In 70 % of the problems 60 % of
+    the pairs of digits add up to 9, so that carries run far.
+    """
+    largest = 100
+    size = 4
+    unit = 'longest carry'
+    wait_unit = 'places its carry depends on'
+
+    def question(self, rng, size):
+        far = rng.random() < 0.7
+        first, second = '', ''
+        for _ in range(size):
+            digit = rng.randrange(10)
+            nine = far and rng.random() < 0.6
+            first += str(digit)
+            second += str(9 - digit if nine else rng.randrange(10))
+        return f'{first}+{second}='
+
+    def answer(self, question):
+        first, second = question[:-1].split('+')
+        digits = len(first) + 1
+        return str(int(first) + int(second)).zfill(digits)
+
+    def difficulty(self, question):
+        """How many places the longest carry runs through: 0 for 12+34, 3 for 1999+0001."""
+        first, second = question[:-1].split('+')
+        longest, run = 0, 0
+        for a, b in zip(reversed(first), reversed(second)):
+            pair = int(a) + int(b)
+            if pair >= 10:
+                run = 1             # a carry begins
+            elif pair == 9 and run:
+                run += 1            # and goes on
+            else:
+                run = 0
+            longest = max(longest, run)
+        return longest
+
+    def longest(self, size):
+        return 3 * size + 3
+
+    def waits(self, question):
+        """Places to the right that have to be read: up to the first whose pair is not 9."""
+        first, second = question[:-1].split('+')
+        nines = [int(a) + int(b) == 9 for a, b in zip(first, second)]
+        counts = [0]    # of the last digit
+        for nine in reversed(nines):
+            counts.append(counts[-1] + 1 if nine else 1)
+        return counts[::-1]
+
+
+class Traffic(Task):
+    """
+    1 to `size` rounds on a road of 2 size places. In a round every car (>) with a free place (.) in
+    front of it moves there, all at once; the road ends at a wall. Rule 184 of Wolfram's elementary
+    cellular automata, in which jams move backwards.
+    """
+    largest = 99
+    size = 8
+    end = '|'
+    unit = 'rounds'
+
+    def question(self, rng, size):
+        rounds = rng.randint(1, size)
+        road = ''.join(rng.choice('.>') for _ in range(2 * size))
+        return f'{rounds}:{road}|'
+
+    def answer(self, question):
+        rounds, road = question[:-1].split(':')
+        for _ in range(int(rounds)):
+            road = road.replace('>.', '.>')     # from the left, each place once
+        return road
+
+    def difficulty(self, question):
+        return int(question.split(':')[0])
+
+    def longest(self, size):
+        return len(str(size)) + 4 * size + 2
+
+
+class Minimax(Task):
+    """
+    The value of a complete game tree of 1 to `size` levels, whose leaves are digits: both branches,
+    then the player who chooses. Players a, c, .. take the lower value, b, d, .. the higher.
+    """
+    largest = 8
+    size = 4
+    unit = 'levels'
+    players = 'abcdefgh'
+
+    def question(self, rng, size):
+        return self.tree(rng, rng.randint(1, size)) + '='
+
+    def tree(self, rng, levels):
+        if levels == 0:
+            return str(rng.randrange(10))
+        branches = self.tree(rng, levels - 1) + self.tree(rng, levels - 1)
+        return branches + self.players[levels - 1]
+
+    def answer(self, question):
+        values = []     # of the branches that wait for their player
+        for character in question[:-1]:
+            if character.isdigit():
+                values.append(int(character))
+            else:
+                branches = values.pop(), values.pop()
+                low = self.players.index(character) % 2 == 0
+                values.append(min(branches) if low else max(branches))
+        return str(values[0])
+
+    def difficulty(self, question):
+        return self.players.index(question[-2]) + 1
+
+    def longest(self, size):
+        return 2 ** (size + 1) + 1
+
+
+TASKS = {'addition': Addition(), 'traffic': Traffic(), 'minimax': Minimax()}
+
+
+def problems(name, size, count, seed):
+    """Yields `count` problems as bytes, question and answer; the same for the same seed."""
+    task = TASKS[name]
+    rng = random.Random(f'{name} {size} {seed}')
+    for _ in range(count):
+        question = task.question(rng, size)
+        yield (question + task.answer(question)).encode()
+
+
+def check_task(name, size, count):
+    """UserError for a size that the task has not, or for too few problems."""
+    largest = TASKS[name].largest
+    if not 1 <= size <= largest:
+        raise UserError(f"--size={size}: {name} has sizes from 1 to {largest}")
+    if count < 100:
+        raise UserError(f"--problems={count} must be at least 100")
+
+
+def task_of(meta):
+    """(the name of the task that a data set was made of, its size); None for another text."""
+    made = re.match(r'([a-z]+) --size=([0-9]{1,3}) --problems=', meta['source'])
+    if made is None or made[1] not in TASKS:
+        return None
+    name, size = made[1], int(made[2])
+    return (name, size) if 1 <= size <= TASKS[name].largest else None
+
+
+def check_context(meta, block_size):
+    """UserError if a data set's problems do not fit into the model's context."""
+    made = task_of(meta)
+    if made is None:
+        return
+    name, size = made
+    needed = TASKS[name].longest(size) + 1      # the end-of-text token before it
+    if needed > block_size:
+        raise UserError(f"{name} of size {size} has problems of {needed} tokens: raise "
+                        f"block_size={block_size}, or prepare them with a smaller --size")

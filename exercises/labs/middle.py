@@ -1,0 +1,171 @@
+"""
+Lab: the middle blocks twice, switched on late. Hours with the default seeds; stopped, it goes on.
+
+    python exercises/labs/middle.py config/size/tiny.py
+        four runs for each of four seeds, and a table of paired differences
+    python exercises/labs/middle.py config/size/tiny.py --seeds=1 --start=0.35
+        one seed; the blocks are repeated from 35 % of the training steps on
+
+Public records for the speed of training small GPTs repeat two or three blocks in the middle once
+more, from a third or half of the run on, and report gains of 0.003 to 0.004 nats at equal time.
+The whole stack in a loop loses at equal FLOPs, see docs/results.md. This lab asks the same of the
+tiny recipe. Its class is the one of docs/architecture.md, "Adding a mechanism", with a start:
+
+    before `start`    x = last(middle(first(x)))            the plain GPT
+    from then on      x = last(middle(middle(first(x))))
+
+Runs of one seed see the same text in the same order, and are one run until `start`. So what differs
+between them is what the second pass does.
+
+    plain             one pass
+    late              the middle blocks twice from `start` on
+    whole             the middle blocks twice from the first step on
+    plain_longer      one pass, for as many more steps as `late` has FLOPs
+"""
+import json
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
+
+import train
+from configurator import build, read
+from engine.errors import UserError, run
+from engine.flops import Cost, Pass
+from exercises.labs.common import table
+from model import PONDER, GPTConfig, Mechanism
+from tools.compare import read_lines, training_flops
+
+
+@dataclass
+class LabSettings:
+    """what to compare; every other setting is train.py's"""
+    start: float = 0.5          # share of the training steps after which the blocks are repeated
+    seeds: str = '1,2,3,4'      # of the runs
+    out: str = 'out/middle'     # folder of the runs
+
+    def __post_init__(self):
+        if not 0 <= self.start < 1:
+            raise ValueError(f"start={self.start} must be a share of the run, from 0 to below 1")
+        if not all(seed.isdecimal() for seed in self.seeds.split(',')):
+            raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
+
+
+class LateMiddle(Mechanism):
+    """
+    The middle third of the blocks K + 1 times from `begin` on, once before.
+    Cost: 1 + K / 3 passes from then on.
+    """
+    begin = 0.0     # share of the training steps
+
+    def rounds(self):
+        """How often the middle third runs now."""
+        return self.steps + 1 if self.progress >= self.begin else 1
+
+    def layers(self, step, rounds):
+        """The blocks of pass number `step`, 0 .. rounds - 1."""
+        n_layer = self.config.n_layer
+        third = n_layer // 3
+        first = 0 if step == 0 else third
+        end = n_layer if step == rounds - 1 else n_layer - third
+        return range(first, end)
+
+    def forward(self, gpt, x, pos, memory):
+        rounds = self.rounds()
+        for step in range(rounds):
+            x = gpt.blocks(x, pos, memory[step], layers=self.layers(step, rounds))
+        return gpt.ln_f(x)
+
+    def cost(self, gpt, R):
+        """Of the model as it is used, after training."""
+        rounds = self.steps + 1
+        return Cost([Pass(layers=self.layers(step, rounds)) for step in range(rounds)])
+
+
+PONDER['middle'] = LateMiddle
+
+
+@dataclass
+class Arm:
+    """One way to train, for all seeds."""
+    name: str
+    options: list       # of train.py
+    begin: float        # of LateMiddle
+    cost: float         # training FLOPs, as a multiple of plain's
+
+
+def make_arms(common, start):
+    """The four arms; common: train.py's arguments for all."""
+    given, rest = read(common, '', train.Settings, GPTConfig)
+    if rest:
+        raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
+                        ".json)")
+    config = {name: value for name, value in given.items() if name in vars(GPTConfig())}
+    config.update(vocab_size=320, n_tokens=257, ponder='middle')   # bytes
+    once = training_flops(build(GPTConfig, {**config, 'ponder_steps': 0}))
+    twice = training_flops(build(GPTConfig, {**config, 'ponder_steps': 1})) / once
+    late = start + (1 - start) * twice
+    longer = round(build(train.Settings, given).max_steps * late)
+    plain = ['--ponder=middle', '--ponder_steps=0']
+    middle = ['--ponder=middle', '--ponder_steps=1']
+    return [
+        Arm('plain', plain, 0.0, 1.0),
+        Arm('late', middle, start, late),
+        Arm('whole', middle, 0.0, twice),
+        Arm('plain_longer', [*plain, f'--max_steps={longer}'], 0.0, late),
+    ]
+
+
+def final_loss(folder):
+    """Validation nats per byte after the last step; None if the run did not get there."""
+    records = read_lines(os.path.join(folder, 'log.jsonl'))
+    try:
+        with open(os.path.join(folder, 'settings.json'), encoding='utf-8') as f:
+            last = json.load(f)['max_steps']
+    except FileNotFoundError:
+        return None
+    losses = [r['val_nats_per_byte'] for r in records
+              if r.get('step') == last and 'val_nats_per_byte' in r]
+    return losses[0] if losses else None
+
+
+def train_arm(arm, seed, common, out):
+    """The final loss of one run, which is made unless it is there."""
+    folder = os.path.join(out, f'{arm.name}-s{seed}')
+    loss = final_loss(folder)
+    if loss is not None:
+        return loss
+    LateMiddle.begin = arm.begin
+    resume = ['--init_from=resume'] if os.path.exists(os.path.join(folder, 'ckpt.pt')) else []
+    train.main([*common, *arm.options, *resume, f'--seed={seed}', f'--out_dir={folder}'])
+    loss = final_loss(folder)
+    if loss is None:
+        raise SystemExit(130)   # stopped; the same command goes on
+    return loss
+
+
+def main(argv):
+    names = LabSettings.__dataclass_fields__
+    ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
+    common = [arg for arg in argv if arg not in ours]
+    s = build(LabSettings, read(ours, __doc__, LabSettings)[0])
+    arms = make_arms(common, s.start)
+    losses = {arm.name: [] for arm in arms}
+    for seed in s.seeds.split(','):
+        for arm in arms:
+            losses[arm.name].append(train_arm(arm, seed, common, s.out))
+
+    rows = []
+    for arm in arms:
+        less = [loss - plain for loss, plain in zip(losses[arm.name], losses['plain'])]
+        spread = f"{min(less):+.4f} to {max(less):+.4f}"
+        rows.append([arm.name, statistics.mean(losses[arm.name]), statistics.mean(less), spread,
+                     arm.cost])
+    print(table(['run', 'nats per byte', 'minus plain', 'lowest to highest', 'x FLOPs'], rows))
+
+
+if __name__ == '__main__':
+    run(main)

@@ -1,0 +1,161 @@
+"""
+Right answers to the problems of a made task (engine/tasks.py), for tools/evaluate.py and
+tools/compare.py.
+
+    by difficulty: the share of answers that are right, and the passes per character
+    with halting also the passes of a character by how many others it depends on
+
+Answers are written greedily, through the cache, many at once.
+"""
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
+
+import numpy as np
+import torch
+
+from engine.errors import UserError
+from engine.shards import open_shard, read_meta
+from engine.tasks import TASKS, task_of
+
+
+@dataclass
+class Answer:
+    """What a model made of one problem."""
+    difficulty: int
+    right: bool         # the whole answer, and the end of the text behind it
+    passes: list        # of each of its characters
+    waits: list         # the same, Task.waits
+
+
+def validation_problems(folder):
+    """(task, generator of its (question, answer) in the validation set); UserError if no task."""
+    meta = read_meta(folder)
+    made = task_of(meta)
+    if made is None:
+        raise UserError(f"{folder} is made from {meta['source']}, and --answers needs a task: "
+                        f"{', '.join(TASKS)}")
+    name, size = made
+    return TASKS[name], read_problems(folder, meta, TASKS[name], size)
+
+
+def read_problems(folder, meta, task, size):
+    """(question, answer) of each problem in the validation set; UserError for what is none."""
+    for shard in meta['val']['shards']:
+        path = os.path.join(folder, shard['name'])
+        tokens = open_shard(path, shard['tokens'])
+        start = 0
+        for end in np.flatnonzero(tokens == meta['eot']):
+            text = ''.join(map(chr, tokens[start:end]))
+            question, mark, answer = text.partition(task.end)
+            if not is_problem(task, size, question + mark, answer):
+                raise UserError(f"{path}: no problem of {meta['source']} at place {start}; "
+                                "prepare the data again")
+            yield question + mark, answer
+            start = end + 1
+
+
+def is_problem(task, size, question, answer):
+    """Whether this is a question of the task, of at most this size, and its answer."""
+    try:
+        fits = len(question) + len(answer) <= task.longest(size)
+        return fits and task.difficulty(question) <= size and task.answer(question) == answer
+    except (ValueError, IndexError):    # not of the form that the task's questions have
+        return False
+
+
+def answer_all(model, task, pairs, eot, batch_size=100):
+    """The Answers of a model to pairs [(question, answer), ..], those of equal length together."""
+    by_length = defaultdict(list)
+    for question, answer in pairs:
+        by_length[len(question)].append((question, answer))
+    answers = []
+    for same in by_length.values():
+        for first in range(0, len(same), batch_size):
+            answers += answer_batch(model, task, same[first:first + batch_size], eot)
+    return answers
+
+
+def answer_batch(model, task, pairs, eot):
+    """The same for questions of one length."""
+    longest = max(len(answer) for _, answer in pairs)
+    prompts = torch.tensor([[eot, *question.encode()] for question, _ in pairs])
+    prompts = prompts.to(model.wte.weight.device)
+    places = list(model.stream(prompts, longest + 1, temperature=0, stop_token=eot))
+    tokens = torch.stack([token for token, _ in places], dim=1).tolist()    # (B, places)
+    passes = torch.stack([taken for _, taken in places], dim=1).tolist()
+
+    answers = []
+    for (question, answer), row, taken in zip(pairs, tokens, passes):
+        n = len(answer)
+        right = row[:n + 1] == [*answer.encode(), eot]
+        difficulty = task.difficulty(question)
+        answers.append(Answer(difficulty, right, taken[:n], task.waits(question)))
+    return answers
+
+
+def summary(model, folder, count):
+    """
+    Over the first `count` problems of a data folder's validation set:
+    {'task', 'problems', 'right', 'passes', 'by_difficulty': [..], 'by_wait': [..]}
+    """
+    task, problems = validation_problems(folder)
+    eot = read_meta(folder)['eot']
+    answers = answer_all(model, task, list(islice(problems, count)), eot)
+    return {
+        'task': type(task).__name__.lower(),
+        'problems': len(answers),
+        'right': fmean(answer.right for answer in answers),
+        'passes': fmean(passes for answer in answers for passes in answer.passes),
+        'by_difficulty': by_difficulty(task, answers),
+        'by_wait': by_wait(task, answers),
+    }
+
+
+def by_difficulty(task, answers):
+    """[{unit of difficulty, 'problems', 'right', 'passes'}, ..], the easy ones first."""
+    levels = defaultdict(list)
+    for answer in answers:
+        levels[answer.difficulty].append(answer)
+    rows = []
+    for level, some in sorted(levels.items()):
+        passes = fmean(passes for answer in some for passes in answer.passes)
+        right = fmean(answer.right for answer in some)
+        rows.append({task.unit: level, 'problems': len(some), 'right': right, 'passes': passes})
+    return rows
+
+
+def by_wait(task, answers):
+    """[{unit of waits, 'characters', 'passes'}, ..]; none for a task without."""
+    levels = defaultdict(list)
+    for answer in answers:
+        for wait, passes in zip(answer.waits, answer.passes):
+            levels[wait].append(passes)
+    return [{task.wait_unit: wait, 'characters': len(taken), 'passes': fmean(taken)}
+            for wait, taken in sorted(levels.items())]
+
+
+def in_words(result, halts):
+    """The summary as a line, and tables in Markdown; without halting all passes are equal."""
+    parts = [f"{result['task']}: {result['right']:.1%} of {result['problems']:,} answers right, "
+             f"with {result['passes']:.2f} passes per character"]
+    parts += markdown(result['by_difficulty'])
+    if halts and result['by_wait']:
+        parts += markdown(result['by_wait'])
+    return '\n'.join(parts)
+
+
+def markdown(rows):
+    """Dictionaries of the same names as the lines of a table."""
+    names = list(rows[0])
+    lines = ['', '| ' + ' | '.join(names) + ' |', '| ' + ' | '.join('---' for _ in names) + ' |']
+    for row in rows:
+        lines.append('| ' + ' | '.join(in_table(row[name]) for name in names) + ' |')
+    return lines
+
+
+def in_table(value):
+    return f'{value:,}' if isinstance(value, int) else f'{value:.3f}'

@@ -1,0 +1,159 @@
+"""
+The page that `tools/explain.py --html` writes: what `look` saw, as data in the template think.html.
+
+The data is JSON. T tokens were read, n is the most steps one of them took, L are the layers:
+
+    tokens      T numbers
+    text        [{text, count}]: characters or words, each with the number of its tokens
+    words       {number: what it is called}, of every token on the page
+    models      one or two: {name, about, kind, steps, halting, compared, tau, after, output, mixed,
+                values}, named as in `Seen`, whose docstring says what they are
+    after       n readings, one per step; `output` is one more, of the model's own logits
+    a reading   {likeliest (T,top), p (T,top), loss (T), entropy (T)}; the loss of the token that
+                came next, in nats, and null for the last token
+"""
+
+import hashlib
+import html
+import json
+import os
+import re
+
+import torch
+from torch.nn import functional as F
+
+from engine import palette
+from engine.errors import UserError
+from engine.files import on_disk, whole
+
+TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'think.html')
+END = '∎'           # how the end of a text is shown; the template begins a new line after it
+MOST_TOKENS = 512
+MOST_BYTES = 2_000_000
+
+
+def check_length(tokens):
+    """UserError for more tokens (T,) than a page shows."""
+    if len(tokens) > MOST_TOKENS:
+        raise UserError(f"the text has {len(tokens)} tokens, a page shows up to {MOST_TOKENS}: "
+                        "shorten it")
+
+
+def write_page(path, models, tokens, tokenizer):
+    """
+    Writes the page of these tokens (T,) and returns its size in bytes. models: what `model_data`
+    returns, for one or two. UserError, and no file, if it would be too large.
+    """
+    page = fill_template(page_data(models, tokens.tolist(), tokenizer)).encode()
+    if len(page) > MOST_BYTES:
+        raise UserError(f"{path} would have {len(page):,} bytes, more than {MOST_BYTES:,}: "
+                        "shorten --start, or choose a smaller --top")
+    with on_disk(path, 'written'), whole(path, 'wb') as f:
+        f.write(page)
+    return len(page)
+
+
+# ---- the data ------------------------------------------------------------------------------------
+
+def page_data(models, tokens, tokenizer):
+    """Everything the page knows, as described at the top."""
+    shown = set(tokens)
+    for model in models:
+        for reading in (*model['after'], model['output']):
+            shown.update(token for row in reading['likeliest'] for token in row)
+    words = {}
+    for token in sorted(shown):
+        words[token] = bytes_of(token, tokenizer).decode('utf-8', 'backslashreplace')
+    return dict(tokens=tokens, text=characters(tokens, tokenizer), words=words, models=models)
+
+
+def model_data(seen, config, name, tokens, top):
+    """What look() returned for a model that read tokens (T,), as plain lists."""
+    top = min(top, config.n_tokens)
+    about = [f"ponder={config.ponder}"]
+    if config.halting != 'none':
+        about.append(f"halting={config.halting}")
+    if config.depth_attn:
+        about.append("depth_attn")
+    return dict(
+        name=name,
+        about=', '.join(about),
+        kind=seen.kind,
+        steps=seen.steps.tolist(),
+        halting=[rounded(decided, 6) for decided in seen.halting],
+        compared=[rounded(decided, 6) for decided in seen.compared],
+        tau=config.halt_tau if seen.compared else None,
+        after=[reading(logits, tokens, top) for logits in seen.after],
+        output=reading(seen.logits, tokens, top),
+        mixed=seen.mixed.tolist(),
+        values=None if seen.values is None else rounded(seen.values, 3),
+    )
+
+
+def reading(logits, tokens, top):
+    """What logits (T,V) say of the tokens (T,), each of which the one before predicts."""
+    logits = logits.float()
+    p = logits.softmax(-1)
+    best = p.topk(top)
+    losses = F.cross_entropy(logits[:-1], tokens[1:], reduction='none')
+    return dict(likeliest=best.indices.tolist(), p=rounded(best.values, 4),
+                loss=[*rounded(losses, 4), None], entropy=rounded(torch.special.entr(p).sum(-1), 3))
+
+
+def rounded(values, digits):
+    """A tensor as lists of numbers that are short to write."""
+    if values.dim() > 1:
+        return [rounded(row, digits) for row in values]
+    return [round(value, digits) for value in values.tolist()]
+
+
+def characters(tokens, tokenizer):
+    """
+    [{text, count}]: the text in its smallest pieces that are whole characters, and how many tokens
+    each takes. Bytes that are no character are written \\xff.
+    """
+    pieces = []
+    raw = b''
+    count = 0
+    for i, token in enumerate(tokens):
+        raw += bytes_of(token, tokenizer)
+        count += 1
+        if i == len(tokens) - 1 or not goes_on(raw):
+            pieces.append(dict(text=raw.decode('utf-8', 'backslashreplace'), count=count))
+            raw = b''
+            count = 0
+    return pieces
+
+
+def bytes_of(token, tokenizer):
+    """A token's bytes, or those of END."""
+    if token == tokenizer.eot_token:
+        return END.encode()
+    return tokenizer.decode_single_token_bytes(token)
+
+
+def goes_on(raw):
+    """Whether these bytes end in the middle of a character."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == 'unexpected end of data'
+    return False
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+def fill_template(data):
+    """The page: the template with data in it, which can hold anything and never becomes markup."""
+    text = json.dumps(data, separators=(',', ':'))
+    text = text.replace('&', '\\u0026').replace('<', '\\u003c').replace('>', '\\u003e')
+    names = ' against '.join(model['name'] for model in data['models'])
+    parts = dict(
+        TITLE=html.escape(f"What {names} thinks"),
+        PALETTE=f"--orange: {palette.ORANGE}; --blue: {palette.BLUE};",
+        ROOT='think-' + hashlib.sha256(text.encode()).hexdigest()[:8],
+        DATA=text,
+    )
+    with open(TEMPLATE, encoding='utf-8') as f:
+        template = f.read()
+    return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match[1]], template)
