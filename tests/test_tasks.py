@@ -11,6 +11,7 @@ import train
 from engine.errors import UserError
 from engine.shards import get_tokenizer, read_meta
 from engine.tasks import TASKS, check_context, problems
+from model import GPTConfig
 from prepare_data import DataSettings
 from tools import answers, compare, evaluate
 
@@ -202,17 +203,21 @@ def test_problems_have_to_fit_into_the_context(in_tmp):
 class StandIn:
     """In the place of a model: says what `answer` makes of a question."""
 
-    def __init__(self, answer):
+    def __init__(self, answer, block_size=128):
         self.answer = answer
-        self.wte = torch.nn.Embedding(1, 1)
+        self.config = GPTConfig(vocab_size=64, block_size=block_size)
+        self.prompts = []
 
     def stream(self, prompts, max_new_tokens, temperature, stop_token):
         """The tokens of each answer, one pass for the first, two for the second, ..."""
         assert temperature == 0
+        self.prompts += prompts
         rows = []
-        for prompt in prompts.tolist():
+        for prompt in prompts:
             assert prompt[0] == stop_token
-            said = [*self.answer(bytes(prompt[1:]).decode()).encode(), stop_token]
+            assert len(prompt) + max_new_tokens - 1 <= self.config.block_size
+            last = len(prompt) - prompt[::-1].index(stop_token)
+            said = [*self.answer(bytes(prompt[last:]).decode()).encode(), stop_token]
             rows.append((said + [stop_token] * max_new_tokens)[:max_new_tokens])
         for place, column in enumerate(zip(*rows)):
             yield torch.tensor(column), torch.full((len(rows),), place + 1)
@@ -231,6 +236,30 @@ def test_a_perfect_model_is_right_and_a_broken_one_wrong(name, in_tmp):
         return task.answer(question) + '1'
     assert answers.summary(StandIn(goes_on), folder, 1000)['right'] == 0
     assert answers.summary(StandIn(lambda question: ''), folder, 1000)['right'] == 0
+
+
+@pytest.mark.parametrize('block_size, shown', [
+    (128, 2),
+    (48, 2),    # 2 x 16 + 11 in front of the answer, whose five digits are read, too
+    (47, 1),
+    (32, 1),
+    (31, 0),
+    (16, 0),
+])
+def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, shown, in_tmp):
+    folder = prepare('addition')
+    model = StandIn(TASKS['addition'].answer, block_size)
+    assert answers.summary(model, folder, 1000)['right'] == 1
+    problems = all_problems(folder, 'val')
+    ends = [prompt.count(256) for prompt in model.prompts]
+    assert ends.count(shown + 1) == len(problems) - shown
+    by_question = {bytes(token for token in prompt if token < 256)[-10:]: prompt
+                   for prompt in model.prompts}
+    last = by_question[problems[-1][:10].encode()]
+    expected = [256, *problems[-1][:10].encode()]
+    for problem in problems[-2:-2 - shown:-1]:
+        expected = [256, *problem.encode(), *expected]
+    assert last == expected
 
 
 def test_right_answers_are_counted_by_difficulty(in_tmp):

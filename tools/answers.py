@@ -5,7 +5,8 @@ tools/compare.py.
     by difficulty: the share of answers that are right, and the passes per character
     with halting also the passes of a character by how many others it depends on
 
-Answers are written greedily, through the cache, many at once.
+Answers are written greedily, through the cache, many at once; each question follows two problems of
+the validation set and their answers.
 """
 
 import os
@@ -20,6 +21,8 @@ import torch
 from engine.errors import UserError
 from engine.shards import open_shard, read_meta
 from engine.tasks import TASKS, task_of
+
+SHOWN = 2       # problems and their answers in front of each question
 
 
 @dataclass
@@ -68,32 +71,59 @@ def is_problem(task, size, question, answer):
 
 
 def answer_all(model, task, pairs, eot, batch_size=100):
-    """The Answers of a model to pairs [(question, answer), ..], those of equal length together."""
-    by_length = defaultdict(list)
-    for question, answer in pairs:
-        by_length[len(question)].append((question, answer))
+    """
+    The Answers of a model to pairs [(question, answer), ..]. As in training, a question follows
+    others: without them some models lose count of the places.
+    """
+    asked = []
+    for i, (question, answer) in enumerate(pairs):
+        before = pairs[max(0, i - SHOWN):i]
+        asked.append(Asked(prompt_of(question, before, eot, room(model, answer)), question, answer))
+    asked.sort(key=lambda one: len(one.prompt))     # so that batches need little padding
     answers = []
-    for same in by_length.values():
-        for first in range(0, len(same), batch_size):
-            answers += answer_batch(model, task, same[first:first + batch_size], eot)
+    for first in range(0, len(asked), batch_size):
+        answers += answer_batch(model, task, asked[first:first + batch_size], eot)
     return answers
 
 
-def answer_batch(model, task, pairs, eot):
-    """The same for questions of one length."""
-    longest = max(len(answer) for _, answer in pairs)
-    prompts = torch.tensor([[eot, *question.encode()] for question, _ in pairs])
-    prompts = prompts.to(model.wte.weight.device)
+@dataclass
+class Asked:
+    """A question as the model reads it, and the right answer."""
+    prompt: list        # tokens
+    question: str
+    answer: str
+
+
+def room(model, answer):
+    """Tokens of the context that are left for the prompt."""
+    return model.config.block_size - len(answer)
+
+
+def prompt_of(question, before, eot, room):
+    """The tokens of a question behind as many problems (question, answer) as there is room for."""
+    tokens = [eot, *question.encode()]
+    for earlier, answer in reversed(before):
+        problem = [eot, *(earlier + answer).encode()]
+        if len(problem) + len(tokens) > room:
+            break
+        tokens = problem + tokens
+    return tokens
+
+
+def answer_batch(model, task, asked, eot):
+    """The same for some of them, all at once."""
+    longest = max(len(one.answer) for one in asked)
+    prompts = [one.prompt for one in asked]
     places = list(model.stream(prompts, longest + 1, temperature=0, stop_token=eot))
     tokens = torch.stack([token for token, _ in places], dim=1).tolist()    # (B, places)
     passes = torch.stack([taken for _, taken in places], dim=1).tolist()
 
     answers = []
-    for (question, answer), row, taken in zip(pairs, tokens, passes):
-        n = len(answer)
-        right = row[:n + 1] == [*answer.encode(), eot]
-        difficulty = task.difficulty(question)
-        answers.append(Answer(difficulty, right, taken[:n], task.waits(question)))
+    for one, row, taken in zip(asked, tokens, passes):
+        n = len(one.answer)
+        right = row[:n + 1] == [*one.answer.encode(), eot]
+        difficulty = task.difficulty(one.question)
+        answers.append(Answer(difficulty, right, taken[:n], task.waits(one.question)))
     return answers
 
 

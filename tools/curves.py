@@ -1,5 +1,6 @@
 """Pictures of training runs, for tools/plot.py: `curves` and `final`."""
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -24,15 +25,18 @@ TEXT = 12   # size of all text in points: readable when a picture is shown at ha
 
 def new_figure(panels=1, size=(7.5, 4.5)):
     """
-    (figure, list of axes) on an opaque white ground, so that it can be read on a dark page;
-    UserError without matplotlib.
+    (figure, list of axes, two in a row) on an opaque white ground, so that it can be read on a dark
+    page; UserError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("pictures need matplotlib: pip install matplotlib") from None
     figure = Figure(size, dpi=150, facecolor='white', layout='constrained')
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    axes = []
+    for i in range(panels):
+        columns = min(panels, 2)
+        axes.append(figure.add_subplot(math.ceil(panels / columns), columns, i + 1))
     for ax in axes:
         ax.spines[['top', 'right']].set_visible(False)
         ax.tick_params(labelsize=TEXT, colors=INK)
@@ -235,7 +239,8 @@ def records(paths, s):
     What tools/compare.py wrote down, a panel for each runs.jsonl: right answers where the data is a
     made task, else the validation loss.
     """
-    figure, axes = new_figure(len(paths), size=(8 * len(paths), 5))
+    rows, columns = math.ceil(len(paths) / 2), min(len(paths), 2)
+    figure, axes = new_figure(len(paths), size=(7 * columns, 4.6 * rows))
     panels = []
     for ax, path in zip(axes, paths):
         found = read_lines(path)
@@ -249,7 +254,7 @@ def records(paths, s):
             raise UserError(f"{path}: a line is not a run's record of tools/compare.py") from None
         if not ends:
             raise UserError(f"{path}: no run with one of these names")
-        title = 'right answers (%)' if right else 'validation loss (nats per byte)'
+        title = f"{found[0]['task']}: right answers (%)" if right else 'text: nats per byte'
         ax.set_xlabel(X[s.x])
         titled(ax, title, [len(end.losses) for end in ends.values()])
         panels.append((ax, ends))
@@ -271,8 +276,8 @@ def ends_of_records(found, x, key, scale):
 
 
 def draw_end(ax, name, end):
-    """A mark at the mean, white for plain runs, and a bar over the range of the seeds."""
-    plain = name.startswith('plain')
+    """A mark at the mean, white where nothing is added, and a bar over the range of the seeds."""
+    plain = name.startswith('plain') and '+' not in name
     edge = INK if plain else ORANGE
     inside = 'white' if plain else ORANGE
     below, above = end.mean - min(end.losses), max(end.losses) - end.mean
