@@ -29,6 +29,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
+import borrowed
 import check
 import torch
 from check import HERE, NAMES, UserError
@@ -108,7 +109,7 @@ def run(path, letters, seed, seconds, folder):
     copy = os.path.join(work, os.path.basename(path))
     try:
         with open(copy, 'w', encoding='utf-8') as f:
-            f.write(check.students_part(path))
+            f.write(borrowed.students_part(path))
     except (OSError, ValueError) as error:
         return f"the file cannot be read: {error}"
     exercise = os.path.basename(path)[:-3]
