@@ -13,8 +13,8 @@ an unchanged copy.)
 What is fenced off: the clock, the processor's time, memory and files written, by limits of the
 system; network, other programs, files outside of its temporary folder and those with the answers,
 by an audit hook of Python; and the network once more, where `unshare` is permitted. This stops what
-happens by accident and what students try. It is no prison: code that uses ctypes, or searches the
-memory of its process for the library's functions, can get out. Mark strangers in a container.
+happens by accident and what students try; borrowed.py refuses the ways into the checking program.
+It is no prison: a determined attacker gets out. Mark strangers in a container.
 """
 import functools
 import json

@@ -84,7 +84,13 @@ def with_source(name, source, folder):
     return exercise
 
 
-@pytest.mark.parametrize('name, right_text, written, words', NEAR)
+def some_of(table, every):
+    """Every so manyth row in each run of the tests, the others with --slow."""
+    return [row if i % every == 0 else pytest.param(*row, marks=pytest.mark.slow)
+            for i, row in enumerate(table)]
+
+
+@pytest.mark.parametrize('name, right_text, written, words', some_of(NEAR, every=3))
 def test_one_slip_in_the_right_answer_is_refused(name, right_text, written, words, tmp_path):
     assert right_text in ANSWERS
     exercise = with_source(name, ANSWERS.replace(right_text, written), tmp_path)
@@ -94,7 +100,7 @@ def test_one_slip_in_the_right_answer_is_refused(name, right_text, written, word
         assert re.search(words, said), said
 
 
-@pytest.mark.parametrize('name, written', UNUSUAL)
+@pytest.mark.parametrize('name, written', some_of(UNUSUAL, every=3))
 def test_an_unusual_right_answer_is_accepted(name, written, tmp_path):
     """By the check, and by the numbers that the marker compares."""
     table = ANSWERS.index('ANSWERS = ')
@@ -131,7 +137,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize('name, function', FUNCTIONS)
+@pytest.mark.parametrize('name, function', some_of(FUNCTIONS, every=3))
 def test_anything_a_function_returns_is_answered_in_one_line(name, function):
     for wrong in broken(SOLUTIONS[name][function]):
         right, _ = grade(name, {function: wrong})
