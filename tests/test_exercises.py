@@ -54,13 +54,19 @@ def verdict_on_file(path):
 # -------------------------------------------------------------------------------------------------
 # right and wrong solutions
 
+def some_of(table, every):
+    """Every so manyth row in each run of the tests, the others with --slow."""
+    return [row if i % every == 0 else pytest.param(*row, marks=pytest.mark.slow)
+            for i, row in enumerate(table)]
+
+
 @pytest.mark.parametrize('name', check.NAMES)
 def test_the_library_is_a_solution(name):
     right, said = grade(name, {})
     assert right, said
 
 
-@pytest.mark.parametrize('name, function, written, words', MISTAKES)
+@pytest.mark.parametrize('name, function, written, words', some_of(MISTAKES, every=2))
 def test_a_typical_mistake_gets_its_sentence(name, function, written, words):
     right, said = grade(name, {function: written})
     assert not right and re.search(words, said), said
@@ -82,12 +88,6 @@ def with_source(name, source, folder):
     exercise = load(name)
     check.install(exercise, check.load(str(path)).ANSWERS[name])
     return exercise
-
-
-def some_of(table, every):
-    """Every so manyth row in each run of the tests, the others with --slow."""
-    return [row if i % every == 0 else pytest.param(*row, marks=pytest.mark.slow)
-            for i, row in enumerate(table)]
 
 
 @pytest.mark.parametrize('name, right_text, written, words', some_of(NEAR, every=3))
