@@ -153,6 +153,25 @@ def rows_of_parts(ours, config):
     return None
 
 
+def shape_of(ours, config, variant):
+    """The shape of one of our weights or biases, of a model of this Variant."""
+    C, V, H = config.n_embd, config.vocab_size, config.mlp_hidden
+    q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    matrices = {
+        'wte': (V, C),
+        'lm_head': (V, C),
+        'c_attn': (q + 2 * kv, C),
+        'c_proj in attn': (C, q),
+        'c_fc': (H if variant.neox else 2 * H, C),
+        'c_proj in mlp': (C, H),
+    }
+    *_, where, module, kind = ('', *ours.split('.'))    # h.0.mlp.c_fc.bias: mlp, c_fc, bias
+    shape = matrices.get(module) or matrices.get(f'{module} in {where}')
+    if shape is None:                                   # a norm
+        return (config.head_dim,) if where == 'attn' else (C,)
+    return shape if kind == 'weight' else shape[:1]
+
+
 def is_meaningless(name):
     return name in MEANINGLESS or name.endswith(MEANINGLESS_ENDINGS)
 
@@ -169,14 +188,13 @@ def whole_number(c, name, default=None, required=True):
     return c[name]
 
 
-def number(c, name, default):
-    """c[name] as a float; `default` if it is missing or null."""
-    value = c.get(name)
-    if value is None:
+def number(c, name, default=None):
+    """c[name] as a float; the default, where there is one, if it is missing or null."""
+    if default is not None and c.get(name) is None:
         return default
-    if type(value) not in (int, float):
-        raise TypeError(f"{name}={value!r} is no number")
-    return float(value)
+    if type(c[name]) not in (int, float):
+        raise TypeError(f"{name}={c[name]!r} is no number")
+    return float(c[name])
 
 
 def flag(c, name, default=False):
@@ -317,7 +335,7 @@ def llama_fields(c):
         head_dim=whole_number(c, 'head_dim', required=False),
         mlp_hidden=whole_number(c, 'intermediate_size'),
         rope_theta=theta,
-        norm_eps=float(c['rms_norm_eps']),
+        norm_eps=number(c, 'rms_norm_eps'),
         qk_norm=has_qk_norm(c),
         tie_embeddings=flag(c, 'tie_word_embeddings'))
 
@@ -490,24 +508,28 @@ def read_weights(folder, config, variant, dtype):
     nothing reads.
     """
     stored = open_tensors(folder)
+    if config.n_layer > len(stored):    # before the table grows as long as that
+        raise UserError(f"{folder}: config.json says {config.n_layer} layers, its files have "
+                        f"{len(stored)} tensors")
     table = names_of_variant(config, variant)
     if config.tie_embeddings:
         table.pop('lm_head.weight')     # in some files it stands there, too
     refuse_unknown(folder, stored, table)
 
-    weights = {}
-    order = None
-    if variant.neox:
-        order = rows_of_attention(config.n_head, config.head_dim, variant.rotary_dim)
+    places = {}                         # all are known to be there before any is read
     for ours, theirs in table.items():
         try:
-            parts = [stored[name] for name in theirs]
+            places[ours] = [stored[name] for name in theirs]
         except KeyError as error:
             raise UserError(f"{folder}: no tensor {error} in its files of weights") from None
-        rows = rows_of_parts(ours, config) if len(parts) > 1 else None
-        weights[ours] = read_stacked(parts, rows, dtype)
+        refuse_shapes(places[ours], ours, config, variant)
+
+    weights = {}
+    for ours, parts in places.items():
+        weights[ours] = read_stacked(parts, shape_of(ours, config, variant), dtype)
         if variant.neox and '.c_attn.' in ours:
-            reorder(weights[ours], order, parts[0])
+            order = rows_of_attention(config.n_head, config.head_dim, variant.rotary_dim)
+            reorder(weights[ours], order)
     if config.tie_embeddings:
         weights['lm_head.weight'] = weights['wte.weight']
     return weights
@@ -525,29 +547,25 @@ def refuse_unknown(folder, stored, table):
                         "than its config.json says")
 
 
-def read_stacked(parts, rows, dtype):
-    """
-    Tensors in files as one of `dtype`, one under the other; UserError unless they have these rows.
-    """
-    shapes = [part.shape for part in parts]
-    if () in shapes:
-        raise UserError(f"{parts[0].path}: {parts[0].name} is a single number")
-    if rows is not None and [shape[0] for shape in shapes] != rows:
-        raise UserError(f"{parts[0].path}: {parts[0].name} and what belongs to it have shapes "
-                        f"{shapes}: config.json says {rows} rows")
-    out = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
-    for part, place in zip(parts, out.split([shape[0] for shape in shapes])):
-        if part.shape != tuple(place.shape):
-            raise UserError(f"{part.path}: {part.name} has shape {part.shape}, not "
-                            f"{tuple(place.shape)}")
+def refuse_shapes(parts, ours, config, variant):
+    """UserError unless tensors in files, one under the other, are what config.json says."""
+    rows, *columns = shape_of(ours, config, variant)
+    rows_of_each = rows_of_parts(ours, config) if len(parts) > 1 else [rows]
+    for part, rows in zip(parts, rows_of_each):
+        if part.shape != (rows, *columns):
+            raise UserError(f"{part.path}: {part.name} has shape {part.shape}, config.json says "
+                            f"{(rows, *columns)}")
+
+
+def read_stacked(parts, shape, dtype):
+    """Tensors in files as one of this shape and `dtype`, one under the other."""
+    out = torch.empty(shape, dtype=dtype)
+    for part, place in zip(parts, out.split([part.shape[0] for part in parts])):
         part.copy_into(place)
     return out
 
 
-def reorder(tensor, order, part):
-    """Put the rows of a tensor into this order; `part` is where they were read."""
-    if len(tensor) != len(order):
-        raise UserError(f"{part.path}: {part.name} has {len(tensor)} rows, config.json says "
-                        f"{len(order)}")
+def reorder(tensor, order):
+    """Put the rows of a tensor into this order."""
     for columns in tensor.view(len(tensor), -1).split(64, dim=1):   # in parts: no whole copy
         columns.copy_(columns[order])

@@ -105,7 +105,8 @@ def test_mechanisms_are_not_exported(tmp_path):
     (dict(hidden_size=None), 'not a usable'),
     (dict(num_hidden_layers=5.5), 'not a usable.*num_hidden_layers=5.5'),
     (dict(num_key_value_heads='2'), "not a usable.*num_key_value_heads='2'"),
-    (dict(rms_norm_eps=None), 'not a usable'),
+    (dict(rms_norm_eps=None), 'not a usable.*rms_norm_eps=None'),
+    (dict(rms_norm_eps='1e-5'), "not a usable.*rms_norm_eps='1e-5'"),
 ])
 def test_foreign_configurations(change, words):
     with pytest.raises(UserError, match=f'^config.json: .*{words}'):
