@@ -141,7 +141,8 @@ def test_a_hugging_face_folder_is_measured_on_the_data_that_is_named(tmp_path, c
         choices.main([f'hf:{folder}'])
 
     tokenizer = get_tokenizer(f'hf:{folder}')
-    write_dataset(str(tmp_path / 'mine'), [b'hello  he said ' * 9] * 40, tokenizer, 0.3, 'test')
+    documents = [f'hello  he said {i} '.encode() * 9 for i in range(100)]
+    write_dataset(str(tmp_path / 'mine'), documents, tokenizer, 0.3, 'test')
     choices.main([f'hf:{folder}', f'--data_dir={tmp_path / "mine"}', '--tokens=64'])
     out = capsys.readouterr().out
     assert 'nats per token of 64 ' in out

@@ -12,7 +12,8 @@ from conftest import make
 import train
 from engine.checkpoint import load_checkpoint
 from engine.errors import UserError
-from engine.huggingface import describe, load_state, read_description
+from engine.hf_config import describe
+from engine.huggingface import load_state, read_description
 from model import GPTConfig
 
 pytest.importorskip('safetensors')
