@@ -137,7 +137,7 @@ def prepare_fineweb(settings, kind, folder):
 
 def prepare_task(settings, name, folder):
     """Make the problems of a task. Returns the meta dictionary."""
-    size = TASKS[name].size if settings.size is None else settings.size
+    size = TASKS[name].default_size if settings.size is None else settings.size
     check_task(name, size, settings.problems)
     source = f'{name} --size={size} --problems={settings.problems} --seed={settings.seed}'
     refuse_other(settings, folder, source)

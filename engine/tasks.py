@@ -4,12 +4,12 @@ how many. prepare_data.py writes them as ordinary data sets, tools/evaluate.py c
 answers.
 
     addition   1999+8001=10000          the first digit waits for carries from the last ones
-    traffic    2:>>.>..|>.>.>.          cars after two rounds; a car moves if the next place is free
+    traffic    2:>>.>..|.>.>.>          cars after two rounds; a car moves if the next place is free
     minimax    37a25ab=3                the value of a game tree: a takes the lower of two, b the
                                         higher
 
-A problem is a document: a question, which ends with '=' or '|', its answer, and the end-of-text
-token. How hard a problem is can be read from its question.
+A problem is a document: a question, which ends with '=' or '|', and its answer. How hard it is can
+be read from the question.
 """
 
 import random
@@ -19,12 +19,12 @@ from engine.errors import UserError
 
 
 class Task:
-    """A kind of problem; `size` is its dial."""
-    largest = 1         # size, at most
-    size = 1            # without --size
+    """A kind of problem; the methods' `size` is its dial."""
+    largest_size = 1
+    default_size = 1
     end = '='           # the last character of a question
     unit = ''           # what `difficulty` counts
-    wait_unit = None    # what `waits` counts, None if it is the same for a whole answer
+    reach_unit = None   # what `reach` counts
 
     def question(self, rng, size):
         """A question, drawn with a random.Random."""
@@ -42,20 +42,20 @@ class Task:
         """Characters of the longest problem."""
         raise NotImplementedError
 
-    def waits(self, question):
-        """Of each character of the answer, how far it depends on others: [int, ..]."""
+    def reach(self, question):
+        """For each character of the answer, how many places it depends on; [] if not counted."""
         return []
 
 
 class Addition(Task):
     """
     Sums of two numbers with `size` digits, the first digit first. In 70 % of the problems 60 % of
-    the pairs of digits add up to 9, so that carries run far.
+    the pairs of digits are made to add up to 9, so that carries run far.
     """
-    largest = 100
-    size = 4
+    largest_size = 100
+    default_size = 4
     unit = 'longest carry'
-    wait_unit = 'places its carry depends on'
+    reach_unit = 'places its carry depends on'
 
     def question(self, rng, size):
         far = rng.random() < 0.7
@@ -88,9 +88,9 @@ class Addition(Task):
         return longest
 
     def longest(self, size):
-        return 3 * size + 3
+        return 3 * size + 3     # two numbers, a sum with one digit more, + and =
 
-    def waits(self, question):
+    def reach(self, question):
         """Places to the right that have to be read: up to the first whose pair is not 9."""
         first, second = question[:-1].split('+')
         nines = [int(a) + int(b) == 9 for a, b in zip(first, second)]
@@ -103,11 +103,11 @@ class Addition(Task):
 class Traffic(Task):
     """
     1 to `size` rounds on a road of 2 size places. In a round every car (>) with a free place (.) in
-    front of it moves there, all at once; the road ends at a wall. Rule 184 of Wolfram's elementary
-    cellular automata, in which jams move backwards.
+    front of it moves there, all at once; the road ends at a wall. This is rule 184 of Wolfram's
+    elementary cellular automata, in which jams move backwards.
     """
-    largest = 99
-    size = 8
+    largest_size = 99
+    default_size = 8
     end = '|'
     unit = 'rounds'
 
@@ -119,23 +119,23 @@ class Traffic(Task):
     def answer(self, question):
         rounds, road = question[:-1].split(':')
         for _ in range(int(rounds)):
-            road = road.replace('>.', '.>')     # from the left, each place once
+            road = road.replace('>.', '.>')     # no two '>.' overlap: all cars at once
         return road
 
     def difficulty(self, question):
         return int(question.split(':')[0])
 
     def longest(self, size):
-        return len(str(size)) + 4 * size + 2
+        return len(str(size)) + 4 * size + 2    # the number of rounds, the road twice, : and |
 
 
 class Minimax(Task):
     """
-    The value of a complete game tree of 1 to `size` levels, whose leaves are digits: both branches,
-    then the player who chooses. Players a, c, .. take the lower value, b, d, .. the higher.
+    The value of a complete game tree of 1 to `size` levels, whose leaves are digits. It is written
+    as both branches, then the player who chooses. Players a, c, .. take the lower value, b, d, .. the higher.
     """
-    largest = 8
-    size = 4
+    largest_size = 8
+    default_size = 4
     unit = 'levels'
     players = 'abcdefgh'
 
@@ -163,7 +163,7 @@ class Minimax(Task):
         return self.players.index(question[-2]) + 1
 
     def longest(self, size):
-        return 2 ** (size + 1) + 1
+        return 2 ** (size + 1) + 1  # 2 ** (size + 1) - 1 leaves and players, = and a digit
 
 
 TASKS = {'addition': Addition(), 'traffic': Traffic(), 'minimax': Minimax()}
@@ -180,7 +180,7 @@ def problems(name, size, count, seed):
 
 def check_task(name, size, count):
     """UserError for a size that the task has not, or for too few problems."""
-    largest = TASKS[name].largest
+    largest = TASKS[name].largest_size
     if not 1 <= size <= largest:
         raise UserError(f"--size={size}: {name} has sizes from 1 to {largest}")
     if count < 100:
@@ -189,11 +189,12 @@ def check_task(name, size, count):
 
 def task_of(meta):
     """(the name of the task that a data set was made of, its size); None for another text."""
+    # as prepare_data.py writes it
     made = re.match(r'([a-z]+) --size=([0-9]{1,3}) --problems=', meta['source'])
     if made is None or made[1] not in TASKS:
         return None
     name, size = made[1], int(made[2])
-    return (name, size) if 1 <= size <= TASKS[name].largest else None
+    return (name, size) if 1 <= size <= TASKS[name].largest_size else None
 
 
 def check_context(meta, block_size):
@@ -202,7 +203,7 @@ def check_context(meta, block_size):
     if made is None:
         return
     name, size = made
-    needed = TASKS[name].longest(size) + 1      # the end-of-text token before it
+    needed = TASKS[name].longest(size) + 1      # and the end-of-text token in front of it
     if needed > block_size:
         raise UserError(f"{name} of size {size} has problems of {needed} tokens: raise "
                         f"block_size={block_size}, or prepare them with a smaller --size")

@@ -56,7 +56,7 @@ def test_sums():
         assert task.answer(question) == f'{int(a) + int(b):06d}'
 
 
-@pytest.mark.parametrize('question, longest, waits', [
+@pytest.mark.parametrize('question, longest, reach', [
     ('12+34=', 0, [1, 1, 0]),
     ('19+11=', 1, [1, 1, 0]),
     ('1999+0001=', 3, [1, 3, 2, 1, 0]),
@@ -65,9 +65,9 @@ def test_sums():
     ('5454+5545=', 1, [1, 3, 2, 1, 0]),
     ('5955+5055=', 2, [1, 2, 1, 1, 0]),
 ])
-def test_how_far_carries_run(question, longest, waits):
+def test_how_far_carries_run(question, longest, reach):
     assert TASKS['addition'].difficulty(question) == longest
-    assert TASKS['addition'].waits(question) == waits
+    assert TASKS['addition'].reach(question) == reach
 
 
 def carries(question):
@@ -280,11 +280,11 @@ def test_passes_are_counted_by_how_far_a_digit_waits(in_tmp):
     folder = prepare('addition')
     result = answers.summary(StandIn(TASKS['addition'].answer), folder, 1000)
     assert result['passes'] == 3
-    by_wait = {row['places its carry depends on']: row for row in result['by_wait']}
-    assert by_wait[0]['passes'] == 5
-    assert by_wait[0]['characters'] == result['problems']
-    assert by_wait[4]['passes'] == 1
-    assert 1 < by_wait[3]['passes'] <= 2
+    by_reach = {row['places its carry depends on']: row for row in result['by_reach']}
+    assert by_reach[0]['passes'] == 5
+    assert by_reach[0]['characters'] == result['problems']
+    assert by_reach[4]['passes'] == 1
+    assert 1 < by_reach[3]['passes'] <= 2
 
 
 def test_evaluate_prints_a_table_and_writes_json(in_tmp, capsys):

@@ -2,11 +2,11 @@
 Right answers to the problems of a made task (engine/tasks.py), for tools/evaluate.py and
 tools/compare.py.
 
-    by difficulty: the share of answers that are right, and the passes per character
-    with halting also the passes of a character by how many others it depends on
+    by difficulty   the share of right answers, and the passes of the model per character
+    by reach        sums, with halting: passes by how many places a character depends on
 
-Answers are written greedily, through the cache, many at once; each question follows two problems of
-the validation set and their answers.
+Answers are written greedily, through the cache, many at once; each question follows up to two problems
+of the validation set and their answers.
 """
 
 import os
@@ -22,20 +22,20 @@ from engine.errors import UserError
 from engine.shards import open_shard, read_meta
 from engine.tasks import TASKS, task_of
 
-SHOWN = 2       # problems and their answers in front of each question
+EXAMPLES = 2    # problems and their answers in front of each question
 
 
 @dataclass
-class Answer:
-    """What a model made of one problem."""
+class Outcome:
+    """How a model did on one problem."""
     difficulty: int
     right: bool         # the whole answer, and the end of the text behind it
     passes: list        # of each of its characters
-    waits: list         # the same, Task.waits
+    reach: list         # of each, Task.reach
 
 
 def validation_problems(folder):
-    """(task, generator of its (question, answer) in the validation set); UserError if no task."""
+    """(task, generator of (question, answer)) of a validation set; UserError if it is of no task."""
     meta = read_meta(folder)
     made = task_of(meta)
     if made is None:
@@ -46,7 +46,7 @@ def validation_problems(folder):
 
 
 def read_problems(folder, meta, task, size):
-    """(question, answer) of each problem in the validation set; UserError for what is none."""
+    """Yields (question, answer) of each problem; UserError for a text that is none."""
     for shard in meta['val']['shards']:
         path = os.path.join(folder, shard['name'])
         tokens = open_shard(path, shard['tokens'])
@@ -72,65 +72,66 @@ def is_problem(task, size, question, answer):
 
 def answer_all(model, task, pairs, eot, batch_size=100):
     """
-    The Answers of a model to pairs [(question, answer), ..]. As in training, a question follows
-    others: without them some models lose count of the places.
+    The Outcomes of a model on pairs [(question, answer), ..]. As in training, a question follows
+    others: without them some models lose count of the places. The shortest prompts come first.
     """
     asked = []
     for i, (question, answer) in enumerate(pairs):
-        before = pairs[max(0, i - SHOWN):i]
-        asked.append(Asked(prompt_of(question, before, eot, room(model, answer)), question, answer))
+        before = pairs[max(0, i - EXAMPLES):i]
+        prompt = prompt_of(question, before, eot, prompt_room(model, answer))
+        asked.append(Prompted(prompt, question, answer))
     asked.sort(key=lambda one: len(one.prompt))     # so that batches need little padding
-    answers = []
+    outcomes = []
     for first in range(0, len(asked), batch_size):
-        answers += answer_batch(model, task, asked[first:first + batch_size], eot)
-    return answers
+        outcomes += answer_batch(model, task, asked[first:first + batch_size], eot)
+    return outcomes
 
 
 @dataclass
-class Asked:
+class Prompted:
     """A question as the model reads it, and the right answer."""
     prompt: list        # tokens
     question: str
     answer: str
 
 
-def room(model, answer):
+def prompt_room(model, answer):
     """Tokens of the context that are left for the prompt."""
     return model.config.block_size - len(answer)
 
 
-def prompt_of(question, before, eot, room):
-    """The tokens of a question behind as many problems (question, answer) as there is room for."""
+def prompt_of(question, before, eot, most_tokens):
+    """A question's tokens, behind as many of the problems `before` as fit into most_tokens."""
     tokens = [eot, *question.encode()]
     for earlier, answer in reversed(before):
         problem = [eot, *(earlier + answer).encode()]
-        if len(problem) + len(tokens) > room:
+        if len(problem) + len(tokens) > most_tokens:
             break
         tokens = problem + tokens
     return tokens
 
 
 def answer_batch(model, task, asked, eot):
-    """The same for some of them, all at once."""
+    """The Outcomes of one batch of questions."""
     longest = max(len(one.answer) for one in asked)
     prompts = [one.prompt for one in asked]
-    places = list(model.stream(prompts, longest + 1, temperature=0, stop_token=eot))
-    tokens = torch.stack([token for token, _ in places], dim=1).tolist()    # (B, places)
-    passes = torch.stack([taken for _, taken in places], dim=1).tolist()
+    steps = list(model.stream(prompts, longest + 1, temperature=0, stop_token=eot))
+    tokens = torch.stack([token for token, _ in steps], dim=1).tolist()    # (batch, steps)
+    passes = torch.stack([taken for _, taken in steps], dim=1).tolist()
 
-    answers = []
+    outcomes = []
     for one, row, taken in zip(asked, tokens, passes):
         n = len(one.answer)
         right = row[:n + 1] == [*one.answer.encode(), eot]
         difficulty = task.difficulty(one.question)
-        answers.append(Answer(difficulty, right, taken[:n], task.waits(one.question)))
-    return answers
+        outcomes.append(Outcome(difficulty, right, taken[:n], task.reach(one.question)))
+    return outcomes
 
 
 def summary(model, folder, count):
     """
     Over the first `count` problems of a data folder's validation set:
-    {'task', 'problems', 'right', 'passes', 'by_difficulty': [..], 'by_wait': [..]}
+    {'task', 'problems', 'right', 'passes', 'by_difficulty': [..], 'by_reach': [..]}
     """
     task, problems = validation_problems(folder)
     eot = read_meta(folder)['eot']
@@ -141,7 +142,7 @@ def summary(model, folder, count):
         'right': fmean(answer.right for answer in answers),
         'passes': fmean(passes for answer in answers for passes in answer.passes),
         'by_difficulty': by_difficulty(task, answers),
-        'by_wait': by_wait(task, answers),
+        'by_reach': by_reach(task, answers),
     }
 
 
@@ -158,14 +159,14 @@ def by_difficulty(task, answers):
     return rows
 
 
-def by_wait(task, answers):
-    """[{unit of waits, 'characters', 'passes'}, ..]; none for a task without."""
+def by_reach(task, answers):
+    """[{unit of reach, 'characters', 'passes'}, ..]; none for a task without."""
     levels = defaultdict(list)
     for answer in answers:
-        for wait, passes in zip(answer.waits, answer.passes):
-            levels[wait].append(passes)
-    return [{task.wait_unit: wait, 'characters': len(taken), 'passes': fmean(taken)}
-            for wait, taken in sorted(levels.items())]
+        for reach, passes in zip(answer.reach, answer.passes):
+            levels[reach].append(passes)
+    return [{task.reach_unit: reach, 'characters': len(taken), 'passes': fmean(taken)}
+            for reach, taken in sorted(levels.items())]
 
 
 def in_words(result, halts):
@@ -173,8 +174,8 @@ def in_words(result, halts):
     parts = [f"{result['task']}: {result['right']:.1%} of {result['problems']:,} answers right, "
              f"with {result['passes']:.2f} passes per character"]
     parts += markdown(result['by_difficulty'])
-    if halts and result['by_wait']:
-        parts += markdown(result['by_wait'])
+    if halts and result['by_reach']:
+        parts += markdown(result['by_reach'])
     return '\n'.join(parts)
 
 
