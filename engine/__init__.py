@@ -24,7 +24,8 @@ this folder imports a file of the top level.
                   output.py      the output folder, the log file, signals
                   log.py         what a run says of its steps and evaluations
                   plan.py        what a run would take
-                  huggingface.py Hugging Face folders: their config.json and their names
+                  huggingface.py Hugging Face folders: their names and weights
+                  hf_config.py   their config.json
                   tensors.py     files of weights, read one tensor at a time
                   errors.py      a line for what the user can mend
                   palette.py     the colours of terminal, pictures and pages

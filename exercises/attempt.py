@@ -14,12 +14,11 @@ import sys
 import types
 from dataclasses import asdict
 
+import borrowed
 import check
 
 ROOT = os.path.dirname(check.HERE)
 MEGABYTE = 2 ** 20
-HIDDEN = [os.path.realpath(os.path.join(ROOT, name))
-          for name in ('model.py', 'engine', 'exercises', 'tests')]
 CHANGES = (  # events of Python's audit hooks, each with a path in front
     'os.chmod', 'os.chown', 'os.link', 'os.mkdir', 'os.remove', 'os.rename', 'os.rmdir',
     'os.symlink', 'os.truncate', 'os.utime',
@@ -38,6 +37,8 @@ class Fence:
 
     def __init__(self, folder):
         self.folder = os.path.realpath(folder)
+        venv = [sys.prefix] if within(sys.prefix, ROOT) else []
+        self.readable = [self.folder, *venv]  # as far as it is in the project
 
     def __call__(self, event, args):
         if event.startswith(OUTSIDE):
@@ -51,13 +52,19 @@ class Fence:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if writes and not self.inside(path) and path != os.devnull:
             raise PermissionError(f"no changes outside of your folder (open {path})")
-        real = os.path.realpath(os.fsdecode(path))
-        if any(real == hidden or real.startswith(hidden + os.sep) for hidden in HIDDEN):
+        if within(path, ROOT) and not any(within(path, place) for place in self.readable):
             raise PermissionError(f"the answers are in there ({path})")
 
     def inside(self, path):
-        real = os.path.realpath(os.fsdecode(path))
-        return real.startswith(self.folder + os.sep)
+        return within(path, self.folder)
+
+
+def within(path, folder):
+    """Whether the file is in the folder; a file that is open already counts as in it."""
+    if isinstance(path, int):
+        return True
+    real, folder = os.path.realpath(os.fsdecode(path)), os.path.realpath(folder)
+    return real.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def main(argv):
@@ -86,7 +93,7 @@ def separate_stdout():
 def hide_the_project():
     """Its modules are loaded; nobody shall find them by their names."""
     for name in list(sys.modules):
-        if check.of_the_project(name):
+        if borrowed.of_the_project(name):
             del sys.modules[name]
     sys.path[:] = [path for path in sys.path if path not in (ROOT, check.HERE, '')]
 
@@ -116,22 +123,30 @@ def take_over(exercise, path, wanted):
     exercise. Returns an Outcome if that is impossible.
     """
     given = {name: getattr(exercise, name) for name in getattr(exercise, 'GIVEN', ())}
-    words = check.borrowed(path, given)
+    words = borrowed.borrowed(path, given)
     if words:
         return check.Outcome(False, words)
     sys.modules['model'] = types.ModuleType('model')
     vars(sys.modules['model']).update(given)  # all that there is to import from it
 
     student = sys.modules['student'] = types.ModuleType('student')
+    student.getattr = careful_getattr
     try:
-        exec(compile(check.students_part(path), path, 'exec'), vars(student))
-    except (Exception, SystemExit) as error:
+        exec(compile(borrowed.students_part(path), path, 'exec'), vars(student))
+    except BaseException as error:  # exit() too, and exceptions that a student made
         return check.Outcome(False, check.explain(error, path))
     missing = [name for name in wanted if not hasattr(student, name)]
     if missing:
         return check.Outcome(False, f"{' and '.join(missing)} should be defined above the check")
     check.install(exercise, {name: getattr(student, name) for name in wanted})
     return None
+
+
+def careful_getattr(thing, name, *default):
+    """getattr in the student's part, where borrowed.py cannot know the name."""
+    if type(name) is not str or borrowed.leads_out(name) or borrowed.is_an_answer(name):
+        raise AttributeError(f"{name} leads out of an exercise")
+    return getattr(thing, name, *default)
 
 
 if __name__ == '__main__':

@@ -11,10 +11,8 @@ Checks exercises, and says in words what is not right yet. You need not read thi
     python exercises/attention.py                one of them, here and now
     python exercises/attention.py --hint         a hint; --hint=2 and --hint=3 say more
 """
-import ast
 import contextlib
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -26,16 +24,14 @@ import torch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
+from borrowed import borrowed, students_lines
+
 from engine.errors import UserError, run as run_program
 from model import GPT, GPTConfig
 
 NAMES = (
     'attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops',
 )
-PROJECT = (  # modules in which the answers are, or by which one gets to them
-    'model', 'engine', 'check', 'answers', 'attempt', 'marker', 'sample', 'train', 'tools', 'tests',
-)
-OF_A_MODEL = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory')  # answers, as attributes
 ADVICE = {  # words in an error message: what they usually mean here
     'not enough values to unpack .expected 2, got 0':
         "An empty list was taken apart, as zip(*pairs) does with no pairs. Layer 0 has no sources: "
@@ -351,7 +347,9 @@ def judge(part, path, seed=0):
         return Outcome(True, words or '', list(notes))
     except (NotYet, NotImplementedError) as problem:
         return Outcome(False, str(problem) or "something is not implemented yet")
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # exit() too, and exceptions that a student made
         return Outcome(False, explain(error, path))
 
 
@@ -377,102 +375,12 @@ def where(error, path):
     return f"line {own[-1].lineno}, `{own[-1].line}`, stops with"
 
 
-def students_lines(path):
-    """How many lines of an exercise stand above its check: those are the student's."""
-    with open(path, encoding='utf-8') as f:
-        for i, line in enumerate(f):
-            if line.startswith('# the check'):
-                return i
-    return math.inf
-
-
 def advice(message):
     """' What such an error usually means here.', or nothing."""
     for words, text in ADVICE.items():
         if re.search(words, message):
             return ' ' + text
     return ''
-
-
-# -------------------------------------------------------------------------------------------------
-# the student's part of a file, and what it may use
-
-def students_part(path):
-    """The lines above the check, as text."""
-    with open(path, encoding='utf-8') as f:
-        lines = f.readlines()
-    end = students_lines(path)
-    return ''.join(lines[:min(end, len(lines))])
-
-
-def borrowed(path, given=()):
-    """
-    A sentence if the student's part of this file uses what holds the answers: the project's
-    modules, what the check below is made of, a model's own methods. Else None.
-    given: names that may be imported from the project all the same.
-    """
-    try:
-        tree = ast.parse(students_part(path))
-        below = names_below(path) - names_bound(tree)
-    except (OSError, SyntaxError):
-        return None  # told elsewhere
-    for node in ast.walk(tree):
-        what = taken(node, below, given)
-        if what:
-            return f"line {node.lineno} uses {what}: the answer is in there, and it is to be yours"
-    return None
-
-
-def names_below(path):
-    """What the check in this file defines, or imports from the project."""
-    with open(path, encoding='utf-8') as f:
-        tree = ast.parse(f.read())
-    end, names = students_lines(path), set()
-    for node in tree.body:
-        if node.lineno <= end:
-            continue
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        if isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        if isinstance(node, ast.ImportFrom) and of_the_project(node.module):
-            names |= {alias.asname or alias.name for alias in node.names}
-    return names
-
-
-def names_bound(tree):
-    """All names that are assigned, imported, defined or arguments somewhere in this code."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        if isinstance(node, ast.alias):
-            names.add(node.asname or node.name.partition('.')[0])
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        if isinstance(node, ast.arg):
-            names.add(node.arg)
-    return names
-
-
-def taken(node, below, given):
-    """The name of an answer, if that is what this node of the student's code takes, or None."""
-    if isinstance(node, ast.Import):
-        modules = [alias.name for alias in node.names]
-        return next((name for name in modules if of_the_project(name)), None)
-    if isinstance(node, ast.ImportFrom) and of_the_project(node.module or ''):
-        names = [alias.name for alias in node.names]
-        return next((f"{node.module}.{name}" for name in names if name not in given), None)
-    if isinstance(node, ast.Name) and node.id in below:
-        return node.id
-    if isinstance(node, ast.Attribute) and node.attr in OF_A_MODEL:
-        if isinstance(node.value, ast.Name) and node.value.id == 'gpt':
-            return f"gpt.{node.attr}"
-    return None
-
-
-def of_the_project(module):
-    return module.partition('.')[0] in PROJECT
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import TOGGLES, make, save
+from released import PONDER, write_folder
 
 from engine.errors import UserError
 from engine.shards import get_tokenizer
@@ -131,6 +132,21 @@ def test_a_data_set_that_was_made_again_with_another_tokenizer(tmp_path, monkeyp
     meta.write_text(json.dumps(changed))
     with pytest.raises(UserError, match='data/re has gpt2 tokens, not byte'):
         choices.main([path])
+
+
+def test_a_hugging_face_folder_is_measured_on_the_data_that_is_named(tmp_path, capsys):
+    c = dict(PONDER, vocab_size=270, max_position_embeddings=32)
+    folder, _ = write_folder(tmp_path / 'hf', c, tokenizer=True)
+    with pytest.raises(UserError, match='no validation set.*--data_dir=FOLDER'):
+        choices.main([f'hf:{folder}'])
+
+    tokenizer = get_tokenizer(f'hf:{folder}')
+    documents = [f'hello  he said {i} '.encode() * 9 for i in range(100)]
+    write_dataset(str(tmp_path / 'mine'), documents, tokenizer, 0.3, 'test')
+    choices.main([f'hf:{folder}', f'--data_dir={tmp_path / "mine"}', '--tokens=64'])
+    out = capsys.readouterr().out
+    assert 'nats per token of 64 ' in out
+    assert len([line for line in out.splitlines() if line.startswith('everyone ')]) == 4
 
 
 @pytest.mark.parametrize('args, words', [

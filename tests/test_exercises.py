@@ -2,6 +2,7 @@
 Each exercise accepts the library as its solution, and answers typical mistakes in words, never
 with a traceback.
 """
+import functools
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from variants import NEAR, UNUSUAL
 
 FOLDER = os.path.join(ROOT, 'exercises')
 sys.path.insert(0, FOLDER)
+import borrowed
 import check
 import marker
 
@@ -52,13 +54,19 @@ def verdict_on_file(path):
 # -------------------------------------------------------------------------------------------------
 # right and wrong solutions
 
+def some_of(table, every):
+    """Every so manyth row in each run of the tests, the others with --slow."""
+    return [row if i % every == 0 else pytest.param(*row, marks=pytest.mark.slow)
+            for i, row in enumerate(table)]
+
+
 @pytest.mark.parametrize('name', check.NAMES)
 def test_the_library_is_a_solution(name):
     right, said = grade(name, {})
     assert right, said
 
 
-@pytest.mark.parametrize('name, function, written, words', MISTAKES)
+@pytest.mark.parametrize('name, function, written, words', some_of(MISTAKES, every=2))
 def test_a_typical_mistake_gets_its_sentence(name, function, written, words):
     right, said = grade(name, {function: written})
     assert not right and re.search(words, said), said
@@ -73,36 +81,41 @@ with open(os.path.join(FOLDER, 'answers.py'), encoding='utf-8') as f:
     ANSWERS = f.read()
 
 
-def grade_source(name, source, folder):
-    """The verdict on what answers.py with this source has for an exercise."""
+def with_source(name, source, folder):
+    """An exercise with what answers.py with this source has for it."""
     path = folder / 'answers.py'
     path.write_text(source, encoding='utf-8')
     exercise = load(name)
     check.install(exercise, check.load(str(path)).ANSWERS[name])
-    return exercise, check.verdict(exercise)
+    return exercise
 
 
-@pytest.mark.parametrize('name, right_text, written, words', NEAR)
+@pytest.mark.parametrize('name, right_text, written, words', some_of(NEAR, every=3))
 def test_one_slip_in_the_right_answer_is_refused(name, right_text, written, words, tmp_path):
     assert right_text in ANSWERS
-    _, (right, said) = grade_source(name, ANSWERS.replace(right_text, written), tmp_path)
+    exercise = with_source(name, ANSWERS.replace(right_text, written), tmp_path)
+    right, said = check.verdict(exercise)
     assert right == (words is None), said
     if not right:
         assert re.search(words, said), said
 
 
-@pytest.mark.parametrize('name, written', UNUSUAL)
+@pytest.mark.parametrize('name, written', some_of(UNUSUAL, every=3))
 def test_an_unusual_right_answer_is_accepted(name, written, tmp_path):
     """By the check, and by the numbers that the marker compares."""
     table = ANSWERS.index('ANSWERS = ')
     imports = 'import torch.nn.functional as F\n\n'
     source = ANSWERS[:table] + imports + written + '\n\n' + ANSWERS[table:]
-    exercise, (right, said) = grade_source(name, source, tmp_path)
-    assert right, said
-    numbers = marker.right_numbers(name, seed=3)
+    exercise = with_source(name, source, tmp_path)
+    numbers = right_numbers(name)
     for part, function in exercise.PARTS.items():
         outcome = check.judge(function, exercise.__file__, seed=3)
         assert outcome.right and marker.agree(outcome.notes, numbers[part]), (part, outcome.words)
+
+
+@functools.cache
+def right_numbers(name):
+    return marker.right_numbers(name, seed=3)
 
 
 @pytest.mark.parametrize('name', check.NAMES)
@@ -124,7 +137,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize('name, function', FUNCTIONS)
+@pytest.mark.parametrize('name, function', some_of(FUNCTIONS, every=3))
 def test_anything_a_function_returns_is_answered_in_one_line(name, function):
     for wrong in broken(SOLUTIONS[name][function]):
         right, _ = grade(name, {function: wrong})
@@ -262,7 +275,57 @@ def test_an_answer_from_the_project_is_named_with_its_line(name, code, what, tmp
 @pytest.mark.parametrize('name', check.NAMES)
 def test_an_empty_exercise_borrows_nothing(name):
     given = getattr(load(name), 'GIVEN', ())
-    assert check.borrowed(path_of(name), given) is None
+    assert borrowed.borrowed(path_of(name), given) is None
+
+
+OUTSIDE = [  # what looks into the program around it, and what is named
+    ('import gc', 'gc'),
+    ('import os.path as path', 'os.path'),
+    ('from torch import sys', 'sys'),
+    ('import torch.utils._pytree', '_pytree'),
+    ('from . import other', '.'),
+    ('x = torch.sys.modules', 'sys'),
+    ('try:\n    1 / 0\nexcept ValueError as error:\n    x = error.tb_frame', 'tb_frame'),
+    ('x = torch.relu.__globals__', '__globals__'),
+    ('x = F._other', '_other'),
+    ('x = __builtins__', '__builtins__'),
+    ('exec("import gc")', 'exec'),
+    ('torch.save(1, "x")', 'save'),
+    ('match q:\n    case object(__globals__=found):\n        pass', '__globals__'),
+    ('from torch.nn.functional import scaled_dot_product_attention as f', 'scaled_dot_product'),
+    ('x = torch.ops.aten.scaled_dot_product_attention(q)', 'torch.ops.aten.scaled_dot_product'),
+    ('g = gpt\ng.generate(1)', 'g.generate'),
+]
+
+
+@pytest.mark.parametrize('code, what', OUTSIDE)
+def test_what_leads_out_of_an_exercise_is_named_with_its_line(code, what, tmp_path):
+    path = tmp_path / 'rope.py'
+    path.write_text(code, encoding='utf-8')
+    assert re.match(rf'line \d uses {re.escape(what)}', borrowed.borrowed(str(path)))
+
+
+@pytest.mark.parametrize('code', [
+    'import numpy as np', 'from collections import deque', 'import torch.nn.functional as F',
+    'class A:\n    def __init__(self):\n        super().__init__()\n        self._k = 1',
+    'def f(cache):\n    cache._k = 1\n    return cache._k',
+    'class A:\n    hidden = 1\n    def f(self):\n        return self.hidden',
+])
+def test_ordinary_code_stays_inside(code, tmp_path):
+    path = tmp_path / 'rope.py'
+    path.write_text(code, encoding='utf-8')
+    assert borrowed.borrowed(str(path)) is None
+
+
+def test_an_exception_of_any_kind_is_a_verdict():
+    class Own(BaseException):
+        pass
+
+    def raises(*args):
+        raise Own('mine')
+
+    right, said = grade('rope', {'rotate': raises})
+    assert not right and 'Own: mine' in said
 
 
 def test_an_error_in_the_check_names_no_line(tmp_path):

@@ -31,7 +31,7 @@ def test_the_zip_holds_what_the_marker_needs(tmp_path, capsys):
         for program_name in ('setup.sh', 'run_autograder'):
             assert archive.getinfo(program_name).external_attr >> 16 == 0o755
     assert {'setup.sh', 'run_autograder', 'model.py', 'requirements.txt', 'engine/memory.py',
-            'exercises/attempt.py', 'exercises/answers.py'} < names
+            'exercises/attempt.py', 'exercises/answers.py', 'exercises/borrowed.py'} < names
     assert '--mark=attention,flops --seconds=9 --seed=3' in run
     assert capsys.readouterr().out.endswith('2 exercises, 6 points\n')
 
@@ -77,14 +77,14 @@ SUBMISSION = {
     'attention': solution('attention'),
     'rope': open(os.path.join(FOLDER, 'rope.py'), encoding='utf-8').read(),
     'kv_cache': 'import time\nwhile True:\n    time.sleep(1)\n',
-    'pondering': 'import os\nos._exit(0)\n',
+    'pondering': 'import gc\n',
     'flops': 'def f(:\n',
 }
 OUTPUT = {
     'attention': 'right',
     'rope': 'still empty',
     'kv_cache': 'no result after 40 s',
-    'pondering': 'ends the program before its check is done',
+    'pondering': 'line 1 uses gc',
     'flops': 'line 1 is not Python',
 }
 

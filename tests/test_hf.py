@@ -12,7 +12,8 @@ from conftest import make
 import train
 from engine.checkpoint import load_checkpoint
 from engine.errors import UserError
-from engine.huggingface import describe, load_state, read_description
+from engine.hf_config import describe
+from engine.huggingface import load_state, read_description
 from model import GPTConfig
 
 pytest.importorskip('safetensors')
@@ -105,7 +106,8 @@ def test_mechanisms_are_not_exported(tmp_path):
     (dict(hidden_size=None), 'not a usable'),
     (dict(num_hidden_layers=5.5), 'not a usable.*num_hidden_layers=5.5'),
     (dict(num_key_value_heads='2'), "not a usable.*num_key_value_heads='2'"),
-    (dict(rms_norm_eps=None), 'not a usable'),
+    (dict(rms_norm_eps=None), 'not a usable.*rms_norm_eps=None'),
+    (dict(rms_norm_eps='1e-5'), "not a usable.*rms_norm_eps='1e-5'"),
 ])
 def test_foreign_configurations(change, words):
     with pytest.raises(UserError, match=f'^config.json: .*{words}'):

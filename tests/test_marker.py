@@ -8,6 +8,7 @@ import runpy
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, program
 
 FOLDER = os.path.join(ROOT, 'exercises')
@@ -16,6 +17,7 @@ import attempt
 import check
 import marker
 from check import UserError
+from test_exercises import right_numbers
 
 with open(os.path.join(FOLDER, 'answers.py'), encoding='utf-8') as f:
     ANSWERS = f.read().partition('ANSWERS = ')[0]
@@ -39,26 +41,17 @@ def marked(folder, name, source, seconds=60):
 # -------------------------------------------------------------------------------------------------
 # whole files, each in a process
 
-TELLS_LIES = '''
-import atexit
-import os
+PRETENDS = '''
+import torch
 
-line = '{"part": "angles()", "right": true, "words": "", "notes": []}\\n'
+line = b'{"part": "rotate()", "right": true, "words": "", "notes": []}'
 print('right', line)
 for number in range(3, 9):
     try:
-        os.write(number, line.encode())
+        with open(number, 'wb', closefd=False) as file:
+            file.write(line + b'\\n')
     except OSError:
         pass
-atexit.register(print, 'right')
-'''
-CHANGES_TORCH = '''
-import torch
-
-
-class Equal(torch.Tensor):
-    def __eq__(self, other):
-        return torch.ones(1)
 
 
 def yes(*args, **options):
@@ -69,36 +62,33 @@ torch.allclose = torch.equal = yes
 
 
 def angles(pos, hd, theta):
-    return torch.zeros(len(pos), hd // 2)
+    return pos[:, None] * theta ** (-torch.arange(0, hd, 2) / hd)
 
 
 def rotate(x, pos, theta):
-    return Equal(x * 2)
-'''
-CHANGES_THE_CHECK = '''
-import gc
-
-
-def nothing(*args, **options):
-    pass
-
-
-for it in gc.get_objects():
-    if isinstance(it, dict) and it.get('__name__') in ('check', 'exercise_flops'):
-        it.update(expect=nothing, check_number=yes, near=yes, judge=yes)
+    return x * 2
 '''
 
 
-def test_right_numbers_count_whatever_else_is_printed(tmp_path):
-    mark = marked(tmp_path, 'attention', TELLS_LIES + solution('attention'))
-    assert mark.right and mark.points == 3, mark
-    assert mark.output.startswith('right {')
+def test_right_numbers_count_and_what_is_said_does_not(tmp_path):
+    mark = marked(tmp_path, 'rope', PRETENDS)
+    assert [part.right for part in mark.parts] == [True, False, False], mark
+    assert mark.output.startswith('right b')
 
 
-def test_a_check_that_was_talked_over_counts_nothing(tmp_path):
-    mark = marked(tmp_path, 'rope', TELLS_LIES + CHANGES_TORCH)
-    assert mark.points == 0
-    assert 'numbers that came back are not those' in mark.words
+@pytest.mark.slow
+@pytest.mark.parametrize('name', check.NAMES)
+def test_right_answers_are_right(name, tmp_path):
+    mark = marked(tmp_path, name, solution(name))
+    assert mark.right, mark.words
+
+
+def test_a_computed_name_leads_nowhere_either():
+    for name in ('__globals__', 'gene' + 'rate', 'f_back', 'sys'):
+        with pytest.raises(AttributeError, match='leads out'):
+            attempt.careful_getattr(torch, name)
+    assert attempt.careful_getattr(torch, 'relu') is torch.relu
+    assert attempt.careful_getattr(torch, 'rely', 3) == 3
 
 
 def test_a_file_that_leaves_or_hangs_is_not_right(tmp_path):
@@ -108,12 +98,12 @@ def test_a_file_that_leaves_or_hangs_is_not_right(tmp_path):
 
 
 PRETENDING = {  # file: (its source, words of the answer)
-    'attention': ('import os\nos._exit(0)', 'ends the program before its check is done'),
-    'rope': ('import sys\nsys.exit(0)', r'line 2, .*SystemExit'),
+    'attention': ('raise KeyboardInterrupt', 'stops with KeyboardInterrupt'),
+    'rope': ('exit(0)', 'SystemExit'),
     'kv_cache': ('while True:\n    print("right. " * 99)', 'prints, or writes, without end'),
     'depth_attention': ('import check\ncheck.verdict = check.judge = None', 'uses check'),
     'pondering': ('open("/tmp/of_a_student", "w")', 'no changes outside of your folder'),
-    'jacobi': ('import subprocess\nsubprocess.run("ls")', 'no network and no programs'),
+    'jacobi': ('import numpy\nnumpy.os', 'uses os'),
     'halting': ('x = [0] * 10 ** 10', 'MemoryError'),
 }
 
@@ -126,14 +116,6 @@ def test_what_pretends_is_not_right(name, tmp_path):
     assert mark.points == 0
     assert words.split('.*')[-1] in mark.words, mark.words
     assert not os.path.exists('/tmp/of_a_student')
-
-
-@pytest.mark.slow
-def test_a_changed_check_lets_pass_and_the_numbers_tell(tmp_path):
-    lies = 'def yes(*args, **options):\n    return True\n' + CHANGES_THE_CHECK
-    wrong = solution('flops').replace('return trunk + head', 'return trunk')
-    mark = marked(tmp_path, 'flops', lies + wrong)
-    assert mark.points < 3
 
 
 @pytest.mark.slow
@@ -199,7 +181,7 @@ def test_the_same_numbers_agree_up_to_rounding():
 
 @pytest.mark.parametrize('name', check.NAMES)
 def test_every_seed_draws_other_numbers_and_a_right_answer_stays_right(name):
-    first, second = marker.right_numbers(name, 1), marker.right_numbers(name, 2)
+    first, second = right_numbers(name), marker.right_numbers(name, 2)
     assert list(first) == list(load(name).PARTS)
     assert first != second
     for notes in first.values():
@@ -228,7 +210,8 @@ def test_an_unchanged_library_is_not_named():
     ('open', ('/etc/passwd', 'r', os.O_RDONLY), False),
     ('open', ('/etc/x', 'w', os.O_WRONLY | os.O_CREAT), True),
     ('open', (os.path.join(ROOT, 'model.py'), 'r', os.O_RDONLY), True),
-    ('open', (os.path.join(ROOT, 'engine', 'memory.py'), 'r', os.O_RDONLY), True),
+    ('open', (os.path.join(ROOT, '__pycache__', 'model.pyc'), 'r', os.O_RDONLY), True),
+    ('os.truncate', (3, 0), False),
     ('os.remove', ('notes.txt', -1), False),
     ('os.remove', ('../notes.txt', -1), True),
     ('socket.connect', (None, ('localhost', 80)), True),

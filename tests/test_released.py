@@ -254,9 +254,10 @@ def test_tensors_that_mean_nothing_are_ignored(tmp_path, tokens):
     ({'gpt_neox.layers.3.mlp.dense_h_to_4h.bias': (48,)}, "unknown tensor 'gpt_neox.layers.3.mlp"),
     ({'router.weight': (1, 32)}, "unknown tensor 'router.weight'"),
     ({'gpt_neox.layers.2.attention.dense.bias': None}, "no tensor 'gpt_neox.layers.2.attention"),
-    ({'gpt_neox.embed_in.weight': (61, 32)}, 'size mismatch'),
-    ({'gpt_neox.layers.0.attention.query_key_value.weight': (90, 32)}, '90 rows'),
-    ({'gpt_neox.final_layer_norm.bias': ()}, 'single number'),
+    ({'gpt_neox.embed_in.weight': (61, 32)}, r'embed_in.weight has shape \(61, 32\).*\(60, 32\)'),
+    ({'gpt_neox.layers.1.mlp.dense_4h_to_h.weight': (48, 32)}, r'\(48, 32\).*says \(32, 48\)'),
+    ({'gpt_neox.layers.0.attention.query_key_value.weight': (90, 32)}, r'\(90, 32\)'),
+    ({'gpt_neox.final_layer_norm.bias': ()}, r'\(\), config.json says \(32,\)'),
 ])
 def test_unknown_missing_and_misshapen_tensors(change, words, tmp_path):
     weights = random_weights(NEOX)
@@ -269,13 +270,22 @@ def test_unknown_missing_and_misshapen_tensors(change, words, tmp_path):
         load_released(folder)
 
 
+@pytest.mark.parametrize('change', [dict(num_hidden_layers=10 ** 9), dict(vocab_size=10 ** 12)])
+def test_a_configuration_larger_than_its_weights(change, tmp_path):
+    """Refused before memory or time is spent on a model of that size."""
+    folder, _ = write_folder(tmp_path, NEOX)
+    write_json(tmp_path / 'config.json', {**NEOX, **change})
+    with pytest.raises(UserError, match=f'config.json says .*{max(change.values())}'):
+        load_released(folder)
+
+
 def test_heads_that_are_divided_otherwise_than_config_says(tmp_path):
     """q, k and v together have the right number of rows, each alone has not."""
     weights = random_weights(DEPTH)
     weights['model.layers.0.self_attn.q_proj.weight'] = torch.ones(16, 32)
     weights['model.layers.0.self_attn.k_proj.weight'] = torch.ones(32, 32)
     folder, _ = write_folder(tmp_path, DEPTH, weights)
-    with pytest.raises(UserError, match='q_proj.*rows'):
+    with pytest.raises(UserError, match=r'q_proj.*\(16, 32\), config.json says \(32, 32\)'):
         load_released(folder)
 
 

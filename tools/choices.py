@@ -4,6 +4,7 @@ dealt out otherwise. And what any choice could be worth, of a model that does no
 
     python tools/choices.py out/halting_router
     python tools/choices.py out/loop
+    python tools/choices.py hf:models/ponder --data_dir=data/mine-neox
 
 Each line has one halt_tau: the mean passes per token, the loss with the passes that the model
 chose, and the loss with the same numbers of passes handed out to the tokens at random. Weights stay
@@ -34,7 +35,7 @@ from engine.checkpoint import change_steps
 from engine.errors import UserError, run
 from engine.shards import read_meta
 from engine.windows import Windows
-from sample import open_one
+from sample import data_dir_of, open_one
 
 
 @dataclass
@@ -42,6 +43,7 @@ class ChoiceSettings:
     """what to try"""
     taus: str = '0.0001,0.01,0.1,0.3,0.5'  # values of halt_tau, with commas between
     lots: int = 5                       # times that the passes are dealt out at random
+    data_dir: Optional[str] = None      # whose validation set is read (None: that of its training)
     tokens: int = 32768                 # of the validation set that are read
     seed: int = 1337                    # of the dealing
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
@@ -139,9 +141,8 @@ def nats(model, rows, deal=None, passes=None):
 # -------------------------------------------------------------------------------------------------
 
 
-def read_rows(settings, tokenizer, block_size, tokens, device):
+def read_rows(data_dir, tokenizer, block_size, tokens, device):
     """As many windows (n,block_size+1) of the validation set as hold so many tokens."""
-    data_dir = settings['data_dir']
     windows = Windows(data_dir, 'val', read_meta(data_dir, tokenizer), block_size)
     n = min(windows.n, -(-tokens // block_size))
     return windows.read(range(n), device).to(device)
@@ -216,7 +217,8 @@ def main(argv):
         raise UserError(f"this model has ponder={config.ponder!r} and "
                         f"ponder_steps={config.ponder_steps}: name one with several passes")
     device = model.wte.weight.device
-    rows = read_rows(settings, tokenizer, config.block_size, s.tokens, device)
+    data_dir = s.data_dir or data_dir_of(settings)
+    rows = read_rows(data_dir, tokenizer, config.block_size, s.tokens, device)
     print(f"nats per token of {rows[:, 1:].numel():,} validation tokens\n")
     if model.mechanism.halts:
         print(f"halt_tau  passes  chosen  at random (lowest to highest of {s.lots})")

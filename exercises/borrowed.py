@@ -1,0 +1,171 @@
+"""
+The student's part of a file, and what it may use. check.py asks this before it runs anything, and
+names the line.
+
+Code that looks into the program that checks it finds the right answers there: in the frames of its
+callers, among all objects, behind the functions it is given. There are many ways in and few needs,
+so this lists what may be imported, and refuses names with a leading underscore that are not the
+student's own.
+"""
+import ast
+import math
+
+PROJECT = (  # modules in which the answers are, or by which one gets to them
+    'model', 'engine', 'check', 'borrowed', 'answers', 'attempt', 'marker', 'sample', 'train',
+    'tools', 'tests',
+)
+MODULES = (  # what may be imported
+    '__future__', 'abc', 'collections', 'contextlib', 'copy', 'dataclasses', 'einops', 'enum',
+    'functools', 'itertools', 'math', 'numpy', 'random', 'statistics', 'time', 'torch', 'typing',
+    'warnings',
+)
+OF_A_MODEL = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory')  # answers, as attributes
+OF_TORCH = ('scaled_dot_product_attention', 'multi_head_attention_forward', 'MultiheadAttention')
+BUILT_IN = ('compile', 'eval', 'exec', 'globals', 'locals', 'vars')  # see, or run, any code
+INSIDE = (  # attributes that lead out of torch, or into the program that runs
+    'ag_frame', 'builtins', 'cr_frame', 'ctypes', 'f_back', 'f_builtins', 'f_globals', 'f_locals',
+    'from_file', 'gc', 'gi_frame', 'importlib', 'inspect', 'load', 'ops', 'os', 'pickle', 'save',
+    'sys', 'tb_frame',
+)
+SPECIAL = ('__call__', '__getitem__', '__init__', '__len__', '__name__', '__post_init__')
+
+
+def students_lines(path):
+    """How many lines of an exercise stand above its check: those are the student's."""
+    with open(path, encoding='utf-8') as f:
+        for i, line in enumerate(f):
+            if line.startswith('# the check'):
+                return i
+    return math.inf
+
+
+def students_part(path):
+    """The lines above the check, as text."""
+    with open(path, encoding='utf-8') as f:
+        lines = f.readlines()
+    end = students_lines(path)
+    return ''.join(lines[:min(end, len(lines))])
+
+
+def borrowed(path, given=()):
+    """
+    A sentence if the student's part of this file uses what holds the answers: the project's
+    modules, what the check below is made of, a model's own methods; or if it looks into the program
+    around it. Else None.
+    given: names that may be imported from the project all the same.
+    """
+    try:
+        tree = ast.parse(students_part(path))
+        own = names_bound(tree)
+        below = names_below(path) - own
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None  # told elsewhere
+    for node in ast.walk(tree):
+        what = taken(node, below, given)
+        if what:
+            return f"line {node.lineno} uses {what}: the answer is in there, and it is to be yours"
+        what = outside(node, own)
+        if what:
+            return (f"line {node.lineno} uses {what}, which leads out of an exercise: torch and "
+                    "math are enough here (exercises/borrowed.py has what else may be imported)")
+    return None
+
+
+def names_below(path):
+    """What the check in this file defines, or imports from the project."""
+    with open(path, encoding='utf-8') as f:
+        tree = ast.parse(f.read())
+    end, names = students_lines(path), set()
+    for node in tree.body:
+        if node.lineno <= end:
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ImportFrom) and of_the_project(node.module):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def names_bound(tree):
+    """
+    All names, of attributes too, that are assigned, imported, defined or arguments somewhere in
+    this code.
+    """
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        if isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition('.')[0])
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+    return names
+
+
+def taken(node, below, given):
+    """The name of an answer, if that is what this node of the student's code takes, or None."""
+    for module, name in imports(node):
+        if of_the_project(module) and name not in given:
+            return f"{module}.{name}" if name else module
+        if name in OF_TORCH:
+            return name
+    if isinstance(node, ast.Name) and node.id in below:
+        return node.id
+    if isinstance(node, ast.Attribute) and is_an_answer(node.attr) and not is_self(node.value):
+        return ast.unparse(node)
+    return None
+
+
+def is_an_answer(attribute):
+    return attribute in OF_A_MODEL or attribute in OF_TORCH
+
+
+def outside(node, own):
+    """What leads out of an exercise, if this node of the student's code does; or None."""
+    for module, name in imports(node):
+        if not of_the_project(module) and module.partition('.')[0] not in MODULES:
+            return module or '.'
+        inner = [*module.split('.')[1:], *(name or '').split()]
+        found = [one for one in inner if leads_out(one, own)]
+        if found:
+            return found[0]
+    if isinstance(node, ast.Name) and (node.id in BUILT_IN or node.id.startswith('__')):
+        return node.id
+    if isinstance(node, ast.Attribute) and leads_out(node.attr, own):
+        return node.attr
+    if isinstance(node, ast.MatchClass):
+        return next((name for name in node.kwd_attrs if leads_out(name, own)), None)
+    return None
+
+
+def imports(node):
+    """(module, name) of each import that this node of the code makes; name: None for a module."""
+    if isinstance(node, ast.Import):
+        return [(alias.name, None) for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [('.' * node.level + (node.module or ''), alias.name) for alias in node.names]
+    return []
+
+
+def leads_out(name, own=()):
+    """Whether an attribute of this name does. own: names that the student's code gives."""
+    if name in SPECIAL:
+        return False
+    special = name.startswith('__') and name.endswith('__')
+    return name in INSIDE or special or (name.startswith('_') and name not in own)
+
+
+def is_self(node):
+    return isinstance(node, ast.Name) and node.id == 'self'
+
+
+def of_the_project(module):
+    return module.partition('.')[0] in PROJECT
+
+
