@@ -270,12 +270,13 @@ def test_unknown_missing_and_misshapen_tensors(change, words, tmp_path):
         load_released(folder)
 
 
-@pytest.mark.parametrize('change', [dict(num_hidden_layers=10 ** 9), dict(vocab_size=10 ** 12)])
+@pytest.mark.parametrize('change', [dict(num_hidden_layers=200), dict(num_hidden_layers=10 ** 9),
+                                    dict(vocab_size=10 ** 12)])
 def test_a_configuration_larger_than_its_weights(change, tmp_path):
     """Refused before memory or time is spent on a model of that size."""
     folder, _ = write_folder(tmp_path, NEOX)
     write_json(tmp_path / 'config.json', {**NEOX, **change})
-    with pytest.raises(UserError, match=f'config.json says .*{max(change.values())}'):
+    with pytest.raises(UserError, match=f'config.json.* .*{max(change.values())}'):
         load_released(folder)
 
 
