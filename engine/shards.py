@@ -168,7 +168,7 @@ def check_meta(meta):
     require((n_tokens, eot) == right,
             f"{name} has n_tokens={right[0]} and eot={right[1]}, not {n_tokens} and {eot}")
     require(name == 'byte' or task_of(meta) is None,
-            f"{meta['source'].split()[0]} is a made task, whose tokens are bytes, not {name}")
+            f"a made task has byte tokens, not {name}")
     for split in ('train', 'val'):
         check_split(meta[split], split, one_byte_each=name == 'byte')
     shards = meta['train']['shards'] + meta['val']['shards']

@@ -212,7 +212,7 @@ def test_records_of_a_task_and_of_a_text(tmp_path):
     }
     left, right = figure.axes
     assert 'right answers' in left.get_title('left') and '1 to 2 seeds' in left.get_title('left')
-    assert 'loss' in right.get_title('left')
+    assert 'nats per byte' in right.get_title('left')
     assert {point for line in right.lines for point in line.get_ydata()} >= {2, 3}
 
     figure = plot.records([task], plot.PlotSettings(x='flops', names='loop'))

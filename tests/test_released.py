@@ -3,6 +3,7 @@ Models that others released: their folders read, compared with slow loops and wi
 decoded exactly, put through the programs, or refused in one line.
 """
 
+import copy
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from released import DEPTH, LATENT, NEOX, PONDER, logits, random_weights, write_
 
 import sample
 import train
-from engine import tensors
+from engine import room, tensors
 from engine.checkpoint import load_checkpoint
 from engine.errors import UserError
 from engine.tensors import open_tensors
@@ -269,12 +270,13 @@ def test_unknown_missing_and_misshapen_tensors(change, words, tmp_path):
         load_released(folder)
 
 
-@pytest.mark.parametrize('change', [dict(num_hidden_layers=10 ** 9), dict(vocab_size=10 ** 12)])
+@pytest.mark.parametrize('change', [dict(num_hidden_layers=200), dict(num_hidden_layers=10 ** 9),
+                                    dict(vocab_size=10 ** 12)])
 def test_a_configuration_larger_than_its_weights(change, tmp_path):
     """Refused before memory or time is spent on a model of that size."""
     folder, _ = write_folder(tmp_path, NEOX)
     write_json(tmp_path / 'config.json', {**NEOX, **change})
-    with pytest.raises(UserError, match=f'config.json says .*{max(change.values())}'):
+    with pytest.raises(UserError, match=f'config.json.* .*{max(change.values())}'):
         load_released(folder)
 
 
@@ -523,6 +525,111 @@ def test_training_goes_on_from_such_a_model(ponder_folder, tmp_path, monkeypatch
     train.main([*start, '--dry_run=True'])
     planned = capsys.readouterr().out
     assert f"{before.num_params() / 1e6:,.2f}M" in planned
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """The checkpoint of a step from a PonderLM on Pythia, in memory of its own."""
+    base = tmp_path_factory.mktemp('trained')
+    folder, _ = write_folder(base / 'ponder', dict(PONDER, **ROWS), tokenizer=True)
+    text = base / 'text.txt'
+    text.write_text(''.join(f'hello  he said {i}\n' for i in range(400)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(base)
+        train.prepare_data.main([str(text), '--name=mine', f'--tokenizer=hf:{folder}'])
+        train.main([f'--init_from=hf:{folder}', '--out_dir=out', '--max_steps=1', '--device=cpu',
+                    f'--data_dir={base}/data/mine', '--block_size=16', '--micro_batch=2',
+                    '--batch_tokens=32', '--sample_tokens=0', '--eval_tokens=32'])
+    return copy.deepcopy(load_checkpoint(str(base / 'out'), GPTConfig))
+
+
+BIAS = 'h.1.attn.c_attn.bias'
+
+
+@pytest.mark.parametrize('name, value', [
+    ('neox', False), ('neox', 1), ('neox', None), ('rotary_dim', 0), ('rotary_dim', 3),
+    ('rotary_dim', 10 ** 6), ('rotary_dim', '4'), ('gelu', 'relu'), ('gelu', 3),
+    ('attention_bias', False), ('input_factor', math.nan), ('input_factor', 'x'),
+    ('telepathy', True),
+])
+def test_variants_that_were_never_saved(trained, tmp_path, name, value):
+    variant = {**trained['variant'], name: value}
+    torch.save({**trained, 'variant': variant}, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='not a checkpoint') as error:
+        load_checkpoint(str(tmp_path), GPTConfig)
+    line = str(error.value)
+    assert name in line or 'model.h.' in line or 'model.ln_f' in line
+    assert '\n' not in line and 'NoneType' not in line
+
+
+@pytest.mark.parametrize('variant', [None, [], 'neox', {3: 4}, {}])
+def test_variants_of_another_kind(trained, tmp_path, variant):
+    torch.save({**trained, 'variant': variant}, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='variant|model.ln_f|model.h.'):
+        load_checkpoint(str(tmp_path), GPTConfig)
+
+
+@pytest.mark.parametrize('tensor', [None, torch.zeros(95), torch.full((96,), math.nan)])
+def test_weights_of_a_variant_are_checked(trained, tmp_path, tensor):
+    model = {name: weight for name, weight in trained['model'].items() if name != BIAS}
+    if tensor is not None:
+        model[BIAS] = tensor
+    torch.save({**trained, 'model': model}, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match=BIAS):
+        load_checkpoint(str(tmp_path), GPTConfig)
+
+
+def test_moments_of_a_variant_are_checked(trained, tmp_path):
+    state = copy.deepcopy(trained)
+    state['optimizer']['state'][0]['exp_avg'] = torch.zeros(3)
+    torch.save(state, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='optimizer.wte.weight.exp_avg has the shape'):
+        load_checkpoint(str(tmp_path), GPTConfig)
+
+
+def test_a_variant_resumes(trained, tmp_path):
+    torch.save(trained, tmp_path / 'ckpt.pt')
+    train.main(['--init_from=resume', f'--out_dir={tmp_path}', '--max_steps=2'])
+    after = load_checkpoint(str(tmp_path), GPTConfig)
+    assert after['step'] == 2 and after['variant'] == trained['variant']
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    folder, weights = write_folder(tmp_path, NEOX)
+    weights['embed_out.weight'][3, 5] = math.inf
+    safetensors.torch.save_file(weights, os.path.join(folder, 'model.safetensors'))
+    with pytest.raises(UserError, match='lm_head.weight is not finite'):
+        load_released(folder)
+
+
+def test_weights_that_do_not_fit_into_memory(ponder_folder, monkeypatch):
+    """They are not read, and those that are in memory already are not counted twice."""
+    size = 4 * load_released(ponder_folder[3:]).num_params()
+    monkeypatch.setattr(room, 'memory_of', lambda device: size - 1)
+    monkeypatch.setattr(tensors.SafeTensor, 'copy_into', None)
+    with pytest.raises(UserError, match='loading this model takes 0.0 GB'):
+        sample.load_model(ponder_folder, 'cpu')
+    monkeypatch.undo()
+    free = iter([size])
+    monkeypatch.setattr(room, 'memory_of', lambda device: next(free))
+    sample.load_model(ponder_folder, 'cpu')
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
+    few = dict(PONDER, **{**ROWS, 'vocab_size': 200})
+    folder, _ = write_folder(tmp_path, few, tokenizer=True)
+    with pytest.raises(UserError, match='tokens, the model 200'):
+        sample.load_model(f'hf:{folder}', 'cpu')
+
+
+@pytest.mark.skipif(not hasattr(os, 'mkfifo'), reason='needs pipes')
+@pytest.mark.parametrize('name', ['config.json', 'tokenizer.json', 'model.safetensors'])
+def test_pipes_in_the_place_of_files(name, ponder_folder):
+    path = os.path.join(ponder_folder[3:], name)
+    os.remove(path)
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=f'{name}: a pipe'):
+        sample.load_model(ponder_folder, 'cpu')
 
 
 def test_such_models_are_not_exported(tmp_path):

@@ -2,6 +2,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from conftest import make, save
@@ -9,7 +10,8 @@ from conftest import make, save
 import prepare_data
 import train
 from engine.errors import UserError
-from engine.shards import get_tokenizer, read_meta
+from engine.files import checksum
+from engine.shards import encode, get_tokenizer, read_meta
 from engine.tasks import TASKS, check_context, problems
 from model import GPTConfig
 from prepare_data import DataSettings
@@ -260,6 +262,63 @@ def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, sh
     for problem in problems[-2:-2 - shown:-1]:
         expected = [256, *problem.encode(), *expected]
     assert last == expected
+
+
+def rewrite(folder, split, text):
+    """Give a data set another split, one shard of this text; its meta.json describes the file."""
+    tokens = encode(get_tokenizer('byte'), text)
+    path = f'{folder}/{split}_000000.bin'
+    with open(path, 'r+b') as f:
+        f.truncate(0)
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, len(tokens)
+        f.write(header.tobytes() + tokens.tobytes())
+    meta = read_meta(folder)
+    shard = dict(name=f'{split}_000000.bin', tokens=len(tokens), sha256=checksum(path))
+    meta[split] = dict(bytes=len(text), tokens=len(tokens), shards=[shard])
+    write_meta(folder, meta)
+
+
+def write_meta(folder, meta):
+    with open(f'{folder}/meta.json', 'w') as f:
+        json.dump(meta, f)
+
+
+@pytest.mark.parametrize('name, text', [
+    ('addition', '12+34=047'), ('addition', '1+2=3'), ('addition', '12+34'), ('addition', '='),
+    ('addition', '12345+12345=024690'), ('addition', 'some text'), ('addition', '1+2+3=6'),
+    ('traffic', '2:>>..|>>..'), ('traffic', '99999999999:..|..'), ('traffic', ':>.|>.'),
+    ('minimax', '37a=7'), ('minimax', 'a=3'), ('minimax', '37z=3'), ('minimax', '=3'),
+    ('minimax', '37'),
+])
+def test_what_is_no_problem_of_the_task_is_one_line(name, text, in_tmp):
+    folder = prepare(name, size=4, problems=100)
+    rewrite(folder, 'val', text.encode())
+    prepare_data.main(['--check', folder])      # the files are those that it describes
+    with pytest.raises(UserError, match=f'no problem of {name} --size=4.* at place 0') as error:
+        answers.summary(StandIn(TASKS[name].answer), folder, 10)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('source', [
+    '', 'addition', 'addition --size=', 'addition --size=x --problems=1', 'juggling --size=4',
+    'addition --size=0 --problems=400', 'addition --size=999 --problems=400',
+    'addition --size=10000000000000000 --problems=400', 'addition mine.txt', '--size=4',
+])
+def test_sources_that_are_no_task(source, in_tmp):
+    folder = prepare('addition', problems=100)
+    meta = {**read_meta(folder), 'source': source}
+    write_meta(folder, meta)
+    check_context(read_meta(folder), 8)     # a text, which may be longer
+    with pytest.raises(UserError, match='--answers needs a task'):
+        answers.validation_problems(folder)
+
+
+def test_tasks_of_other_tokens_than_bytes_are_refused(in_tmp):
+    folder = prepare('addition', problems=100)
+    write_meta(folder, {**read_meta(folder), 'tokenizer': 'gpt2', 'n_tokens': 50257, 'eot': 50256})
+    with pytest.raises(UserError, match='a made task has byte tokens, not gpt2'):
+        read_meta(folder)
 
 
 def test_right_answers_are_counted_by_difficulty(in_tmp):

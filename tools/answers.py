@@ -64,7 +64,8 @@ def read_problems(folder, meta, task, size):
 def is_problem(task, size, question, answer):
     """Whether this is a question of the task, of at most this size, and its answer."""
     try:
-        fits = len(question) + len(answer) <= task.longest(size)
+        text = question + answer
+        fits = text.isascii() and len(text) <= task.longest(size)
         return fits and task.difficulty(question) <= size and task.answer(question) == answer
     except (ValueError, IndexError):    # not of the form that the task's questions have
         return False

@@ -254,7 +254,9 @@ def records(paths, s):
             raise UserError(f"{path}: a line is not a run's record of tools/compare.py") from None
         if not ends:
             raise UserError(f"{path}: no run with one of these names")
-        title = f"{found[0]['task']}: right answers (%)" if right else 'text: nats per byte'
+        title = 'text: nats per byte'
+        if right:
+            title = f"{found[0].get('task', 'task')}: right answers (%)"
         ax.set_xlabel(X[s.x])
         titled(ax, title, [len(end.losses) for end in ends.values()])
         panels.append((ax, ends))
