@@ -132,7 +132,8 @@ class Traffic(Task):
 class Minimax(Task):
     """
     The value of a complete game tree of 1 to `size` levels, whose leaves are digits. It is written
-    as both branches, then the player who chooses. Players a, c, .. take the lower value, b, d, .. the higher.
+    as both branches, then the player who chooses. Players a, c, .. take the lower value, b, d, ..
+    the higher.
     """
     largest_size = 8
     default_size = 4

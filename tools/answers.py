@@ -5,8 +5,8 @@ tools/compare.py.
     by difficulty   the share of right answers, and the passes of the model per character
     by reach        sums, with halting: passes by how many places a character depends on
 
-Answers are written greedily, through the cache, many at once; each question follows up to two problems
-of the validation set and their answers.
+Answers are written greedily, through the cache, many at once; each question follows up to two
+problems of the validation set and their answers.
 """
 
 import os
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def validation_problems(folder):
-    """(task, generator of (question, answer)) of a validation set; UserError if it is of no task."""
+    """(task, generator of (question, answer)) of a validation set; UserError without a task."""
     meta = read_meta(folder)
     made = task_of(meta)
     if made is None:
