@@ -3,8 +3,9 @@ Lab: the middle blocks twice, switched on late. Hours with the default seeds; st
 
     python exercises/labs/middle.py config/size/tiny.py
         four runs for each of four seeds, and a table of paired differences
-    python exercises/labs/middle.py config/size/tiny.py --seeds=1 --start=0.35
-        one seed; the blocks are repeated from 35 % of the training steps on
+    python exercises/labs/middle.py config/size/tiny.py --seeds=1 --start=0.35 --out=out/middle-35
+        one seed; the blocks are repeated from 35 % of the training steps on. Other settings need
+        another --out
 
 Public records for the speed of training small GPTs repeat two or three blocks in the middle once
 more, from a third or half of the run on, and report gains of 0.003 to 0.004 nats at equal time.
@@ -14,13 +15,13 @@ tiny recipe. Its class is the one of docs/architecture.md, "Adding a mechanism",
     before `start`    x = last(middle(first(x)))            the plain GPT
     from then on      x = last(middle(middle(first(x))))
 
-Runs of one seed see the same text in the same order, and are one run until `start`. So what differs
-between them is what the second pass does.
+Runs of one seed see the same text in the same order; `plain` and `late` are one run until `start`,
+so what differs between these two is what the second pass does.
 
     plain             one pass
     late              the middle blocks twice from `start` on
     whole             the middle blocks twice from the first step on
-    plain_longer      one pass, for as many more steps as `late` has FLOPs
+    plain_longer      one pass, with more steps, so that its FLOPs are those of `late`
 """
 import json
 import os
@@ -56,8 +57,8 @@ class LabSettings:
 
 class LateMiddle(Mechanism):
     """
-    The middle third of the blocks K + 1 times from `begin` on, once before.
-    Cost: 1 + K / 3 passes from then on.
+    The middle blocks K + 1 times from `begin` on, once before; the first and the last n_layer // 3
+    blocks once. K is ponder_steps.
     """
     begin = 0.0     # share of the training steps
 
@@ -104,18 +105,20 @@ def make_arms(common, start):
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
     config = {name: value for name, value in given.items() if name in vars(GPTConfig())}
-    config.update(vocab_size=320, n_tokens=257, ponder='middle')   # bytes
-    once = training_flops(build(GPTConfig, {**config, 'ponder_steps': 0}))
-    twice = training_flops(build(GPTConfig, {**config, 'ponder_steps': 1})) / once
-    late = start + (1 - start) * twice
-    longer = round(build(train.Settings, given).max_steps * late)
+    # the byte tokenizer: 256 bytes and the end of a text, padded to 320
+    config.update(vocab_size=320, n_tokens=257, ponder='middle')
+    plain_flops = training_flops(build(GPTConfig, {**config, 'ponder_steps': 0}))
+    whole_flops = training_flops(build(GPTConfig, {**config, 'ponder_steps': 1}))
+    whole_cost = whole_flops / plain_flops
+    late_cost = start + (1 - start) * whole_cost
+    longer = round(build(train.Settings, given).max_steps * late_cost)
     plain = ['--ponder=middle', '--ponder_steps=0']
     middle = ['--ponder=middle', '--ponder_steps=1']
     return [
         Arm('plain', plain, 0.0, 1.0),
-        Arm('late', middle, start, late),
-        Arm('whole', middle, 0.0, twice),
-        Arm('plain_longer', [*plain, f'--max_steps={longer}'], 0.0, late),
+        Arm('late', middle, start, late_cost),
+        Arm('whole', middle, 0.0, whole_cost),
+        Arm('plain_longer', [*plain, f'--max_steps={longer}'], 0.0, late_cost),
     ]
 
 
@@ -138,7 +141,7 @@ def train_arm(arm, seed, common, out):
     loss = final_loss(folder)
     if loss is not None:
         return loss
-    LateMiddle.begin = arm.begin
+    LateMiddle.begin = arm.begin    # train.main makes the model, and has no such setting
     resume = ['--init_from=resume'] if os.path.exists(os.path.join(folder, 'ckpt.pt')) else []
     train.main([*common, *arm.options, *resume, f'--seed={seed}', f'--out_dir={folder}'])
     loss = final_loss(folder)
@@ -160,10 +163,10 @@ def main(argv):
 
     rows = []
     for arm in arms:
-        less = [loss - plain for loss, plain in zip(losses[arm.name], losses['plain'])]
-        spread = f"{min(less):+.4f} to {max(less):+.4f}"
-        rows.append([arm.name, statistics.mean(losses[arm.name]), statistics.mean(less), spread,
-                     arm.cost])
+        differences = [loss - plain for loss, plain in zip(losses[arm.name], losses['plain'])]
+        spread = f"{min(differences):+.4f} to {max(differences):+.4f}"
+        rows.append([arm.name, statistics.mean(losses[arm.name]), statistics.mean(differences),
+                     spread, arm.cost])
     print(table(['run', 'nats per byte', 'minus plain', 'lowest to highest', 'x FLOPs'], rows))
 
 
