@@ -24,7 +24,7 @@ from engine.errors import UserError, run
 from engine.files import plain_file
 from engine.hardware import compile_decoding, expect_new_lengths, pick_device
 from engine.palette import terminal_shade
-from engine.room import refuse_model
+from engine.room import check_model_fits
 from engine.shards import get_tokenizer, knows_tokens
 from model import GPT, GPTConfig
 
@@ -86,7 +86,7 @@ def load_model(folder, device):
     if folder.startswith('hf:'):    # these weights are in memory already
         places.remove(torch.device('cpu'))
     for place in places:
-        refuse_model(config, state.get('variant'), place)
+        check_model_fits(config, state.get('variant'), place)
     model = new_model(state, GPT, GPTConfig).float()
     expect_new_lengths()
     tokenizer = get_tokenizer(state['tokenizer'])

@@ -40,7 +40,7 @@ from engine.hardware import (compile_blocks, exchange_gradients, expect_new_leng
 from engine.log import Log, print_sample
 from engine.optimizer import adamw, gather, load_optimizer
 from engine.output import Output, Stop
-from engine.room import refuse_training
+from engine.room import check_training_fits
 from engine.shards import read_meta
 from engine.start import (check_model, check_resume, checkpoint_of, find_start, idle_settings,
                           planned_config, planned_variant, settings_of)
@@ -132,7 +132,7 @@ def start_model(s, given, meta, state, ranks, device):
     start = find_start(s, asked, meta, GPTConfig, state)
     config = build(GPTConfig, start.config)
     released = constructor(GPT, start.variant)
-    refuse_training(released, config, s, device, pick_dtype(s.dtype, device), ranks)
+    check_training_fits(released, config, s, device, pick_dtype(s.dtype, device), ranks)
     torch.manual_seed(s.seed)
     model = GPT(config)
     start.load_into(model)

@@ -21,7 +21,7 @@ from engine.errors import UserError
 from engine.files import plain_file
 from engine.hf_config import describe
 from engine.neox import rows_of_attention
-from engine.room import refuse_model
+from engine.room import check_model_fits
 from engine.state import check_finite
 from engine.tensors import open_tensors
 from engine.variant import Variant
@@ -213,7 +213,7 @@ def load_state(folder, config_class=None, dtype=torch.float32):
     described = read_description(folder, config_class)
     if config_class is not None:
         config = config_class(**described.config)
-        refuse_model(config, described.variant, torch.device('cpu'), dtype)
+        check_model_fits(config, described.variant, torch.device('cpu'), dtype)
     variant = Variant(**(described.variant or {}))
     weights = read_weights(folder, config_like(described.config), variant, dtype)
     try:

@@ -2,12 +2,12 @@
 Whether a model fits into the machine's memory, before anything large is allocated: the system kills
 a program that takes more, without a word.
 
-    refuse_training(GPT, config, settings, device, dtype, ranks)    UserError: it cannot train here
-    refuse_model(config, variant, device)                           not even the weights fit
+    check_training_fits(GPT, config, settings, device, dtype, ranks)    UserError: cannot train here
+    check_model_fits(config, variant, device)                           UserError: cannot be loaded
 
-What is compared is what surely fails: on a GPU weights, gradients and moments with all the card
-has, on a CPU all that the dry run counts with what is free. Nothing is compared where a system does
-not say what it has.
+Only what surely fails is refused. On a GPU, weights, gradients and moments must fit into the whole
+card. On a CPU, these and the activations must fit into what is free. To load or to evaluate a
+model, only its weights are counted. A system that does not say what it has refuses nothing.
 """
 
 import math
@@ -22,39 +22,41 @@ from engine.loss import LOGITS_AT_ONCE
 from engine.shapes import shapes_only
 from engine.variant import outline
 
-COMPILED = 0.75     # of the activations, at least, are left when blocks are compiled
+COMPILED = 0.75     # compiled blocks keep at least this share of the activations that are counted
 
 
-def refuse_training(GPT, config, settings, device, dtype, ranks):
+def check_training_fits(GPT, config, settings, device, dtype, ranks):
     """UserError if training GPT(config), or evaluating it, needs more memory than there is."""
     has = memory_of(device)
-    if ranks.world > 1:     # all look before one of them allocates
+    if ranks.world > 1:     # a mean waits for all ranks, so all look before one of them allocates
         has = ranks.mean(torch.tensor([has], dtype=torch.float64, device=device))
     with shapes_only():
-        weights = weight_bytes(GPT(config), torch.float32)
-    if settings.eval_only:
-        refuse("loading this model", weights, has, device)
-        return
-    together = 1            # processes that share what was found
+        bytes_of_weights = model_bytes(GPT(config), torch.float32)
+    processes = 1           # that share this memory
     if device.type == 'cpu':
-        together = int(os.environ.get('LOCAL_WORLD_SIZE') or ranks.world)
-    sharers = ranks.world if settings.shard_optimizer else 1
-    least = (2 + 2 / sharers) * weights     # weights and gradients, two moments
-    refuse("training this model", least * together, has, device)
-    if device.type != 'cpu' or (least + at_most(config, settings)) * together < has:
+        processes = int(os.environ.get('LOCAL_WORLD_SIZE') or ranks.world)
+    if settings.eval_only:
+        check_fits("loading this model", bytes_of_weights * processes, has, device)
+        return
+    moment_shares = ranks.world if settings.shard_optimizer else 1
+    least_bytes = (2 + 2 / moment_shares) * bytes_of_weights    # weights, gradients, two moments
+    check_fits("training this model", least_bytes * processes, has, device)
+    if device.type != 'cpu':
+        return
+    if (least_bytes + activations_bound(config, settings)) * processes < has:
         return
     activations = measure(GPT, config, settings, dtype, device)
-    refuse(f"training this model with micro_batch={settings.micro_batch}",
-           (least + activations) * together, has, device, "lower micro_batch, ")
+    check_fits(f"training this model with micro_batch={settings.micro_batch}",
+               (least_bytes + activations) * processes, has, device, "lower micro_batch, ")
 
 
-def refuse_model(config, variant, device, dtype=torch.float32):
+def check_model_fits(config, variant, device, dtype=torch.float32):
     """UserError if there is no room on the device for the weights of a GPTConfig and a variant."""
-    weights = weight_bytes(outline(config, variant), dtype)
-    refuse("loading this model", weights, memory_of(device), device)
+    needs = model_bytes(outline(config, variant), dtype)
+    check_fits("loading this model", needs, memory_of(device), device)
 
 
-def refuse(what, needs, has, device, first=''):
+def check_fits(what, needs, has, device, first=''):
     """UserError if it needs more bytes than there are. first: what to do before all else."""
     if needs <= has:
         return
@@ -63,26 +65,26 @@ def refuse(what, needs, has, device, first=''):
                     f"{has / 1e9:.1f} GB for it ({device.type}): {way_out}")
 
 
-def weight_bytes(model, dtype):
+def model_bytes(model, dtype):
+    """Bytes of a model's weights, if they are of this dtype."""
     return dtype.itemsize * model.num_params()
 
 
 # ---- what it takes -------------------------------------------------------------------------------
 
-def at_most(config, settings):
-    """
-    More bytes than activations take, by a rough count: where these are there, nothing needs to be
-    measured.
-    """
+def activations_bound(config, settings):
+    """A rough upper bound on the bytes of activations. If it fits, measuring is not needed."""
     mechanism = config.without_weights().mechanism
     passes = mechanism.steps + 1
     if 'jacobi_iters' in mechanism.settings:
         passes *= config.jacobi_iters + 1
     tokens = settings.micro_batch * config.block_size
     scores = config.n_head * min(config.block_size, 512)    # longer rows are never whole
-    numbers = 10 * config.n_embd + 5 * config.mlp_hidden + 2 * scores
+    # what a block keeps: vectors as wide as x, vectors inside the MLP, scores and their softmax
+    numbers_per_token = 10 * config.n_embd + 5 * config.mlp_hidden + 2 * scores
     logits = min(tokens * config.vocab_size, LOGITS_AT_ONCE)
-    return 4 * (tokens * config.n_layer * passes * numbers + 4 * logits)
+    # fp32; of the logits four copies, such as their softmax and their gradient
+    return 4 * (tokens * config.n_layer * passes * numbers_per_token + 4 * logits)
 
 
 def measure(GPT, config, settings, dtype, device):
@@ -99,7 +101,8 @@ def measure(GPT, config, settings, dtype, device):
 def memory_of(device):
     """Bytes that a program could have there; infinity where that is not known."""
     if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[1]
+        free, total = torch.cuda.mem_get_info(device)
+        return total
     if device.type == 'cpu':
         return min(free_memory(), limit_of_container())
     return math.inf

@@ -1,6 +1,7 @@
 """
-What a loaded checkpoint has to be before anything uses it. PyTorch itself would take moments of
-another shape, which AdamW's fused kernel then reads past their end, and weights that are NaN.
+What a loaded checkpoint has to be before anything uses it. PyTorch does not check. It takes moments
+of a wrong shape, and AdamW's fused kernel then reads past their end. It also takes weights that are
+NaN.
 
     check_archive(path)             the file's own checksums
     check_form(state)               what holds for every version: fields and their kinds
@@ -8,8 +9,8 @@ another shape, which AdamW's fused kernel then reads past their end, and weights
                                     moments they call for
     check_numbers(state)            before saving: no NaN and no infinity
 
-All of them raise a ValueError that names the field. A tensor's field is its name in the model, or
-optimizer.NAME.exp_avg.
+The last three raise a ValueError that names the field. A weight is model.NAME. Its moments are
+optimizer.NAME.exp_avg and so on, or optimizer.state[NUMBER].exp_avg where no model is at hand.
 """
 
 import math
@@ -42,13 +43,18 @@ CONFIG = ('vocab_size', 'n_tokens', 'block_size', 'n_layer', 'n_head', 'n_kv_hea
 # ---- the file ------------------------------------------------------------------------------------
 
 def check_archive(path):
-    """zipfile.BadZipFile if a part of the file is not what was saved: torch.load does not look."""
+    """
+    zipfile.BadZipFile if a checksum is wrong, which torch.load does not compare; ValueError if the
+    parts are not torch.save's.
+    """
     with zipfile.ZipFile(path) as archive, ThreadPoolExecutor() as pool:
         entries = archive.infolist()
         names = {entry.filename for entry in entries}
         stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
         require(stored and len(names) == len(entries), "not the parts that torch.save makes")
-        list(pool.map(partial(read_through, archive), entries))  # checksums release Python's lock
+        # Threads help: checksums release Python's lock. list() raises what a thread raised, which
+        # map() alone would keep to itself.
+        list(pool.map(partial(read_through, archive), entries))
 
 
 def read_through(archive, entry):
@@ -71,10 +77,10 @@ def check_form(state):
         for name in state[part]:
             require_kind(name, str, f"a name in {part}")
     for name, value in state['settings'].items():
-        plain = value is None or type(value) in (bool, int, float, str)
-        require(plain, f"settings.{name} should be a number, a text or None, not {shown(value)}")
+        is_plain = value is None or type(value) in (bool, int, float, str)
+        require(is_plain, f"settings.{name} should be a number, a text or None, not {shown(value)}")
     for name, tensor in state['model'].items():
-        check_tensor(name, tensor)
+        check_tensor(f'model.{name}', tensor)
     check_scaler(state.get('scaler') or {})
     if state['optimizer']:                      # nothing in it: weights to sample from, no more
         check_optimizer(state['optimizer'])
@@ -88,10 +94,11 @@ def require_kind(value, kind, name):
 def check_tensor(name, tensor):
     """Dense floating-point numbers in the plain order of memory: what kernels write into."""
     require(isinstance(tensor, torch.Tensor), f"{name} should be a tensor, not {shown(tensor)}")
-    known = tensor.dtype in DTYPES
-    require(known, f"{name} holds {tensor.dtype}, not one of the float types of 16 to 64 bits")
-    plain = tensor.layout == torch.strided and tensor.device.type == 'cpu'
-    require(plain and tensor.is_contiguous(), f"{name} is not a plain tensor, one number per place")
+    is_float = tensor.dtype in DTYPES
+    require(is_float, f"{name} holds {tensor.dtype}, not one of the float types of 16 to 64 bits")
+    is_dense = tensor.layout == torch.strided and tensor.device.type == 'cpu'
+    require(is_dense and tensor.is_contiguous(),
+            f"{name} is not a plain tensor, one number per place")
 
 
 def check_scaler(scaler):
@@ -99,12 +106,12 @@ def check_scaler(scaler):
     require_kind(scaler, dict, 'scaler')
     require(not scaler or set(scaler) == set(SCALER), f"scaler should hold {', '.join(SCALER)}")
     for name, value in scaler.items():
-        number = type(value) in (int, float) and math.isfinite(value) and value >= 0
-        require(number, f"scaler.{name} should be a number, not {shown(value)}")
+        is_amount = type(value) in (int, float) and math.isfinite(value) and value >= 0
+        require(is_amount, f"scaler.{name} should be 0 or a positive number, not {shown(value)}")
 
 
 def check_optimizer(optimizer):
-    """Two groups of parameters, each a number, and their moments."""
+    """Two groups, which name parameters by number, and the moments of each parameter."""
     for name, kind in (('param_groups', list), ('state', dict)):
         require(name in optimizer, f"optimizer.{name} is missing")
         require_kind(optimizer[name], kind, f'optimizer.{name}')
@@ -132,15 +139,14 @@ def check_optimizer(optimizer):
 
 def check_model(state, config_class):
     """
-    ValueError if weights or moments are not those of a model with this config and variant, or not
-    finite.
-    config_class: GPTConfig.
+    ValueError if weights or moments are not those of a model with this config and variant, or are
+    not finite. config_class: GPTConfig.
     """
     config = read_config(state['config'], config_class)
     check_variant(state.get('variant'), config)
     model = outline(config, state.get('variant'))
     check_shapes(state['model'], model.state_dict())
-    check_finite(state['model'])
+    check_weights(state['model'])
     if state['optimizer']:
         check_moments(state, list(model.named_parameters()))
 
@@ -151,12 +157,12 @@ def read_config(config, config_class):
     for name in config:
         require(name in known, f"config.{name}: this program knows no such setting")
     for name in CONFIG:
-        require(name in config or name not in known, f"config.{name} is missing")
+        require(name in config, f"config.{name} is missing")
     made = config_class(**config)       # ValueError: wrong types, impossible pairs
     for name, value in asdict(made).items():
-        filled_in = name in config and config[name] != value    # None, where a default is saved
-        require(not filled_in, f"config.{name} should be {shown(value)}, not "
-                               f"{shown(config.get(name))}")
+        # GPTConfig replaces some None by defaults, so a saved config has none there.
+        as_saved = name not in config or config[name] == value
+        require(as_saved, f"config.{name} should be {shown(value)}, not {shown(config.get(name))}")
     return made
 
 
@@ -170,9 +176,15 @@ def check_shapes(weights, expected):
         require(name in expected, f"model.{name}: a model of its config has no such weight")
 
 
-def check_finite(weights):
-    """ValueError for the first of {name: tensor} that holds NaN or infinity."""
-    for name, tensor in weights.items():
+def check_weights(weights):
+    """check_finite for a state's {name in the model: tensor}."""
+    check_finite({f'model.{name}': tensor for name, tensor in weights.items()})
+
+
+def check_finite(tensors):
+    """ValueError for the first of {field: tensor} that holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        # both are NaN, if any number is NaN
         lowest, highest = (extreme.item() for extreme in tensor.detach().aminmax())
         require(math.isfinite(lowest) and math.isfinite(highest),
                 f"{name} is not finite (from {lowest:.3g} to {highest:.3g})")
@@ -180,9 +192,9 @@ def check_finite(weights):
 
 def check_numbers(state):
     """ValueError for a weight or a moment that is not finite."""
-    check_finite(state['model'])
+    check_weights(state['model'])
     for number, moments in state['optimizer']['state'].items():
-        check_finite({f'optimizer.state[{number}].{name}': moments[name] for name in moments})
+        check_finite({f'optimizer.state[{number}].{key}': moments[key] for key in moments})
 
 
 def check_moments(state, parameters):
@@ -194,7 +206,7 @@ def check_moments(state, parameters):
     vectors = [(name, p.shape) for name, p in parameters if p.dim() < 2]
     held = state['optimizer']['state']
     if not held:
-        require(no_step_taken(state), f"optimizer.state is empty after {state['step']} steps")
+        require(may_lack_moments(state), f"optimizer.state is empty after {state['step']} steps")
         return
     for group, wanted in zip(state['optimizer']['param_groups'], (matrices, vectors)):
         numbers = group['params']
@@ -218,7 +230,8 @@ def check_moments_of(name, moments, shape, steps):
             f"{name}.step is no number of steps up to {steps}")
 
 
-def no_step_taken(state):
-    """Whether fp16's scale was too large in every step so far: it was lowered, and nothing else."""
+def may_lack_moments(state):
+    """Whether AdamW may not have stepped yet: at step 0, or where fp16 skipped every step."""
     scaler = state.get('scaler') or {}
+    # a tracker above 0 means that a step was taken
     return state['step'] == 0 or scaler.get('_growth_tracker') == 0

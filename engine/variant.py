@@ -1,12 +1,15 @@
 """
 Models that others released and that are not quite model.py's GPT: what GPTConfig cannot say.
 
-    fit(model, variant)         put the parts that differ into a GPT, before its weights
-    variant_of(model)           what was put into it; None for a GPT as it is
-    outline(config, variant)    the two together, with shapes and no numbers
-    check_variant(variant, config)      ValueError for one that no model has
+    fit(model, variant)                 put the parts that differ into a GPT, before its weights are
+                                        loaded
+    new_model(GPT, variant, config)     a new GPT(config) with these parts
+    constructor(GPT, variant)           the same as a function of config
+    variant_of(model)                   what was put into it; None for a GPT as it is
+    outline(config, variant)            the model of both, with shapes and no numbers
+    check_variant(variant, config)      ValueError if they do not fit together
 
-A variant is a dictionary of Variant's fields; checkpoints keep it.
+A variant is a dictionary of Variant's fields, or None for model.py's GPT; checkpoints keep it.
 """
 
 from dataclasses import dataclass, fields
@@ -21,13 +24,13 @@ from engine.shapes import shapes_only
 
 @dataclass
 class Variant:
-    """The defaults are model.py's GPT."""
+    """Without arguments: model.py's GPT. The last four fields count only with neox."""
     input_factor: float = 1.0       # multiplies the embeddings of tokens, not PonderLM's mixtures
     late_k_norm: bool = False       # keys are normed after the rotation, queries before it
-    neox: bool = False              # blocks of engine/neox.py, to which the others belong:
+    neox: bool = False              # blocks of engine/neox.py; the fields below are theirs
     parallel_residual: bool = True
     attention_bias: bool = True
-    gelu: str = 'none'              # or 'tanh'
+    gelu: str = 'none'              # its approximation: 'none' (exact) or 'tanh'
     rotary_dim: int = 0             # channels of a head that turn with the position
 
 
@@ -41,7 +44,8 @@ def fit(model, variant):
         model.wte.register_forward_hook(partial(multiply, v.input_factor))
     if v.late_k_norm:
         for block in model.h:
-            block.attn.k_norm, block.attn.k_norm_late = nn.Identity(), block.attn.k_norm
+            block.attn.k_norm_late = block.attn.k_norm
+            block.attn.k_norm = nn.Identity()
     if v.neox:
         config = model.config
         model.h = nn.ModuleList(Block(block.attn, config, v) for block in model.h)
@@ -58,7 +62,7 @@ def variant_of(model):
 
 
 def outline(config, variant):
-    """The model of a GPTConfig and a variant, as GPTConfig.without_weights."""
+    """The model of a GPTConfig and a variant, with shapes and no numbers."""
     model = config.without_weights()
     with shapes_only():
         fit(model, variant)
@@ -66,7 +70,7 @@ def outline(config, variant):
 
 
 def check_variant(variant, config):
-    """ValueError for the first thing in a variant, or None, that does not fit to a GPTConfig."""
+    """ValueError for the first thing in a variant that does not fit a GPTConfig; None fits all."""
     if variant is None:
         return
     require(type(variant) is dict, "variant should be a dictionary or None")
@@ -83,10 +87,13 @@ def check_variant(variant, config):
             "n_kv_head: GPT-NeoX has as many as n_head")
 
 
+def new_model(GPT, variant, config):
+    """A GPT of this config that has the parts of a variant."""
+    model = GPT(config)
+    fit(model, variant)
+    return model
+
+
 def constructor(GPT, variant):
-    """A function that makes a model from a config, as GPT does, and fits the variant to it."""
-    def new_model(config):
-        model = GPT(config)
-        fit(model, variant)
-        return model
-    return new_model
+    """A function that makes a model from a config, as GPT does, with the parts of a variant."""
+    return partial(new_model, GPT, variant)

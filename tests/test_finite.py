@@ -86,7 +86,8 @@ def test_weights_that_are_not_finite_are_not_saved(run_train, monkeypatch, tmp_p
         return result
 
     monkeypatch.setattr(Trainer, 'train_step', overflow)
-    with pytest.raises(UserError, match=f'after step 10 ln_f.weight is not finite.*{LR}') as error:
+    words = f'after step 10 model.ln_f.weight is not finite.*{LR}'
+    with pytest.raises(UserError, match=words) as error:
         run_train('out', f'--save_interval={interval}')
     assert f'of step {10 - interval} is kept' in str(error.value)
     assert load_checkpoint(str(tmp_path / 'out'))['step'] == 10 - interval

@@ -33,8 +33,9 @@ def refuse(*args, device=CPU, ranks=ALONE):
     """Whether a run with these arguments is refused: the line, or None."""
     given, _ = read(list(args), '', Settings, GPTConfig)
     config = build(GPTConfig, given)
+    settings = build(Settings, given)
     try:
-        room.refuse_training(GPT, config, build(Settings, given), device, torch.bfloat16, ranks)
+        room.check_training_fits(GPT, config, settings, device, torch.bfloat16, ranks)
     except UserError as error:
         return str(error)
 
@@ -89,7 +90,7 @@ def test_the_rough_count_is_never_too_small(toggle):
                           **TOGGLES[toggle]})
     settings = Settings(micro_batch=4, batch_tokens=4 * 64, device='cpu')
     measured = plan.activations(GPT, config, settings, torch.bfloat16, accumulates=True)
-    assert measured < room.at_most(config, settings)
+    assert measured < room.activations_bound(config, settings)
 
 
 def test_small_models_are_not_measured(machine, monkeypatch):
@@ -115,12 +116,16 @@ def test_on_a_gpu_what_is_sure_to_be_needed_counts(machine, monkeypatch, memory,
 
 def test_several_processes_share_a_cpu(machine, monkeypatch):
     monkeypatch.setattr(Ranks, 'mean', lambda self, value: value.item())
-    monkeypatch.setattr(room, 'at_most', lambda *_: 0)
+    monkeypatch.setattr(room, 'activations_bound', lambda *_: 0)
+    machine(5e9)
+    assert refuse('config/depth_attn.py', '--eval_only=True') is None
     machine(9e9)
     assert refuse('config/depth_attn.py') is None
     assert '11.6 GB' in refuse('config/depth_attn.py', ranks=Ranks(1, 2))
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')
     assert '23.2 GB' in refuse('config/depth_attn.py', ranks=Ranks(1, 8))
+    machine(5e9)
+    assert '5.8 GB' in refuse('config/depth_attn.py', '--eval_only=True', ranks=Ranks(1, 8))
 
 
 # ---- the programs --------------------------------------------------------------------------------
@@ -152,7 +157,7 @@ def test_evaluating_needs_less_than_training(run_train, machine):
 
 def test_seeds_give_the_same_weights_with_and_without_a_measurement(run_train, monkeypatch):
     plain = run_train('plain', '--max_steps=1')
-    monkeypatch.setattr(room, 'at_most', lambda *_: math.inf)
+    monkeypatch.setattr(room, 'activations_bound', lambda *_: math.inf)
     monkeypatch.setattr(room, 'memory_of', lambda device: 10 ** 12)
     test_train.same_weights(plain, run_train('measured', '--max_steps=1'))
 

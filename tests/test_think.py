@@ -83,7 +83,7 @@ def assert_reading(reading, logits, tokens):
 
 def test_bytes_are_joined_to_characters():
     raw = 'a€\n'.encode() + b'\xff\xe2\x82'
-    pieces = think.characters([*raw[:5], BYTE.eot_token, *raw[5:]], BYTE)
+    pieces = think.pieces_of([*raw[:5], BYTE.eot_token, *raw[5:]], BYTE)
     assert [(piece['text'], piece['count']) for piece in pieces] == [
         ('a', 1), ('€', 3), ('\n', 1), ('∎', 1), ('\\xff', 1), ('\\xe2\\x82', 2)]
 

@@ -1,16 +1,22 @@
 """
-The page that `tools/explain.py --html` writes: what `look` saw, as data in the template think.html.
+The page of `tools/explain.py --html`: what its `look` saw in one or two models, as JSON in
+the template think.html. T tokens were read; n is the most steps that one of them took.
 
-The data is JSON. T tokens were read, n is the most steps one of them took, L are the layers:
-
-    tokens      T numbers
-    text        [{text, count}]: characters or words, each with the number of its tokens
+    tokens      the T tokens, as numbers
+    text        [{text, count}]: the smallest pieces that are whole characters, and how many tokens
+                each takes
     words       {number: what it is called}, of every token on the page
-    models      one or two: {name, about, kind, steps, halting, compared, tau, after, output, mixed,
-                values}, named as in `Seen`, whose docstring says what they are
-    after       n readings, one per step; `output` is one more, of the model's own logits
-    a reading   {likeliest (T,top), p (T,top), loss (T), entropy (T)}; the loss of the token that
-                came next, in nats, and null for the last token
+    models      one or two: {name, about, tau, output}, and as lists the fields of explain.py's Seen
+                (all but logits), whose docstring and comments say what they are
+
+    name        the checkpoint's folder
+    about       the model's mechanisms, in words
+    tau         what `compared` is compared with; null if nothing is
+    after       n readings, one per step
+    output      one more reading, of the model's own logits
+    a reading   {likeliest (T,top), p (T,top), loss (T), entropy (T)}: the best guesses, their
+                probabilities, and in nats the loss of the token that came next (null for the last
+                token) and the entropy
 """
 
 import hashlib
@@ -55,16 +61,16 @@ def write_page(path, models, tokens, tokenizer):
 
 # ---- the data ------------------------------------------------------------------------------------
 
-def page_data(models, tokens, tokenizer):
-    """Everything the page knows, as described at the top."""
-    shown = set(tokens)
+def page_data(models, numbers, tokenizer):
+    """Everything the page knows, as described at the top. numbers: a list, of the tokens."""
+    shown = set(numbers)
     for model in models:
         for reading in (*model['after'], model['output']):
             shown.update(token for row in reading['likeliest'] for token in row)
     words = {}
     for token in sorted(shown):
         words[token] = bytes_of(token, tokenizer).decode('utf-8', 'backslashreplace')
-    return dict(tokens=tokens, text=characters(tokens, tokenizer), words=words, models=models)
+    return dict(tokens=numbers, text=pieces_of(numbers, tokenizer), words=words, models=models)
 
 
 def model_data(seen, config, name, tokens, top):
@@ -91,7 +97,7 @@ def model_data(seen, config, name, tokens, top):
 
 
 def reading(logits, tokens, top):
-    """What logits (T,V) say of the tokens (T,), each of which the one before predicts."""
+    """The best guesses, losses and entropies of logits (T,V); row i predicts token i + 1."""
     logits = logits.float()
     p = logits.softmax(-1)
     best = p.topk(top)
@@ -107,7 +113,7 @@ def rounded(values, digits):
     return [round(value, digits) for value in values.tolist()]
 
 
-def characters(tokens, tokenizer):
+def pieces_of(numbers, tokenizer):
     """
     [{text, count}]: the text in its smallest pieces that are whole characters, and how many tokens
     each takes. Bytes that are no character are written \\xff.
@@ -115,10 +121,10 @@ def characters(tokens, tokenizer):
     pieces = []
     raw = b''
     count = 0
-    for i, token in enumerate(tokens):
+    for i, token in enumerate(numbers):
         raw += bytes_of(token, tokenizer)
         count += 1
-        if i == len(tokens) - 1 or not goes_on(raw):
+        if i == len(numbers) - 1 or not is_cut(raw):
             pieces.append(dict(text=raw.decode('utf-8', 'backslashreplace'), count=count))
             raw = b''
             count = 0
@@ -132,7 +138,7 @@ def bytes_of(token, tokenizer):
     return tokenizer.decode_single_token_bytes(token)
 
 
-def goes_on(raw):
+def is_cut(raw):
     """Whether these bytes end in the middle of a character."""
     try:
         raw.decode()
@@ -145,14 +151,15 @@ def goes_on(raw):
 
 def fill_template(data):
     """The page: the template with data in it, which can hold anything and never becomes markup."""
-    text = json.dumps(data, separators=(',', ':'))
-    text = text.replace('&', '\\u0026').replace('<', '\\u003c').replace('>', '\\u003e')
+    data_json = json.dumps(data, separators=(',', ':'))
+    data_json = data_json.replace('&', '\\u0026').replace('<', '\\u003c').replace('>', '\\u003e')
     names = ' against '.join(model['name'] for model in data['models'])
     parts = dict(
         TITLE=html.escape(f"What {names} thinks"),
         PALETTE=f"--orange: {palette.ORANGE}; --blue: {palette.BLUE};",
-        ROOT='think-' + hashlib.sha256(text.encode()).hexdigest()[:8],
-        DATA=text,
+        # an id of its own, for two pages in one document
+        ROOT='think-' + hashlib.sha256(data_json.encode()).hexdigest()[:8],
+        DATA=data_json,
     )
     with open(TEMPLATE, encoding='utf-8') as f:
         template = f.read()
