@@ -67,9 +67,7 @@ def go_on(gpt, prompt, padding, max_new_tokens, sampler, exact):
             memory = gpt.new_memory(end - first - 1, start)
             for part in tokens[:, first:n].split(1 if exact else n - first, dim=1):
                 h = gpt.hidden(part, memory)                # read what is there
-            if not h[:, -1].isfinite().all():               # waits for the GPU, once a window
-                raise UserError("the model's output is not finite: take another checkpoint, or a "
-                                "wider dtype such as float32")
+            check_output(h[:, -1])                          # waits for the GPU, once a window
             for token, passes in decode(gpt, tokens[:, :end], n, h[:, -1], memory, sampler):
                 yield token, passes                         # write until it is full
                 if sampler.all_done(token):
@@ -77,6 +75,13 @@ def go_on(gpt, prompt, padding, max_new_tokens, sampler, exact):
             n, first = end, end - max(1, window // 2)
     finally:
         gpt.train(was_training)
+
+
+def check_output(h):
+    """UserError for hidden states (B,C) that are not finite; on the meta device there are none."""
+    if not h.is_meta and not h.isfinite().all():
+        raise UserError("the model's output is not finite: take another checkpoint, or a wider "
+                        "dtype such as float32")
 
 
 def generate(gpt, prompts, max_new_tokens, **options):

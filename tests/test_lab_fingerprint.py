@@ -522,7 +522,8 @@ def answer(capsys, *args):
 def test_wrong_input_is_one_line(what, checkpoint, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # gpt2's own would need the network
-    monkeypatch.setattr('sample.get_tokenizer', lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr('sample.get_tokenizer', lambda name: SimpleNamespace(name=name, n_vocab=0))
+    monkeypatch.setattr('sample.knows_tokens', lambda *_: True)
     of_a, of_b, more, words = WRONG[what]
     a = checkpoint('a', **of_a)
     b = checkpoint('b', **of_b)
@@ -533,9 +534,9 @@ def test_wrong_input_is_one_line(what, checkpoint, capsys, tmp_path, monkeypatch
 def test_weights_that_are_no_numbers_and_foreign_data_are_one_line(checkpoint, capsys):
     broken = small(vocab_size=320, n_tokens=257)
     broken.h[1].mlp.c_fc.weight[3, 3] = torch.nan
-    assert 'not a number' in answer(capsys, checkpoint('a'), checkpoint('b', broken))
+    assert 'is not finite' in answer(capsys, checkpoint('a'), checkpoint('b', broken))
     few = checkpoint('few', vocab_size=64, n_tokens=50)
-    assert 'beyond the 50' in answer(capsys, few, few)
+    assert 'byte has 257 tokens' in answer(capsys, few, few)
     assert 'two checkpoint folders' in answer(capsys, few)
 
 

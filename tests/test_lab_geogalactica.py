@@ -456,7 +456,7 @@ def test_refuses_data_in_other_tokens(tmp_path, small_data):
     data = tmp_path / 'data'
     shutil.copytree(small_data, data)
     meta = json.loads((data / 'meta.json').read_text())
-    meta['tokenizer'] = 'gpt2'
+    meta.update(tokenizer='gpt2', n_tokens=50257, eot=50256)
     (data / 'meta.json').write_text(json.dumps(meta))
     folder = checkpoint(tmp_path / 'ckpt', dict(data_dir=str(data), learning_rate=3e-3))
     with pytest.raises(UserError, match="gpt2.*byte"):

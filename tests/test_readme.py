@@ -95,13 +95,11 @@ SETTINGS = {
 }
 
 
-def test_the_two_commands_are_what_ci_runs():
+def test_the_first_commands_are_what_ci_runs():
     ci = read_text('.ci/run').splitlines()
-    first = 'pip install -r requirements.txt && '
-    first += 'python train.py config/depth_attn.py config/size/tiny.py'
-    assert first in COMMANDS
+    assert COMMANDS[0].startswith('pip install -r requirements.txt && python train.py')
     for command in COMMANDS:
-        if command.startswith('pip '):
+        if command.startswith('pip ') or command in COMMANDS[:3]:
             assert command in ci
 
 
