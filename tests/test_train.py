@@ -943,6 +943,8 @@ def test_data_of_another_vocabulary(run_train, small_data, tmp_path):
             content = f.read()
         if name == 'meta.json':
             content = content.replace(b'"n_tokens": 257', b'"n_tokens": 50257')
+            content = content.replace(b'"eot": 256', b'"eot": 50256')
+            content = content.replace(b'"tokenizer": "byte"', b'"tokenizer": "gpt2"')
         (other / name).write_bytes(content)
     with pytest.raises(UserError, match='50257 tokens.*n_tokens=257'):
         run_train('out', f'--data_dir={other}', '--init_from=resume', '--max_steps=12')
