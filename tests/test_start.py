@@ -85,7 +85,7 @@ def test_variables_that_are_missing(monkeypatch, run_train, missing):
     assert missing in start(monkeypatch, run_train, **some)
 
 
-@pytest.mark.parametrize('rank', ['0', '1'])
+@pytest.mark.parametrize('rank', [pytest.param('0', marks=pytest.mark.slow), '1'])
 def test_processes_that_are_not_there(monkeypatch, run_train, rank):
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
