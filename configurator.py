@@ -208,6 +208,8 @@ def convert(value, kinds):
         if int in kinds and value == int(value):
             return int(value)
     wanted = CALLED[kinds[0]]
+    if is_number and not abs(value) < 2 ** 63:
+        wanted += " below 2**63"
     if len(kinds) > 1:
         wanted += " or None"
     raise ValueError(f"should be {wanted}, not {shown(value)}")
