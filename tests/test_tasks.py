@@ -1,6 +1,7 @@
 """Made tasks: the problems, their answers, the data sets, and how right answers are counted."""
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from conftest import make, save
 
 import prepare_data
 import train
+from engine import tasks
 from engine.errors import UserError
 from engine.files import checksum
 from engine.shards import encode, get_tokenizer, read_meta
@@ -70,6 +72,13 @@ def test_sums():
 def test_how_far_carries_run(question, longest, reach):
     assert TASKS['addition'].difficulty(question) == longest
     assert TASKS['addition'].reach(question) == reach
+
+
+def test_the_examples_of_the_first_page_are_right():
+    examples = re.findall(r'^ +(\w+) +(\S+[=|])(\S+) ', tasks.__doc__, re.M)
+    assert [name for name, _, _ in examples] == list(TASKS)
+    for name, question, answer in examples:
+        assert TASKS[name].answer(question) == answer
 
 
 def carries(question):

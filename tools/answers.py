@@ -35,14 +35,14 @@ class Outcome:
 
 
 def validation_problems(folder):
-    """(task, generator of (question, answer)) of a validation set; UserError without a task."""
+    """(name of the task, generator of (question, answer)) of a validation set; else UserError."""
     meta = read_meta(folder)
     made = task_of(meta)
     if made is None:
         raise UserError(f"{folder} is made from {meta['source']}, and --answers needs a task: "
                         f"{', '.join(TASKS)}")
     name, size = made
-    return TASKS[name], read_problems(folder, meta, TASKS[name], size)
+    return name, read_problems(folder, meta, TASKS[name], size)
 
 
 def read_problems(folder, meta, task, size):
@@ -134,11 +134,12 @@ def summary(model, folder, count):
     Over the first `count` problems of a data folder's validation set:
     {'task', 'problems', 'right', 'passes', 'by_difficulty': [..], 'by_reach': [..]}
     """
-    task, problems = validation_problems(folder)
+    name, problems = validation_problems(folder)
+    task = TASKS[name]
     eot = read_meta(folder)['eot']
     answers = answer_all(model, task, list(islice(problems, count)), eot)
     return {
-        'task': type(task).__name__.lower(),
+        'task': name,
         'problems': len(answers),
         'right': fmean(answer.right for answer in answers),
         'passes': fmean(passes for answer in answers for passes in answer.passes),

@@ -23,7 +23,6 @@ so what differs between these two is what the second pass does.
     whole             the middle blocks twice from the first step on
     plain_longer      one pass, with more steps, so that its FLOPs are those of `late`
 """
-import json
 import os
 import statistics
 import sys
@@ -38,7 +37,7 @@ from engine.errors import UserError, run
 from engine.flops import Cost, Pass
 from exercises.labs.common import table
 from model import PONDER, GPTConfig, Mechanism
-from tools.compare import read_lines, training_flops
+from tools.compare import final_loss, training_flops
 
 
 @dataclass
@@ -122,29 +121,19 @@ def make_arms(common, start):
     ]
 
 
-def final_loss(folder):
-    """Validation nats per byte after the last step; None if the run did not get there."""
-    records = read_lines(os.path.join(folder, 'log.jsonl'))
-    try:
-        with open(os.path.join(folder, 'settings.json'), encoding='utf-8') as f:
-            last = json.load(f)['max_steps']
-    except FileNotFoundError:
-        return None
-    losses = [r['val_nats_per_byte'] for r in records
-              if r.get('step') == last and 'val_nats_per_byte' in r]
-    return losses[0] if losses else None
-
-
 def train_arm(arm, seed, common, out):
-    """The final loss of one run, which is made unless it is there."""
-    folder = os.path.join(out, f'{arm.name}-s{seed}')
-    loss = final_loss(folder)
+    """The final loss of one run, which is made unless it is there; UserError if it is another."""
+    folder = os.path.join(out, f'{arm.name}-from{arm.begin:g}-s{seed}')
+    args = [*common, *arm.options]
+    given, _ = read(args, '', train.Settings, GPTConfig)
+    settings = {'max_steps': train.Settings.max_steps, **given}
+    loss = final_loss(folder, settings)
     if loss is not None:
         return loss
     LateMiddle.begin = arm.begin    # train.main makes the model, and has no such setting
     resume = ['--init_from=resume'] if os.path.exists(os.path.join(folder, 'ckpt.pt')) else []
-    train.main([*common, *arm.options, *resume, f'--seed={seed}', f'--out_dir={folder}'])
-    loss = final_loss(folder)
+    train.main([*args, *resume, f'--seed={seed}', f'--out_dir={folder}'])
+    loss = final_loss(folder, settings)
     if loss is None:
         raise SystemExit(130)   # stopped; the same command goes on
     return loss
