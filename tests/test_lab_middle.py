@@ -13,6 +13,11 @@ TINY = ['--n_layer=3', '--n_head=2', '--n_embd=16', '--mlp_hidden=16', '--block_
         '--sample_tokens=0', '--learning_rate=0.01', '--device=cpu', '--dtype=float32']
 
 
+@pytest.fixture(autouse=True)
+def middle_for_this_test_only(monkeypatch):
+    monkeypatch.setitem(middle.PONDER, 'middle', middle.LateMiddle)
+
+
 def test_the_middle_runs_twice_from_the_beginning_it_is_told(monkeypatch):
     monkeypatch.setattr(middle.LateMiddle, 'begin', 0.5)
     gpt = make(ponder='middle', ponder_steps=1, n_layer=6)

@@ -85,9 +85,6 @@ class LateMiddle(Mechanism):
         return Cost([Pass(layers=self.layers(step, rounds)) for step in range(rounds)])
 
 
-PONDER['middle'] = LateMiddle
-
-
 @dataclass
 class Arm:
     """One way to train, for all seeds."""
@@ -140,6 +137,7 @@ def train_arm(arm, seed, common, out):
 
 
 def main(argv):
+    PONDER['middle'] = LateMiddle
     names = LabSettings.__dataclass_fields__
     ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     common = [arg for arg in argv if arg not in ours]
