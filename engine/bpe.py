@@ -204,29 +204,37 @@ def byte_letters():
 
 def ranks_of(model, added):
     """{bytes: token} of the model in tokenizer.json; Unsupported where it is no byte-level BPE."""
+    refuse_other_kinds(model)
+    merged = merged_tokens(model)
+    one_piece = model.get('ignore_merges', False)    # a whole word may be a token without merges
+    letters = byte_letters()
+    ranks = {}
+    for token, number in model['vocab'].items():
+        if token in added and token not in merged:
+            continue                        # an added token that is listed here too
+        if len(token) > 1 and token not in merged and not one_piece:
+            raise Unsupported(f"the token {token!r}, which no merge makes,")
+        if not set(token) <= letters.keys():
+            raise Unsupported(f"the token {token!r}, which is not written in bytes,")
+        ranks[bytes(letters[letter] for letter in token)] = number
+    refuse_missing_bytes(ranks)
+    return ranks
+
+
+def refuse_other_kinds(model):
+    """Unsupported where the model is not BPE, or BPE with an option that changes its tokens."""
     if model.get('type', 'BPE') != 'BPE':
         raise Unsupported(f"a model of type {model['type']}")
     for key in ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback'):
         if model.get(key):
             raise Unsupported(f"{key}={model[key]!r}")
 
-    vocabulary = model['vocab']
-    merged = merged_tokens(model)
-    letters = byte_letters()
-    ranks = {}
-    for token, number in vocabulary.items():
-        if token in added and token not in merged:
-            continue                        # an added token that is listed here too
-        if len(token) > 1 and token not in merged and not model.get('ignore_merges'):
-            raise Unsupported(f"the token {token!r}, which no merge makes,")
-        if not set(token) <= letters.keys():
-            raise Unsupported(f"the token {token!r}, which is not written in bytes,")
-        ranks[bytes(letters[letter] for letter in token)] = number
-    # the other 13 bytes are in no text
+
+def refuse_missing_bytes(ranks):
+    """Unsupported where a byte that may stand in a text is no token: 0xf5 and above never do."""
     missing = [byte for byte in range(0xf5) if bytes([byte]) not in ranks]
-    if set(missing) - {0xc0, 0xc1}:
+    if set(missing) - {0xc0, 0xc1}:         # nor do these two, in UTF-8
         raise Unsupported(f"a vocabulary without the byte {missing[0]}")
-    return ranks
 
 
 def merged_tokens(model):

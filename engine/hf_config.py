@@ -68,6 +68,7 @@ def refuse_unsupported(c):
     else:
         refuse_llama(c)
     refuse_mechanisms(c)
+    refuse_pondering(c)
     if flag(c, 'use_depth_attention'):
         refuse_depth(c)
     else:
@@ -127,6 +128,10 @@ def refuse_mechanisms(c):
             refuse(c, key, "it is an experiment of the authors' code that has no counterpart here")
     if number(c, 'softmax_temperature', 1.0) != 1:
         refuse(c, 'softmax_temperature', "PonderLM mixes embeddings at temperature 1")
+
+
+def refuse_pondering(c):
+    """Of PonderLM's keys, what contradicts another."""
     if flag(c, 'ponderinglm'):
         for key in ('recurrent_model', 'use_depth_attention'):
             if flag(c, key):
