@@ -67,10 +67,10 @@ class CompileCounting:
 # Each graph takes about as long as it has layers, and `gate` has one for each size of its batch.
 @pytest.mark.parametrize('name, n_layer', [
     ('depth', 3),       # the last layer has two sources
-    ('loop_depth', 3),
+    pytest.param('loop_depth', 3, marks=pytest.mark.slow),
     ('latent2_depth', 2),
     ('chain', 2),
-    ('pause', 2),
+    pytest.param('pause', 2, marks=pytest.mark.slow),
     ('gate', 2),
 ])
 def test_compiled_decoding_changes_nothing(name, n_layer, monkeypatch):

@@ -273,7 +273,7 @@ def second_pass(model, text):
     return (model.mechanism.passes > 1).sum(1).max()
 
 
-SLOW_TO_COMPILE = ('depth', 'loop_depth', 'mask', 'router')
+SLOW_TO_COMPILE = ('depth', 'loop_depth', 'latent2_depth', 'mask', 'router')
 
 
 @pytest.mark.parametrize('name, settings', [

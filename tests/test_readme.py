@@ -12,6 +12,7 @@ import torch
 import train
 from conftest import ROOT, make, save
 from configurator import read
+from engine import tasks
 from engine.errors import UserError
 from model import HALTING, PONDER, GPT, GPTConfig
 from prepare_data import DataSettings
@@ -183,6 +184,11 @@ def python_sources(*_):
         yield b'def f(x):\n    return x\n' * n
 
 
+def fewer_problems(name, size, count, seed):
+    """In the place of a made task."""
+    return tasks.problems(name, size, count // 10, seed)
+
+
 def arguments_for_less(path, args):
     """What makes a command quick."""
     if path != 'train.py':
@@ -217,6 +223,7 @@ def test_commands_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts_to_learn_from(tmp_path)
     monkeypatch.setattr(prepare_data, 'python_sources', python_sources)
+    monkeypatch.setattr(prepare_data, 'problems', fewer_problems)
     monkeypatch.setattr(compare, 'train', lambda args, *_: train.main(args))  # in this process
     for name in BEFORE[page]:
         train.main([f'config/{name}.py', 'config/size/tiny.py', *TINY])
