@@ -241,28 +241,34 @@ def records(paths, s):
     """
     rows, columns = math.ceil(len(paths) / 2), min(len(paths), 2)
     figure, axes = new_figure(len(paths), size=(7 * columns, 4.6 * rows))
-    panels = []
-    for ax, path in zip(axes, paths):
-        found = read_lines(path)
-        if s.names is not None:
-            found = [r for r in found if r.get('name') in s.names.split(',')]
-        right = all('right' in r for r in found)
-        key = 'right' if right else 'val_nats_per_byte'
-        try:
-            ends = ends_of_records(found, s.x, key, scale=100 if right else 1)
-        except (KeyError, TypeError, AttributeError):
-            raise UserError(f"{path}: a line is not a run's record of tools/compare.py") from None
-        if not ends:
-            raise UserError(f"{path}: no run with one of these names")
-        title = 'text: nats per byte'
-        if right:
-            title = f"{found[0].get('task', 'task')}: right answers (%)"
-        ax.set_xlabel(X[s.x])
-        titled(ax, title, [len(end.losses) for end in ends.values()])
-        panels.append((ax, ends))
+    panels = [(ax, read_panel(ax, path, s)) for ax, path in zip(axes, paths)]
     for ax, ends in panels:
         draw_ends(ax, ends)
     return figure
+
+
+def read_panel(ax, path, s):
+    """A panel's title and x axis; returns its {name: End}. UserError where the file has none."""
+    found = read_lines(path)
+    if s.names is not None:
+        found = [r for r in found if r.get('name') in s.names.split(',')]
+    counts_answers = all('right' in r for r in found)
+    try:
+        if counts_answers:
+            ends = ends_of_records(found, s.x, 'right', scale=100)
+        else:
+            ends = ends_of_records(found, s.x, 'val_nats_per_byte', scale=1)
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: a line is not a run's record of tools/compare.py") from None
+    if not ends:
+        raise UserError(f"{path}: no run with one of these names")
+
+    title = 'text: nats per byte'
+    if counts_answers:
+        title = f"{found[0].get('task', 'task')}: right answers (%)"
+    titled(ax, title, [len(end.losses) for end in ends.values()])
+    ax.set_xlabel(X[s.x])
+    return ends
 
 
 def ends_of_records(found, x, key, scale):
