@@ -30,19 +30,23 @@ INSIDE = (  # attributes that lead out of torch, or into the program that runs
 SPECIAL = ('__call__', '__getitem__', '__init__', '__len__', '__name__', '__post_init__')
 
 
+def lines_of(path):
+    """The lines of a file, without the mark that some editors put before UTF-8."""
+    with open(path, encoding='utf-8-sig') as f:
+        return f.readlines()
+
+
 def students_lines(path):
     """How many lines of an exercise stand above its check: those are the student's."""
-    with open(path, encoding='utf-8') as f:
-        for i, line in enumerate(f):
-            if line.startswith('# the check'):
-                return i
+    for i, line in enumerate(lines_of(path)):
+        if line.startswith('# the check'):
+            return i
     return math.inf
 
 
 def students_part(path):
     """The lines above the check, as text."""
-    with open(path, encoding='utf-8') as f:
-        lines = f.readlines()
+    lines = lines_of(path)
     end = students_lines(path)
     return ''.join(lines[:min(end, len(lines))])
 
@@ -73,8 +77,7 @@ def borrowed(path, given=()):
 
 def names_below(path):
     """What the check in this file defines, or imports from the project."""
-    with open(path, encoding='utf-8') as f:
-        tree = ast.parse(f.read())
+    tree = ast.parse(''.join(lines_of(path)))
     end, names = students_lines(path), set()
     for node in tree.body:
         if node.lineno <= end:
@@ -128,20 +131,25 @@ def is_an_answer(attribute):
 
 def outside(node, own):
     """What leads out of an exercise, if this node of the student's code does; or None."""
-    for module, name in imports(node):
+    for module, _ in imports(node):
         if not of_the_project(module) and module.partition('.')[0] not in MODULES:
             return module or '.'
-        inner = [*module.split('.')[1:], *(name or '').split()]
-        found = [one for one in inner if leads_out(one, own)]
-        if found:
-            return found[0]
     if isinstance(node, ast.Name) and (node.id in BUILT_IN or node.id.startswith('__')):
         return node.id
-    if isinstance(node, ast.Attribute) and leads_out(node.attr, own):
-        return node.attr
+    return next((name for name in attributes(node) if leads_out(name, own)), None)
+
+
+def attributes(node):
+    """The names that this node of the code takes out of modules and other objects."""
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
     if isinstance(node, ast.MatchClass):
-        return next((name for name in node.kwd_attrs if leads_out(name, own)), None)
-    return None
+        return node.kwd_attrs
+    taken_out = []
+    for module, name in imports(node):
+        taken_out += module.split('.')[1:]
+        taken_out += [name] if name else []
+    return taken_out
 
 
 def imports(node):

@@ -356,7 +356,8 @@ def judge(part, path, seed=0):
 def explain(error, path):
     """An exception in words: the student's line that it came through, and what helps."""
     if isinstance(error, SyntaxError):
-        return f"line {error.lineno} is not Python ({error.msg})"
+        place = "the file" if error.lineno is None else f"line {error.lineno}"
+        return f"{place} is not Python ({error.msg})"
     if not os.path.exists(path):
         return f"{path} is not there"
     text = ' '.join(str(error).split())

@@ -45,9 +45,9 @@ def main(argv):
         print(__doc__.strip())
         return
     options = read_options(argv)
-    seconds = marker.number('seconds', options['seconds'], least=1)
+    seconds = marker.seconds_of(options)
     if options['seed']:
-        marker.number('seed', options['seed'], least=0)
+        marker.seed_of(options)
     names = (options['mark'] or options['exercises']).split(',')
     unknown = [name for name in names if name not in NAMES]
     if unknown:

@@ -34,6 +34,8 @@ import check
 import torch
 from check import HERE, NAMES, UserError
 
+from engine.files import on_disk, plain_file, whole
+
 AT_ONCE = 4        # at most so many processes side by side
 OUTPUT = 4_000     # characters of what a student prints that are kept
 SENTENCE = 1_000   # characters of what is said
@@ -110,7 +112,9 @@ def run(path, letters, seed, seconds, folder):
     try:
         with open(copy, 'w', encoding='utf-8') as f:
             f.write(borrowed.students_part(path))
-    except (OSError, ValueError) as error:
+    except UnicodeDecodeError:
+        return "the file is not text in UTF-8: choose that encoding where you save it"
+    except OSError as error:
         return f"the file cannot be read: {error}"
     exercise = os.path.basename(path)[:-3]
     command = [*fence(), sys.executable, os.path.join(HERE, 'attempt.py'), exercise,
@@ -249,8 +253,10 @@ def main(argv):
             options[name] = value
         else:
             raise UserError(f"{word}: there are --seconds=60, --seed=N and --json=FILE")
-    seconds = number('seconds', options['seconds'], least=1)
-    seed = number('seed', options['seed'], least=0)
+    seconds = seconds_of(options)
+    seed = seed_of(options)
+    if options['json']:
+        check_place(options['json'])
 
     marks = mark(folders or [HERE], seed, seconds)
     if len(folders) > 1:
@@ -262,21 +268,50 @@ def main(argv):
     sys.exit(0 if all(one.right for one in marks) else 1)
 
 
-def number(name, text, least):
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"--{name}={text} should be a whole number from {least} up")
+def seconds_of(options):
+    return number('seconds', options['seconds'], 1, 86_400)
+
+
+def seed_of(options):
+    return number('seed', options['seed'], 0, 2 ** 31 - 1)
+
+
+def number(name, text, least, most):
+    if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= most:
+        raise UserError(f"--{name}={text} should be a whole number from {least} to {most}")
     return int(text)
 
 
+def check_place(path):
+    """UserError if the file cannot be written: now, and not when all is marked."""
+    with on_disk(path, 'written'):
+        open(plain_file(path) + '.tmp', 'w').close()
+        os.remove(path + '.tmp')
+
+
 def mark(folders, seed, seconds):
-    """A Mark for each exercise in these folders, in their order."""
-    places = []
+    """
+    A Mark for each exercise in these folders, in their order. UserError if there is none; a folder
+    without any is told, and stops nobody else.
+    """
+    places, empty = [], []
     for folder in folders:
+        if not os.path.isdir(folder):
+            raise UserError(f"{folder}: no such folder")
         names = [name for name in NAMES if os.path.isfile(os.path.join(folder, name + '.py'))]
-        if not names:
-            raise UserError(f"{folder}: there is no exercise in it, such as {NAMES[0]}.py")
         places += [(folder, name) for name in names]
+        empty += [] if names else [folder]
+    if not places:
+        raise UserError(no_exercise(folders[0]))
+    for folder in empty:
+        print(no_exercise(folder), file=sys.stderr)
     return mark_names(places, seed, seconds)
+
+
+def no_exercise(folder):
+    found = ', '.join(sorted(os.listdir(folder))[:8]) or 'nothing'
+    words = f"{folder}: there is no exercise in it, such as {NAMES[0]}.py; there is {found}"
+    return printable(words)
 
 
 def mark_names(places, seed, seconds):
@@ -314,11 +349,11 @@ def print_table(folders, marks):
     print(' ' * width, *NAMES)
     for folder in folders:
         row = [points.get((folder, name), '-').rjust(len(name)) for name in NAMES]
-        print(folder.ljust(width), *row)
+        print(printable(folder).ljust(width), *row)
 
 
 def write_json(path, seed, marks):
     rows = [{**asdict(one), 'right': one.right, 'of': len(one.parts)} for one in marks]
-    with open(path, 'w', encoding='utf-8') as f:
+    with on_disk(path, 'written'), whole(path) as f:
         json.dump({'seed': seed, 'marks': rows}, f, indent=1)
         f.write('\n')

@@ -14,6 +14,7 @@ from conftest import ROOT, program
 FOLDER = os.path.join(ROOT, 'exercises')
 sys.path.insert(0, FOLDER)
 import attempt
+import borrowed
 import check
 import marker
 from check import UserError
@@ -229,14 +230,55 @@ def test_the_fence(event, args, refused, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('argv, words', [
-    (['nowhere'], 'there is no exercise in it'),
-    (['--seconds=0'], 'whole number from 1 up'),
-    (['--seed=x'], 'whole number from 0 up'),
+    (['nowhere'], 'no such folder'),
+    ([os.path.join(ROOT, 'config', 'task')], 'no exercise in it, .*; there is addition.py, '),
+    (['--seconds=0'], 'whole number from 1 to 86400'),
+    (['--seconds=' + '9' * 20], 'whole number from 1 to 86400'),
+    (['--seed=x'], 'whole number from 0 to 2147483647'),
+    (['--json=/'], '/: a folder, where a file should be'),
+    (['--json=nowhere/marks.json'], 'nowhere/marks.json: cannot be written'),
     (['--secs=3'], 'there are --seconds=60'),
 ])
 def test_wrong_options_are_refused(argv, words):
     with pytest.raises(UserError, match=words):
         marker.main(argv)
+
+
+def test_a_folder_without_exercises_stops_nobody(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(marker, 'mark_names', lambda places, seed, seconds: places)
+    for student in ('anna', 'ben'):
+        (tmp_path / student).mkdir()
+    (tmp_path / 'anna' / 'Rope.py').write_text('')
+    (tmp_path / 'ben' / 'rope.py').write_text('')
+    anna, ben = str(tmp_path / 'anna'), str(tmp_path / 'ben')
+    assert marker.mark([anna, ben], SEED, 1) == [(ben, 'rope')]
+    told = capsys.readouterr().err
+    assert told == f'{anna}: there is no exercise in it, such as attention.py; there is Rope.py\n'
+
+
+@pytest.mark.parametrize('encoding, words', [
+    ('utf-16', 'the file is not text in UTF-8: choose that encoding where you save it'),
+    ('latin-1', 'the file is not text in UTF-8: choose that encoding where you save it'),
+])
+def test_a_file_in_another_encoding(tmp_path, encoding, words):
+    path = tmp_path / 'rope.py'
+    path.write_text('# caf\xe9\n', encoding=encoding)
+    mark = marker.mark_file(str(path), {'angles()': []}, SEED, 1)
+    assert mark.words == words
+
+
+def test_the_mark_before_utf8_is_no_mistake(tmp_path):
+    path = tmp_path / 'rope.py'
+    path.write_text('import model\n\n# the check\n', encoding='utf-8-sig')
+    assert borrowed.students_part(path) == 'import model\n\n'
+    assert borrowed.borrowed(path).startswith('line 1 uses model')
+
+
+def test_a_file_with_zeros_is_not_python():
+    with pytest.raises(SyntaxError) as error:
+        compile('x = 1\0', 'rope.py', 'exec')
+    error.value.lineno = None   # as some versions of Python leave it
+    assert check.explain(error.value, 'rope.py').startswith('the file is not Python (')
 
 
 def test_one_folder_gets_sentences(capsys):
