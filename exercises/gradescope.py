@@ -25,15 +25,17 @@ ROOT = os.path.dirname(HERE)
 SETUP = '''#!/usr/bin/env bash
 # Gradescope runs this once, when the autograder is built.
 set -euo pipefail
+cd "${AUTOGRADER:-/autograder}"
 apt-get update
-apt-get install -y python3 python3-pip
-pip3 install -r /autograder/source/requirements.txt \\
+apt-get install -y python3 python3-venv
+python3 -m venv venv    # newer systems refuse packages beside their own
+venv/bin/pip install -r source/requirements.txt \\
     --extra-index-url https://download.pytorch.org/whl/cpu
 '''
 RUN = '''#!/usr/bin/env bash
 # Gradescope runs this for each submission.
 cd "${{AUTOGRADER:-/autograder}}"
-python3 source/exercises/gradescope.py --mark={exercises} --seconds={seconds} {seed} \\
+venv/bin/python source/exercises/gradescope.py --mark={exercises} --seconds={seconds} {seed} \\
     --submission=submission --results=results/results.json
 '''
 OPTIONS = {'exercises': ','.join(NAMES), 'out': 'autograder.zip', 'seed': '', 'seconds': '60'}
@@ -113,7 +115,7 @@ def mark(names, options, seconds):
     for name in names:
         if name not in present:
             tests.append({'name': name, 'score': 0, 'max_score': points(name), 'status': 'failed',
-                          'output': f"{name}.py is not in the submission"})
+                          'output': f"{name}.py is not at the top of the submission"})
     results = {
         'output': f"Shapes and numbers were drawn with seed {seed}.",
         'execution_time': sum(one.seconds for one in marks),
