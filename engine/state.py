@@ -29,7 +29,7 @@ PARTS = dict(version=int, step=int, config=dict, settings=dict, tokenizer=str, m
              optimizer=dict)
 CALLED = {int: 'a whole number', str: 'text', dict: 'a dictionary', list: 'a list'}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MOMENTS = ('step', 'exp_avg', 'exp_avg_sq')     # of every parameter, in AdamW
+MOMENTS = ('step', 'exp_avg', 'exp_avg_sq')     # of every parameter, in train.py's optimizer
 SCALER = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 
 # Saved with every model. A field that GPTConfig gained later has its default in older files.
@@ -219,15 +219,17 @@ def check_moments(state, parameters):
 
 def check_moments_of(name, moments, shape, steps):
     """The moments of one parameter, after so many steps of the run."""
-    for moment in ('exp_avg', 'exp_avg_sq'):
-        found = tuple(moments[moment].shape)
-        require(found == tuple(shape),
-                f"{name}.{moment} has the shape {found}, its parameter {tuple(shape)}")
+    for key, tensor in moments.items():
+        found = tuple(tensor.shape)
+        require(key == 'step' or found == tuple(shape),
+                f"{name}.{key} has the shape {found}, its parameter {tuple(shape)}")
     check_finite({f'{name}.{key}': tensor for key, tensor in moments.items()})
-    require(moments['exp_avg_sq'].amin() >= 0, f"{name}.exp_avg_sq holds negative squares")
-    count = moments['step']
-    require(count.dim() == 0 and 0 <= count.item() <= steps and count.item() % 1 == 0,
-            f"{name}.step is no number of steps up to {steps}")
+    if 'exp_avg_sq' in moments:
+        require(moments['exp_avg_sq'].amin() >= 0, f"{name}.exp_avg_sq holds negative squares")
+    if 'step' in moments:
+        count = moments['step']
+        require(count.dim() == 0 and 0 <= count.item() <= steps and count.item() % 1 == 0,
+                f"{name}.step is no number of steps up to {steps}")
 
 
 def may_lack_moments(state):

@@ -13,6 +13,7 @@ import torch
 from conftest import make, save
 from test_train import QUICK, SHAPE
 
+import engine.state
 import train
 from engine.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from engine.errors import UserError
@@ -230,6 +231,26 @@ def test_moments_that_are_none(trained, tmp_path, change):
     held[key] = function(held[key])
     message = refused(tmp_path, state)
     assert 'optimizer' in message and key in message
+
+
+def test_moments_of_another_optimizer(trained, monkeypatch):
+    """As docs/modify.md puts SGD in the place of AdamW: MOMENTS names what it holds."""
+    model = make()
+    named = list(model.named_parameters())
+    matrices = [p for _, p in named if p.dim() >= 2]
+    vectors = [p for _, p in named if p.dim() < 2]
+    sgd = torch.optim.SGD([dict(params=matrices), dict(params=vectors)], lr=0.1, momentum=0.9)
+    model(torch.zeros(1, 3, dtype=torch.long))[0][..., :2].sum().backward()
+    sgd.step()
+    held = {**copy.deepcopy(trained), 'optimizer': sgd.state_dict()}
+    with pytest.raises(ValueError, match='holds momentum_buffer, not step, exp_avg, exp_avg_sq'):
+        engine.state.check_optimizer(held['optimizer'])
+    monkeypatch.setattr(engine.state, 'MOMENTS', ('momentum_buffer',))
+    engine.state.check_optimizer(held['optimizer'])
+    engine.state.check_moments(held, named)
+    held['optimizer']['state'][0]['momentum_buffer'] = torch.zeros(3)
+    with pytest.raises(ValueError, match='momentum_buffer has the shape'):
+        engine.state.check_moments(held, named)
 
 
 def forget_all(optimizer):
