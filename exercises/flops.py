@@ -274,17 +274,15 @@ def check_all_fair():
 
 
 def conclusion():
-    """What the count means for the losses in docs/results.md, measured at this size."""
+    """What the count means for the losses of days 6 and 9 in exercises/README.md."""
     c = GPTConfig(**TINY, ponder='embedding', ponder_steps=3)
     tokens = fair_tokens(c, 256, 800 * 1024)
     return (
-        "Now use it. docs/results.md has one seed in which pondering wins at equal tokens: after "
-        "0.82M bytes the plain model is at 1.6186 nats per byte and the pondering one at 1.5595 "
-        "(with three seeds of 0.98M bytes the two are level, and a plain one that starts as loop "
-        "does, with scaled embeddings and small c_proj, is ahead of both: compare equal starts). "
-        f"But its work would have paid for {tokens / 1e6:.2f}M bytes of the plain model, which is "
-        "at 1.2892 after 2.46M. At equal FLOPs it loses, at this size and for so short a training. "
-        "Which of the two comparisons does a paper's plot show?")
+        "Now use it. After 0.82M bytes the plain model of day 6 is at 1.547 nats per byte, and the "
+        "pondering one, with the same start, at 1.532: one seed, in which pondering wins at equal "
+        f"tokens. But its work would have paid for {tokens / 1e6:.2f}M bytes of the plain model, "
+        "which is then at 1.217 (day 9). At equal FLOPs it loses, at this size and for so short a "
+        "training. Which of the two comparisons does a paper's plot show?")
 
 
 PARTS = {
