@@ -126,22 +126,56 @@ def is_an_answer(attribute):
     return attribute in OF_A_MODEL or attribute in OF_TORCH
 
 
+# -------------------------------------------------------------------------------------------------
+# what leads out of an exercise: for each kind of node a rule, rule(node, own) -> a name or None
+
 def outside(node, own):
-    """What leads out of an exercise, if this node of the student's code does; or None."""
+    """
+    What leads out of an exercise, if this node of the student's code does; or None.
+    own: names that the student's code gives.
+    """
+    rule = RULES.get(type(node))
+    return rule(node, own) if rule else None
+
+
+def import_outside(node, own):
+    """`import gc` takes a module that is not listed, `from torch import sys` a name inside one."""
     for module, name in imports(node):
-        if not of_the_project(module) and module.partition('.')[0] not in MODULES:
-            return module or '.'
-        inner = [*module.split('.')[1:], *(name or '').split()]
-        found = [one for one in inner if leads_out(one, own)]
-        if found:
-            return found[0]
-    if isinstance(node, ast.Name) and (node.id in BUILT_IN or node.id.startswith('__')):
-        return node.id
-    if isinstance(node, ast.Attribute) and leads_out(node.attr, own):
-        return node.attr
-    if isinstance(node, ast.MatchClass):
-        return next((name for name in node.kwd_attrs if leads_out(name, own)), None)
+        package, *inner = module.split('.')
+        if package not in (*MODULES, *PROJECT):
+            return module
+        what = first_outside([*inner, name or ''], own)
+        if what:
+            return what
     return None
+
+
+def name_outside(node, own):
+    """`exec`, `__builtins__`"""
+    return node.id if node.id in BUILT_IN or node.id.startswith('__') else None
+
+
+def attribute_outside(node, own):
+    """`f.__globals__`, `torch.sys`"""
+    return first_outside([node.attr], own)
+
+
+def pattern_outside(node, own):
+    """`case object(__globals__=found)`"""
+    return first_outside(node.kwd_attrs, own)
+
+
+RULES = {
+    ast.Import: import_outside,
+    ast.ImportFrom: import_outside,
+    ast.Name: name_outside,
+    ast.Attribute: attribute_outside,
+    ast.MatchClass: pattern_outside,
+}
+
+
+def first_outside(names, own):
+    return next((name for name in names if leads_out(name, own)), None)
 
 
 def imports(node):
