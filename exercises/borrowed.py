@@ -16,35 +16,44 @@ PROJECT = (  # modules in which the answers are, or by which one gets to them
 )
 MODULES = (  # what may be imported
     '__future__', 'abc', 'collections', 'contextlib', 'copy', 'dataclasses', 'einops', 'enum',
-    'functools', 'itertools', 'math', 'numpy', 'random', 'statistics', 'time', 'torch', 'typing',
-    'warnings',
-)
+    'functools', 'itertools', 'json', 'math', 'numpy', 'pprint', 'random', 'statistics', 'time',
+    'torch', 'typing', 'warnings',
+)  # not operator and string: they look up attributes by names that no reader of the code sees
 OF_A_MODEL = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory')  # answers, as attributes
 OF_TORCH = ('scaled_dot_product_attention', 'multi_head_attention_forward', 'MultiheadAttention')
 BUILT_IN = ('compile', 'eval', 'exec', 'globals', 'locals', 'vars')  # see, or run, any code
 INSIDE = (  # attributes that lead out of torch, or into the program that runs
     'ag_frame', 'builtins', 'cr_frame', 'ctypes', 'f_back', 'f_builtins', 'f_globals', 'f_locals',
-    'from_file', 'gc', 'gi_frame', 'importlib', 'inspect', 'load', 'ops', 'os', 'pickle', 'save',
-    'sys', 'tb_frame',
+    'from_file', 'gc', 'get_type_hints', 'gi_frame', 'importlib', 'inspect', 'load',
+    'multiprocessing', 'ops', 'os', 'pickle', 'save', 'sys', 'tb_frame',
 )
-SPECIAL = ('__call__', '__getitem__', '__init__', '__len__', '__name__', '__post_init__')
+SPECIAL = (
+    '__call__', '__getitem__', '__init__', '__len__', '__name__', '__post_init__', '__version__',
+)
+
+
+def read(path):
+    """
+    An exercise as text, as editors on all systems write it: a mark at the beginning is left out,
+    and bytes that are not UTF-8, mostly in a comment, are replaced.
+    """
+    with open(path, encoding='utf-8-sig', errors='replace') as f:
+        return f.read()
 
 
 def students_lines(path):
     """How many lines of an exercise stand above its check: those are the student's."""
-    with open(path, encoding='utf-8') as f:
-        for i, line in enumerate(f):
-            if line.startswith('# the check'):
-                return i
+    for i, line in enumerate(read(path).split('\n')):
+        if line.startswith('# the check'):
+            return i
     return math.inf
 
 
 def students_part(path):
     """The lines above the check, as text."""
-    with open(path, encoding='utf-8') as f:
-        lines = f.readlines()
-    end = students_lines(path)
-    return ''.join(lines[:min(end, len(lines))])
+    lines = read(path).split('\n')
+    end = min(students_lines(path), len(lines))
+    return '\n'.join(lines[:end])
 
 
 def borrowed(path, given=()):
@@ -55,26 +64,31 @@ def borrowed(path, given=()):
     given: names that may be imported from the project all the same.
     """
     try:
-        tree = ast.parse(students_part(path))
+        source = students_part(path)
+        tree = ast.parse(source)
         own = names_bound(tree)
         below = names_below(path) - own
-    except (OSError, SyntaxError, ValueError, RecursionError):
+    except (OSError, SyntaxError, ValueError):
         return None  # told elsewhere
+    except (RecursionError, MemoryError):  # what cannot be read here might run all the same
+        return "an expression is nested too deeply, or has too many terms: split it up"
+    if '\n    from check import' in source:
+        return "the line `# the check` is gone: put it back above what you were not to change"
     for node in ast.walk(tree):
         what = taken(node, below, given)
         if what:
             return f"line {node.lineno} uses {what}: the answer is in there, and it is to be yours"
         what = outside(node, own)
         if what:
-            return (f"line {node.lineno} uses {what}, which leads out of an exercise: torch and "
-                    "math are enough here (exercises/borrowed.py has what else may be imported)")
+            return (f"line {node.lineno} uses {what}, by which code can reach the answers: take it "
+                    "out, torch and math are enough here (exercises/borrowed.py lists what else "
+                    "may be imported)")
     return None
 
 
 def names_below(path):
     """What the check in this file defines, or imports from the project."""
-    with open(path, encoding='utf-8') as f:
-        tree = ast.parse(f.read())
+    tree = ast.parse(read(path))
     end, names = students_lines(path), set()
     for node in tree.body:
         if node.lineno <= end:
@@ -152,7 +166,8 @@ def import_outside(node, own):
 
 def name_outside(node, own):
     """`exec`, `__builtins__`"""
-    return node.id if node.id in BUILT_IN or node.id.startswith('__') else None
+    special = node.id.startswith('__') and node.id not in SPECIAL
+    return node.id if special or node.id in BUILT_IN else None
 
 
 def attribute_outside(node, own):
