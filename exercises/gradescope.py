@@ -45,7 +45,7 @@ def main(argv):
         print(__doc__.strip())
         return
     options = read_options(argv)
-    seconds = marker.number('seconds', options['seconds'], least=1)
+    seconds = marker.number('seconds', options['seconds'], least=1, most=marker.A_DAY)
     if options['seed']:
         marker.number('seed', options['seed'], least=0)
     names = (options['mark'] or options['exercises']).split(',')
@@ -107,7 +107,7 @@ def mark(names, options, seconds):
     """Mark a submission and write results.json."""
     seed = int(options['seed'] or secrets.randbelow(2 ** 31))
     folder = options['submission']
-    present = [name for name in names if os.path.isfile(os.path.join(folder, name + '.py'))]
+    present = marker.handed_in(folder, names)
     marks = marker.mark_names([(folder, name) for name in present], seed, seconds)
     tests = [test for one in marks for test in tests_of(one)]
     for name in names:
