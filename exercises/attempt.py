@@ -137,7 +137,8 @@ def take_over(exercise, path, wanted):
         return check.Outcome(False, check.explain(error, path))
     missing = [name for name in wanted if not hasattr(student, name)]
     if missing:
-        return check.Outcome(False, f"{' and '.join(missing)} should be defined above the check")
+        return check.Outcome(False, f"{' and '.join(missing)} should be defined above the line "
+                                    "`# the check`")
     check.install(exercise, {name: getattr(student, name) for name in wanted})
     return None
 

@@ -16,29 +16,34 @@ PROJECT = (  # modules in which the answers are, or by which one gets to them
 )
 MODULES = (  # what may be imported
     '__future__', 'abc', 'collections', 'contextlib', 'copy', 'dataclasses', 'einops', 'enum',
-    'functools', 'itertools', 'math', 'numpy', 'random', 'statistics', 'time', 'torch', 'typing',
-    'warnings',
-)
+    'functools', 'itertools', 'json', 'math', 'numpy', 'pprint', 'random', 'statistics', 'time',
+    'torch', 'typing', 'warnings',
+)  # not operator and string: they look up attributes by names that no reader of the code sees
 OF_A_MODEL = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory')  # answers, as attributes
 OF_TORCH = ('scaled_dot_product_attention', 'multi_head_attention_forward', 'MultiheadAttention')
 BUILT_IN = ('compile', 'eval', 'exec', 'globals', 'locals', 'vars')  # see, or run, any code
 INSIDE = (  # attributes that lead out of torch, or into the program that runs
     'ag_frame', 'builtins', 'cr_frame', 'ctypes', 'f_back', 'f_builtins', 'f_globals', 'f_locals',
-    'from_file', 'gc', 'gi_frame', 'importlib', 'inspect', 'load', 'ops', 'os', 'pickle', 'save',
-    'sys', 'tb_frame',
+    'from_file', 'gc', 'get_type_hints', 'gi_frame', 'importlib', 'inspect', 'load',
+    'multiprocessing', 'ops', 'os', 'pickle', 'save', 'sys', 'tb_frame',
 )
-SPECIAL = ('__call__', '__getitem__', '__init__', '__len__', '__name__', '__post_init__')
+SPECIAL = (
+    '__call__', '__getitem__', '__init__', '__len__', '__name__', '__post_init__', '__version__',
+)
 
 
-def lines_of(path):
-    """The lines of a file, without the mark that some editors put before UTF-8."""
-    with open(path, encoding='utf-8-sig') as f:
-        return f.readlines()
+def read(path):
+    """
+    An exercise as text, as editors on all systems write it: a mark at the beginning is left out,
+    and bytes that are not UTF-8, mostly in a comment, are replaced.
+    """
+    with open(path, encoding='utf-8-sig', errors='replace') as f:
+        return f.read()
 
 
 def students_lines(path):
     """How many lines of an exercise stand above its check: those are the student's."""
-    for i, line in enumerate(lines_of(path)):
+    for i, line in enumerate(read(path).split('\n')):
         if line.startswith('# the check'):
             return i
     return math.inf
@@ -46,9 +51,9 @@ def students_lines(path):
 
 def students_part(path):
     """The lines above the check, as text."""
-    lines = lines_of(path)
-    end = students_lines(path)
-    return ''.join(lines[:min(end, len(lines))])
+    lines = read(path).split('\n')
+    end = min(students_lines(path), len(lines))
+    return '\n'.join(lines[:end])
 
 
 def borrowed(path, given=()):
@@ -59,25 +64,31 @@ def borrowed(path, given=()):
     given: names that may be imported from the project all the same.
     """
     try:
-        tree = ast.parse(students_part(path))
+        source = students_part(path)
+        tree = ast.parse(source)
         own = names_bound(tree)
         below = names_below(path) - own
-    except (OSError, SyntaxError, ValueError, RecursionError):
+    except (OSError, SyntaxError, ValueError):
         return None  # told elsewhere
+    except (RecursionError, MemoryError):  # what cannot be read here might run all the same
+        return "an expression is nested too deeply, or has too many terms: split it up"
+    if '\n    from check import' in source:
+        return "the line `# the check` is gone: put it back above what you were not to change"
     for node in ast.walk(tree):
         what = taken(node, below, given)
         if what:
             return f"line {node.lineno} uses {what}: the answer is in there, and it is to be yours"
         what = outside(node, own)
         if what:
-            return (f"line {node.lineno} uses {what}, which leads out of an exercise: torch and "
-                    "math are enough here (exercises/borrowed.py has what else may be imported)")
+            return (f"line {node.lineno} uses {what}, by which code can reach the answers: take it "
+                    "out, torch and math are enough here (exercises/borrowed.py lists what else "
+                    "may be imported)")
     return None
 
 
 def names_below(path):
     """What the check in this file defines, or imports from the project."""
-    tree = ast.parse(''.join(lines_of(path)))
+    tree = ast.parse(read(path))
     end, names = students_lines(path), set()
     for node in tree.body:
         if node.lineno <= end:
@@ -129,27 +140,57 @@ def is_an_answer(attribute):
     return attribute in OF_A_MODEL or attribute in OF_TORCH
 
 
+# -------------------------------------------------------------------------------------------------
+# what leads out of an exercise: for each kind of node a rule, rule(node, own) -> a name or None
+
 def outside(node, own):
-    """What leads out of an exercise, if this node of the student's code does; or None."""
-    for module, _ in imports(node):
-        if not of_the_project(module) and module.partition('.')[0] not in MODULES:
-            return module or '.'
-    if isinstance(node, ast.Name) and (node.id in BUILT_IN or node.id.startswith('__')):
-        return node.id
-    return next((name for name in attributes(node) if leads_out(name, own)), None)
+    """
+    What leads out of an exercise, if this node of the student's code does; or None.
+    own: names that the student's code gives.
+    """
+    rule = RULES.get(type(node))
+    return rule(node, own) if rule else None
 
 
-def attributes(node):
-    """The names that this node of the code takes out of modules and other objects."""
-    if isinstance(node, ast.Attribute):
-        return [node.attr]
-    if isinstance(node, ast.MatchClass):
-        return node.kwd_attrs
-    taken_out = []
+def import_outside(node, own):
+    """`import gc` takes a module that is not listed, `from torch import sys` a name inside one."""
     for module, name in imports(node):
-        taken_out += module.split('.')[1:]
-        taken_out += [name] if name else []
-    return taken_out
+        package, *inner = module.split('.')
+        if package not in (*MODULES, *PROJECT):
+            return module
+        what = first_outside([*inner, name or ''], own)
+        if what:
+            return what
+    return None
+
+
+def name_outside(node, own):
+    """`exec`, `__builtins__`"""
+    special = node.id.startswith('__') and node.id not in SPECIAL
+    return node.id if special or node.id in BUILT_IN else None
+
+
+def attribute_outside(node, own):
+    """`f.__globals__`, `torch.sys`"""
+    return first_outside([node.attr], own)
+
+
+def pattern_outside(node, own):
+    """`case object(__globals__=found)`"""
+    return first_outside(node.kwd_attrs, own)
+
+
+RULES = {
+    ast.Import: import_outside,
+    ast.ImportFrom: import_outside,
+    ast.Name: name_outside,
+    ast.Attribute: attribute_outside,
+    ast.MatchClass: pattern_outside,
+}
+
+
+def first_outside(names, own):
+    return next((name for name in names if leads_out(name, own)), None)
 
 
 def imports(node):

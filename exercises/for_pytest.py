@@ -13,10 +13,10 @@ import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import marker
-from check import HERE, NAMES
+from check import HERE
 
 FOLDER = os.environ.get('STUDENTS', HERE)
-FOUND = [name for name in NAMES if os.path.isfile(os.path.join(FOLDER, name + '.py'))]
+FOUND = marker.handed_in(FOLDER)
 
 
 @pytest.mark.parametrize('name', FOUND)

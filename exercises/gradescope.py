@@ -47,9 +47,9 @@ def main(argv):
         print(__doc__.strip())
         return
     options = read_options(argv)
-    seconds = marker.seconds_of(options)
+    seconds = marker.number('seconds', options['seconds'], least=1, most=marker.A_DAY)
     if options['seed']:
-        marker.seed_of(options)
+        marker.number('seed', options['seed'], least=0)
     names = (options['mark'] or options['exercises']).split(',')
     unknown = [name for name in names if name not in NAMES]
     if unknown:
@@ -109,7 +109,7 @@ def mark(names, options, seconds):
     """Mark a submission and write results.json."""
     seed = int(options['seed'] or secrets.randbelow(2 ** 31))
     folder = options['submission']
-    present = [name for name in names if os.path.isfile(os.path.join(folder, name + '.py'))]
+    present = marker.handed_in(folder, names)
     marks = marker.mark_names([(folder, name) for name in present], seed, seconds)
     tests = [test for one in marks for test in tests_of(one)]
     for name in names:

@@ -36,12 +36,15 @@ from check import HERE, NAMES, UserError
 
 from engine.files import on_disk, plain_file, whole
 
+A_DAY = 86_400     # seconds
 AT_ONCE = 4        # at most so many processes side by side
 OUTPUT = 4_000     # characters of what a student prints that are kept
 SENTENCE = 1_000   # characters of what is said
+LARGEST = 2 ** 20  # bytes of a file
 KEPT = ('PATH', 'LD_LIBRARY_PATH', 'LANG', 'SYSTEMROOT')  # of the environment
 NUMBERS_WRONG = ("the check let this pass, but the numbers that came back are not those of a right "
                  "answer: does the file change torch, or the check?")
+running = set()  # processes, so that Ctrl-C can end them
 
 
 @dataclass
@@ -111,10 +114,8 @@ def run(path, letters, seed, seconds, folder):
     copy = os.path.join(work, os.path.basename(path))
     try:
         with open(copy, 'w', encoding='utf-8') as f:
-            f.write(borrowed.students_part(path))
-    except UnicodeDecodeError:
-        return "the file is not text in UTF-8: choose that encoding where you save it"
-    except OSError as error:
+            f.write(students_part(path))
+    except (OSError, ValueError) as error:
         return f"the file cannot be read: {error}"
     exercise = os.path.basename(path)[:-3]
     command = [*fence(), sys.executable, os.path.join(HERE, 'attempt.py'), exercise,
@@ -124,13 +125,32 @@ def run(path, letters, seed, seconds, folder):
         process = subprocess.Popen(
             command, cwd=work, env=environment(work), stdin=subprocess.PIPE, stdout=results,
             stderr=output, start_new_session=True)
+        running.add(process)
         try:
             process.communicate(f'{letters}\n'.encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
             return f"no result after {seconds} s: is there a loop that does not end?"
         finally:
             kill(process)
+            running.discard(process)
     return how_it_ended(process.returncode)
+
+
+def students_part(path):
+    """
+    What the student wrote, as text. It is read outside of the fence, so ValueError if it is no file
+    of the student's, or so large that reading it costs something.
+    """
+    if os.path.islink(path) or not os.path.isfile(path):
+        raise ValueError("it is a link, a folder or a device. Hand in the file itself")
+    size = os.path.getsize(path)
+    if size > LARGEST:
+        raise ValueError(f"it has {size:,} bytes, and an exercise has about 10,000. Hand in the "
+                         "code alone, without data")
+    text = borrowed.students_part(path)
+    if '\0' in text:
+        raise ValueError("it is no text in UTF-8. Save it as that, in a plain text editor")
+    return text
 
 
 def kill(process):
@@ -155,8 +175,9 @@ def how_it_ended(status):
 
 def environment(work):
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {**kept, 'HOME': work, 'TMPDIR': work, 'OMP_NUM_THREADS': '1',
-            'PYTHONDONTWRITEBYTECODE': '1', 'CUDA_VISIBLE_DEVICES': ''}
+    path = os.pathsep.join(filter(None, sys.path))  # torch may lie where only this process looks
+    return {**kept, 'HOME': work, 'TMPDIR': work, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path,
+            'PYTHONUTF8': '1', 'PYTHONDONTWRITEBYTECODE': '1', 'CUDA_VISIBLE_DEVICES': ''}
 
 
 @functools.cache
@@ -248,17 +269,18 @@ def main(argv):
     for word in argv:
         name, _, value = word.removeprefix('--').partition('=')
         if not word.startswith('--'):
-            folders.append(word)
+            folders.append(os.path.dirname(os.path.join(word, '')))  # anna/ is anna
         elif name in options and value:
             options[name] = value
         else:
             raise UserError(f"{word}: there are --seconds=60, --seed=N and --json=FILE")
-    seconds = seconds_of(options)
-    seed = seed_of(options)
+    seconds = number('seconds', options['seconds'], least=1, most=A_DAY)
+    seed = number('seed', options['seed'], least=0)
+    places = exercises_in(folders or [HERE])
     if options['json']:
         check_place(options['json'])
 
-    marks = mark(folders or [HERE], seed, seconds)
+    marks = mark_names(places, seed, seconds)
     if len(folders) > 1:
         print_table(folders, marks)
     else:
@@ -268,16 +290,8 @@ def main(argv):
     sys.exit(0 if all(one.right for one in marks) else 1)
 
 
-def seconds_of(options):
-    return number('seconds', options['seconds'], 1, 86_400)
-
-
-def seed_of(options):
-    return number('seed', options['seed'], 0, 2 ** 31 - 1)
-
-
-def number(name, text, least, most):
-    if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= most:
+def number(name, text, least, most=2 ** 63 - 1):
+    if not text.isdecimal() or len(text) > 19 or not least <= int(text) <= most:
         raise UserError(f"--{name}={text} should be a whole number from {least} to {most}")
     return int(text)
 
@@ -289,23 +303,26 @@ def check_place(path):
         os.remove(path + '.tmp')
 
 
-def mark(folders, seed, seconds):
+def exercises_in(folders):
     """
-    A Mark for each exercise in these folders, in their order. UserError if there is none; a folder
+    (folder, exercise) of each that is there, in their order. UserError if there is none; a folder
     without any is told, and stops nobody else.
     """
-    places, empty = [], []
     for folder in folders:
         if not os.path.isdir(folder):
-            raise UserError(f"{folder}: no such folder")
-        names = [name for name in NAMES if os.path.isfile(os.path.join(folder, name + '.py'))]
-        places += [(folder, name) for name in names]
-        empty += [] if names else [folder]
+            raise UserError(f"{folder}: there is no such folder")
+    places = [(folder, name) for folder in folders for name in handed_in(folder)]
     if not places:
         raise UserError(no_exercise(folders[0]))
-    for folder in empty:
-        print(no_exercise(folder), file=sys.stderr)
-    return mark_names(places, seed, seconds)
+    for folder in folders:
+        if not handed_in(folder):
+            print(no_exercise(folder), file=sys.stderr)
+    return places
+
+
+def handed_in(folder, names=NAMES):
+    """Those of the exercises that are in a folder, be it as something that cannot be read."""
+    return [name for name in names if os.path.lexists(os.path.join(folder, name + '.py'))]
 
 
 def no_exercise(folder):
@@ -323,7 +340,21 @@ def mark_names(places, seed, seconds):
         for folder, name in places:
             path = os.path.join(folder, name + '.py')
             waiting.append(pool.submit(mark_file, path, truth[name], seed, seconds))
-        return [one.result() for one in waiting]
+        try:
+            return [one.result() for one in waiting]
+        except BaseException:  # Ctrl-C: neither begin nor finish the others
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                kill(process)
+            raise
+
+
+def stop_as_by_ctrl_c():
+    """What ends this process by the system's default ends what it started, too."""
+    for name in ('SIGTERM', 'SIGHUP'):  # the latter: the terminal was closed
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def cores():

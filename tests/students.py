@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.memory import KVCache, no_caches
+from engine.shapes import shapes_only
 from model import GPT, GPTConfig, apply_rope, depth_attention, mixture, rope_table
 
 sdpa = F.scaled_dot_product_attention  # under another name: the check of attention.py forbids it
@@ -638,7 +639,7 @@ WRONG_THINK = [
 @functools.cache
 def model_of(fields):
     """A model without numbers; fields: ((name, value), ..) of its GPTConfig."""
-    with torch.device('meta'):
+    with shapes_only():
         return GPT(GPTConfig(**dict(fields)))
 
 

@@ -140,15 +140,24 @@ METHODS = [
 @pytest.mark.parametrize('name, function', some_of(FUNCTIONS, every=3))
 def test_anything_a_function_returns_is_answered_in_one_line(name, function):
     for wrong in broken(SOLUTIONS[name][function]):
-        right, _ = grade(name, {function: wrong})
-        assert not right
+        refused_in_one_line(name, {function: wrong})
 
 
 @pytest.mark.parametrize('name, cls, base, method', METHODS)
 def test_anything_a_method_returns_is_answered_in_one_line(name, cls, base, method):
     for wrong in broken(getattr(base, method)):
-        right, _ = grade(name, {cls: sub(base, **{method: wrong})})
-        assert not right
+        refused_in_one_line(name, {cls: sub(base, **{method: wrong})})
+
+
+def refused_in_one_line(name, written):
+    """A part refuses the one function that is written: first ask the part that is called so."""
+    exercise = load(name)
+    check.install(exercise, {**SOLUTIONS[name], **written})
+    [function] = written
+    parts = sorted(exercise.PARTS, key=lambda part: function not in part)
+    outcomes = (check.judge(exercise.PARTS[part], exercise.__file__) for part in parts)
+    words = next(outcome.words for outcome in outcomes if not outcome.right)
+    assert words and '\n' not in words and 'Traceback' not in words
 
 
 def broken(right):
@@ -212,6 +221,18 @@ ANSWER = {  # what is wrong: (the student's code, words of the answer)
     'leaves': (
         '    exit(0)',
         'SystemExit'),
+    'a type that torch cannot take': (
+        '    return torch.arange(4).softmax(-1)',
+        r"line \d+, .* stops with NotImplementedError: .* not implemented for 'Long'"),
+    'asks somebody': (
+        '    raise EOFError',
+        r'take breakpoint\(\) or input\(\) out'),
+    'other arguments': (
+        '    return attention(q)',
+        'arguments that it takes'),
+    'raises what Python raises': (
+        '    raise SyntaxError("mine")',
+        r'line \d+, .* stops with SyntaxError: mine'),
 }
 
 
@@ -295,6 +316,9 @@ OUTSIDE = [  # what looks into the program around it, and what is named
     ('from torch.nn.functional import scaled_dot_product_attention as f', 'scaled_dot_product'),
     ('x = torch.ops.aten.scaled_dot_product_attention(q)', 'torch.ops.aten.scaled_dot_product'),
     ('g = gpt\ng.generate(1)', 'g.generate'),
+    ('import operator', 'operator'),
+    ('import torch\ntorch.multiprocessing.get_context("spawn")', 'multiprocessing'),
+    ('import typing\ntyping.get_type_hints(f)', 'get_type_hints'),
 ]
 
 
@@ -310,6 +334,7 @@ def test_what_leads_out_of_an_exercise_is_named_with_its_line(code, what, tmp_pa
     'class A:\n    def __init__(self):\n        super().__init__()\n        self._k = 1',
     'def f(cache):\n    cache._k = 1\n    return cache._k',
     'class A:\n    hidden = 1\n    def f(self):\n        return self.hidden',
+    'if __name__ == "__main__":\n    print(torch.__version__)', 'import json, pprint, time',
 ])
 def test_ordinary_code_stays_inside(code, tmp_path):
     path = tmp_path / 'rope.py'
@@ -317,15 +342,58 @@ def test_ordinary_code_stays_inside(code, tmp_path):
     assert borrowed.borrowed(str(path)) is None
 
 
+def test_what_is_nested_too_deeply_to_be_read_is_not_run(tmp_path):
+    path = tmp_path / 'rope.py'
+    path.write_text('import sys\nx = 1' + ' + 1' * 5000, encoding='utf-8')
+    assert 'nested too deeply' in borrowed.borrowed(str(path))
+
+
+@pytest.mark.parametrize('name', check.NAMES)
+def test_a_lost_line_above_the_check_is_named(name, tmp_path):
+    path = tmp_path / f'{name}.py'
+    path.write_text(read(path_of(name)).replace('\n# the check', '\n#the check'), encoding='utf-8')
+    assert borrowed.borrowed(str(path)).startswith('the line `# the check` is gone')
+
+
+@pytest.mark.parametrize('before', [
+    b'\xef\xbb\xbf', b'# \xe4\n', b'# -*- coding: latin-1 -*-\n#\xe4\n',
+])
+def test_text_of_any_editor_is_read(before, tmp_path):
+    path = tmp_path / 'rope.py'
+    path.write_bytes(before + b'x = 1\r\n# the check\r\ny = 2\r\n')
+    found = {}
+    exec(borrowed.students_part(str(path)), found)
+    assert found['x'] == 1 and 'y' not in found
+
+
 def test_an_exception_of_any_kind_is_a_verdict():
     class Own(BaseException):
         pass
 
-    def raises(*args):
-        raise Own('mine')
+    class Silent(Exception):
+        def __str__(self):
+            exit()
 
-    right, said = grade('rope', {'rotate': raises})
+    def raises(error):
+        def rotate(*args):
+            raise error
+        return rotate
+
+    right, said = grade('rope', {'rotate': raises(Own('mine'))})
     assert not right and 'Own: mine' in said
+    right, said = grade('rope', {'rotate': raises(Silent())})
+    assert not right and said.endswith(' Silent.')
+
+
+def test_a_function_without_a_name_is_one():
+    right, said = grade('rope', {'rotate': functools.partial(SOLUTIONS['rope']['rotate'])})
+    assert right, said
+
+
+def test_complex_numbers_are_not_taken_for_their_real_part():
+    ones = torch.ones(2)
+    with pytest.raises(check.NotYet, match='holds complex numbers'):
+        check.compare('x', ones + 1j, ones, ('pair',))
 
 
 def test_an_error_in_the_check_names_no_line(tmp_path):

@@ -5,7 +5,10 @@ starts a process for each file takes seconds; more of it runs with --slow.
 import json
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,7 +17,6 @@ from conftest import ROOT, program
 FOLDER = os.path.join(ROOT, 'exercises')
 sys.path.insert(0, FOLDER)
 import attempt
-import borrowed
 import check
 import marker
 from check import UserError
@@ -92,10 +94,13 @@ def test_a_computed_name_leads_nowhere_either():
     assert attempt.careful_getattr(torch, 'rely', 3) == 3
 
 
+SLEEPS = 'import time\nopen("begun", "w")\nwhile True:\n    time.sleep(1)\n'
+
+
 def test_a_file_that_leaves_or_hangs_is_not_right(tmp_path):
-    mark = marked(tmp_path, 'rope', 'import time\nwhile True:\n    time.sleep(1)\n', seconds=1)
-    assert mark.points == 0 and mark.words.startswith('no result after 1 s')
-    assert mark.seconds < 30
+    mark = marked(tmp_path, 'rope', SLEEPS, seconds=0.2)
+    assert mark.points == 0 and mark.words.startswith('no result after 0.2 s')
+    assert mark.seconds < 30 and not marker.running
 
 
 PRETENDING = {  # file: (its source, words of the answer)
@@ -147,6 +152,54 @@ def test_a_class_is_one_table(tmp_path):
     *_, rope = said['marks']
     assert (rope['exercise'], rope['points'], rope['of'], rope['right']) == ('rope', 0, 3, False)
     assert rope['words'] == 'line 1 is not Python (invalid syntax)'
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != 'posix', reason='signals')
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_marker_that_is_stopped_leaves_nothing_behind(number, tmp_path):
+    work, students = tmp_path / 'work', tmp_path / 'anna'
+    work.mkdir()
+    students.mkdir()
+    for name in ('rope', 'attention'):
+        (students / f'{name}.py').write_text(SLEEPS)
+    process = subprocess.Popen([sys.executable, os.path.join(FOLDER, 'check.py'), str(students)],
+                               env={**os.environ, 'TMPDIR': str(work)}, stderr=subprocess.PIPE)
+    for _ in range(300):
+        if list(work.glob('*/work/begun')):
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.communicate(timeout=20)[1] == b''
+    assert process.returncode == 130
+    assert not list(work.glob('tmp*'))  # torch may leave a cache of its own
+
+
+# -------------------------------------------------------------------------------------------------
+# what is no file of a student's
+
+ANSWERS_PATH = os.path.join(FOLDER, 'answers.py')
+NO_FILE = 'a link, a folder or a device'
+UNREADABLE = {  # what: (how to make it, words of the answer)
+    'a link to the answers': (lambda path: path.symlink_to(ANSWERS_PATH), NO_FILE),
+    'a link to itself': (lambda path: path.symlink_to(path), NO_FILE),
+    'a link to nothing': (lambda path: path.symlink_to('nothing'), NO_FILE),
+    'a folder': (lambda path: path.mkdir(), NO_FILE),
+    'a pipe': (lambda path: os.mkfifo(path), NO_FILE),
+    'two megabytes': (lambda path: path.write_text('x = 1\n' * 400_000), 'has 2,400,000 bytes'),
+    'UTF-16': (lambda path: path.write_text('x = 1', encoding='utf-16'), 'no text in UTF-8'),
+}
+
+
+@pytest.mark.skipif(os.name != 'posix', reason='links and pipes')
+@pytest.mark.parametrize('what', UNREADABLE)
+def test_what_is_no_file_of_a_students_is_refused_before_it_runs(what, tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, 'Popen', None)
+    make, words = UNREADABLE[what]
+    make(tmp_path / 'rope.py')
+    assert marker.handed_in(tmp_path) == ['rope']
+    mark = marker.mark_file(str(tmp_path / 'rope.py'), {'angles()': []}, SEED, 60)
+    assert mark.points == 0 and words in mark.words
 
 
 # -------------------------------------------------------------------------------------------------
@@ -230,13 +283,13 @@ def test_the_fence(event, args, refused, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('argv, words', [
-    (['nowhere'], 'no such folder'),
+    (['nowhere'], 'there is no such folder'),
+    ([os.path.join(FOLDER, 'rope.py')], 'there is no such folder'),
     ([os.path.join(ROOT, 'config', 'task')], 'no exercise in it, .*; there is addition.py, '),
     (['--seconds=0'], 'whole number from 1 to 86400'),
-    (['--seconds=' + '9' * 20], 'whole number from 1 to 86400'),
-    (['--seed=x'], 'whole number from 0 to 2147483647'),
-    (['--json=/'], '/: a folder, where a file should be'),
-    (['--json=nowhere/marks.json'], 'nowhere/marks.json: cannot be written'),
+    (['--seconds=99999999999'], 'whole number from 1 to 86400'),
+    (['--seed=x'], 'whole number from 0 to'),
+    (['--seed=' + 5000 * '9'], 'whole number from 0 to'),
     (['--secs=3'], 'there are --seconds=60'),
 ])
 def test_wrong_options_are_refused(argv, words):
@@ -244,41 +297,54 @@ def test_wrong_options_are_refused(argv, words):
         marker.main(argv)
 
 
-def test_a_folder_without_exercises_stops_nobody(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(marker, 'mark_names', lambda places, seed, seconds: places)
-    for student in ('anna', 'ben'):
-        (tmp_path / student).mkdir()
-    (tmp_path / 'anna' / 'Rope.py').write_text('')
-    (tmp_path / 'ben' / 'rope.py').write_text('')
-    anna, ben = str(tmp_path / 'anna'), str(tmp_path / 'ben')
-    assert marker.mark([anna, ben], SEED, 1) == [(ben, 'rope')]
-    told = capsys.readouterr().err
-    assert told == f'{anna}: there is no exercise in it, such as attention.py; there is Rope.py\n'
+def test_a_place_for_json_is_tried_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(marker, 'mark_names', None)
+    for path in (tmp_path, tmp_path / 'nowhere' / 'marks.json'):
+        with pytest.raises(UserError, match='a folder, where|cannot be written'):
+            marker.main([f'--json={path}'])
 
 
-@pytest.mark.parametrize('encoding, words', [
-    ('utf-16', 'the file is not text in UTF-8: choose that encoding where you save it'),
-    ('latin-1', 'the file is not text in UTF-8: choose that encoding where you save it'),
-])
-def test_a_file_in_another_encoding(tmp_path, encoding, words):
-    path = tmp_path / 'rope.py'
-    path.write_text('# caf\xe9\n', encoding=encoding)
-    mark = marker.mark_file(str(path), {'angles()': []}, SEED, 1)
-    assert mark.words == words
+def test_every_folder_has_a_row(tmp_path, monkeypatch, capsys):
+    def mark_names(places, seed, seconds):
+        part = marker.Part('angles()', True, '')
+        return [marker.Mark(os.path.dirname(os.path.join(folder, name)), name, [part])
+                for folder, name in places]
+
+    monkeypatch.setattr(marker, 'mark_names', mark_names)
+    monkeypatch.chdir(tmp_path)
+    for student in ('anna', 'ben', 'c\x1b[31m'):
+        os.mkdir(student)
+    for student in ('anna', 'c\x1b[31m'):
+        open(os.path.join(student, 'rope.py'), 'w').close()
+    with pytest.raises(SystemExit):
+        marker.main(['anna/', 'ben', 'c\x1b[31m'])
+    out, told = capsys.readouterr()
+    assert told == 'ben: there is no exercise in it, such as attention.py; there is nothing\n'
+    _, anna, ben, c = out.splitlines()
+    assert anna.split()[:3] == ['anna', '-', '1/1']
+    assert ben.split() == ['ben', *8 * '-']
+    assert c.split()[:4] == ['c', '[31m', '-', '1/1']
 
 
-def test_the_mark_before_utf8_is_no_mistake(tmp_path):
-    path = tmp_path / 'rope.py'
-    path.write_text('import model\n\n# the check\n', encoding='utf-8-sig')
-    assert borrowed.students_part(path) == 'import model\n\n'
-    assert borrowed.borrowed(path).startswith('line 1 uses model')
+def test_a_stopped_marker_begins_no_other_file(monkeypatch):
+    begun = []
+
+    def mark_file(*args):
+        begun.append(args)
+        time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(marker, 'right_numbers', lambda name, seed: {})
+    monkeypatch.setattr(marker, 'mark_file', mark_file)
+    with pytest.raises(KeyboardInterrupt):
+        marker.mark_names([('anna', 'rope')] * 100, SEED, 60)
+    assert len(begun) < 100
 
 
-def test_a_file_with_zeros_is_not_python():
-    with pytest.raises(SyntaxError) as error:
-        compile('x = 1\0', 'rope.py', 'exec')
-    error.value.lineno = None   # as some versions of Python leave it
-    assert check.explain(error.value, 'rope.py').startswith('the file is not Python (')
+def test_a_students_process_finds_torch_where_the_marker_does():
+    environment = marker.environment('work')
+    assert set(filter(None, sys.path)) <= set(environment['PYTHONPATH'].split(os.pathsep))
+    assert environment['PYTHONUTF8'] == '1'  # print('→') is no error
 
 
 def test_one_folder_gets_sentences(capsys):
