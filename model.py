@@ -1,51 +1,50 @@
 """
-nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file.
+nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
+which needs PyTorch and nothing else: copy it.
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
-QK-norm, grouped-query attention, SwiGLU, no biases. It has three parts. Depth-Attention works
-inside the second; every other mechanism is a way to use it:
+QK-norm, grouped-query attention, SwiGLU, no biases. It is three functions, one after the other.
+Depth-Attention works inside the second; every other mechanism is a way to call it:
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C)
     z = gpt.head(h)             hidden states         -> logits (B,T,V)
 
-Read from top to bottom. After part 2 you have read a complete, ordinary GPT. It names some things
-that come later: depth_attention, which does nothing in a plain model, PONDER and HALTING, and
-new_mechanism, which for a plain model makes a `Plain`: one call of the trunk.
+Read from top to bottom. After part 2 you have read a complete, ordinary GPT, which trains and
+generates.
 
     1  settings             GPTConfig
-    2  the plain GPT        RMSNorm, rotary positions, Attention, MLP, Block, GPT
+    2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      inside the trunk: values are mixed over layers
     4  pondering            for each token the trunk is called several times, or on several slots
     5  halting              each token takes as many of these passes as it needs
+    6  accounts             which settings fit together, and what a token costs
 
-What comes from engine/ makes it fast, or gives the same result when a text is read in pieces as
-when it is read at once: each function says which plain PyTorch it equals. Who may read whose keys
-is said here by the papers' equations, and kept by the classes of engine/memory.py.
+To train it with this file alone (train.py does more, and faster, by engine/fast.py):
+
+    gpt = GPT(GPTConfig(ponder='loop', ..))
+    for step in range(steps):
+        gpt.mechanism.progress = step / steps                           # for halting's schedules
+        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())      # latent: R or R - 1
+        _, loss = gpt(idx, targets)
+        ..                                          # loss.backward(), and an optimizer's step
+    tokens = gpt.eval().generate(prompt, 100)
 
     B batch   T tokens   S slots (tokens, or tokens and their thoughts)   C n_embd   V vocab_size
     nh query heads   nkv key/value heads   hd head dimension   K ponder_steps
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Optional
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from engine import flops, generate
-from engine.attention import attend
-from engine.checks import check_config
-from engine.flops import Cost, Pass
-from engine.inputs import check_batch
-from engine.loss import chunked_cross_entropy, in_parts, probability_of, recompute
-from engine.memory import (CausalMemory, ChainMemory, FrozenMemory, KVCache, LatestCache,
-                           StepCache, StepMemory, ThoughtCache, new_caches, no_caches)
-from engine.shapes import shapes_only
-from engine.slots import Everyone, choose, real_tokens
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 # -------------------------------------------------------------------------------------------------
 # 1  Settings
@@ -53,7 +52,11 @@ from engine.slots import Everyone, choose, real_tokens
 
 @dataclass
 class GPTConfig:
-    """Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper."""
+    """
+    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. Where
+    the comment has a default for None, it is filled in when the config is made, and stays what it
+    is in dataclasses.replace.
+    """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows in use, the others are padding (None: all)
     block_size: int = 2048               # longest context, in tokens
@@ -81,23 +84,30 @@ class GPTConfig:
     ponder_steps: int = 3                # K: extra passes, or slots, per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # embedding: mix the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # latent: R, see Latent; training draws R or R - 1
+    loop_norm: bool = False              # loop: the final norm after every pass, as Ouro
 
     # halting
-    halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain
-    halt_tau: float = 1e-4               # below this probability a step is not taken
-    halt_lambda: Optional[float] = None  # weight of the loss term for fewer steps (None: default)
+    halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain,
+                                         # 'exit' loop
+    halt_tau: float = 1e-4               # below this probability a pass is not taken
+    halt_lambda: Optional[float] = None  # weight of the loss term for fewer passes (None: default)
     halt_start: Optional[float] = None   # share of the run at which that term starts, and from
     halt_full: Optional[float] = None    # which it counts in full (None: gate, mask 0.4 and 0.48)
     halt_share: float = 0.1              # gate: the term averages at most this share, the lowest
     halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
+    exit_by: str = 'confidence'          # exit: what decides; or 'gate'
+    exit_loss: str = 'last'              # exit: or 'uniform', 'ramp', 'learned', 'gain', see Exit
 
     def __post_init__(self):
-        check_config(self, PONDER, HALTING)  # ValueError: which settings clash, and what to do
+        check_values(self)      # ValueError: what is wrong, and what to do; see part 6
         if self.n_tokens is None:
             self.n_tokens = self.vocab_size
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_dim is None:
+            require(self.n_embd % self.n_head == 0,
+                    f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}: "
+                    f"change one, or set head_dim")
             self.head_dim = self.n_embd // self.n_head
         if self.mlp_hidden is None:
             self.mlp_hidden = 64 * math.ceil(8 / 3 * self.n_embd / 64)
@@ -107,21 +117,11 @@ class GPTConfig:
             self.embed_scale = PONDER[self.ponder].embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
-        if self.halt_lambda is None and self.halting != 'none':
-            self.halt_lambda = HALTING[self.halting].default_lambda
-        if self.halt_start is None and self.halting != 'none':
-            self.halt_start = HALTING[self.halting].default_ramp[0]
-        if self.halt_full is None and self.halting != 'none':
-            self.halt_full = HALTING[self.halting].default_ramp[1]
-
-    def sources(self, layer):
-        """The earlier layers whose values Depth-Attention mixes into those of `layer`."""
-        return range(0, layer, self.depth_stride) if self.depth_attn else range(0)
-
-    def without_weights(self):
-        """The GPT of these settings with shapes and no numbers: it needs no time and no memory."""
-        with shapes_only():
-            return GPT(self)
+        if self.halting != 'none':
+            for name, value in HALTING[self.halting].defaults.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
+        check_together(self)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -162,46 +162,109 @@ def apply_rope(x, cos, sin):
     return torch.addcmul(x * cos, swapped, sin)  # x cos + swapped sin
 
 
+NEVER = 2 ** 40  # the time of padding, which nobody reads
+
+
+class Memory:
+    """
+    What attention reads: the keys and values of the tokens that go through the blocks now, and of
+    all that went through before. In training the text is there at once, and nothing came before.
+    pad     (B,): tokens of padding on the left of each row, if prompts have unequal lengths
+    """
+
+    def __init__(self, pad=None):
+        self.pad = pad
+        self.tokens = 0             # so far
+        self.times = []             # of these tokens, (B,T) for each call of `begin`
+        self.length = 0             # N, the keys of a layer that has run
+        self.keys = {}              # of each layer: (B, nkv, N, hd)
+        self.values = {}
+        # for Depth-Attention, part 3
+        self.made = {}              # of each layer: (k, v) of this pass alone
+        self.loops = ()             # memories of the loops before this one
+
+    def begin(self, B, T, device):
+        """T more tokens go through the blocks, in each of B rows; returns their positions (T,)."""
+        pos = torch.arange(self.tokens, self.tokens + T, device=device)
+        time = pos.expand(B, T)
+        if self.pad is not None:
+            time = torch.where(pos < self.pad[:, None], NEVER, pos)
+        self.times.append(time)
+        self.tokens += T
+        self.length += T
+        self.made = {}
+        return pos
+
+    def mask(self, S, device):
+        """
+        Which of N keys each of these S tokens reads: (B,1,S,N), True for those up to its own time.
+        None: itself and all before it, for which attention is faster. (Padding reads all there is:
+        a softmax needs something.)
+        """
+        if self.length == S and self.pad is None:
+            return None
+        key, query = torch.cat(self.times, dim=1), self.times[-1]
+        return (key[:, None, :] <= query[:, :, None])[:, None]
+
+    def update(self, layer, k, v):
+        """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
+        self.made[layer] = k, v
+        if layer in self.keys:
+            k = torch.cat((self.keys[layer], k), dim=2)
+            v = torch.cat((self.values[layer], v), dim=2)
+        assert k.size(2) == self.length, f"block {layer} must run once in each pass, all passes"
+        self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+
 class Attention(nn.Module):
     """Causal attention; n_head / n_kv_head query heads share each key/value head."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.n_head = config.n_head
-        self.n_kv_head = config.n_kv_head
-        self.head_dim = config.head_dim
-        self.dropout = config.dropout
-        self.depth_mode = config.depth_mode
+        self.below = [*range(0, layer, config.depth_stride)] if config.depth_attn else []   # part 3
+        self.config = config
         heads = config.n_head + 2 * config.n_kv_head  # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, heads * config.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm_late = nn.Identity()  # in its place in some released weights: engine/variant.py
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
-    def forward(self, x, rope, sources, memory, mask):
+    def forward(self, x, rope, memory, mask):
         """
-        x (B,S,C) -> y (B,S,C), and this layer's keys and (mixed) values for the layers above.
-        rope       cos and sin of all positions
-        sources    for Depth-Attention: (keys, values) of earlier layers. Plain: an empty list
-        memory     holds what there is to read, such as a cache. Plain: only this pass's k and v
-        mask       which keys each slot reads. Plain: None, which is causal
+        x (B,S,C) -> (B,S,C)
+        rope        cos and sin of their positions
+        memory      takes the keys and values, and has those that came before
+        mask        which keys each slot reads, see Memory.mask
         """
+        q, k, v = self.project(x, rope)
+        if self.config.depth_attn:                                      # part 3
+            sources = depth_sources(self.layer, self.below, memory)
+            v = depth_attention(q, k, v, sources, self.config.depth_mode)
+        keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd)
+        dropout = self.config.dropout if self.training else 0.0
+        y = self.attend(q, keys, values, mask, dropout)                 # (B, nh, S, hd)
+        return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
+
+    def project(self, x, rope):
+        """x (B,S,C) -> q (B, nh, S, hd), k and v (B, nkv, S, hd); q and k normed and rotated."""
         B, S, _ = x.shape
-        nh, nkv, hd = self.n_head, self.n_kv_head, self.head_dim
+        nh, nkv, hd = self.config.n_head, self.config.n_kv_head, self.config.head_dim
         q, k, v = self.c_attn(x).view(B, S, nh + 2 * nkv, hd).split((nh, nkv, nkv), dim=2)
-        q = apply_rope(self.q_norm(q), *rope).transpose(1, 2)       # (B, nh, S, hd)
-        k = self.k_norm_late(apply_rope(self.k_norm(k), *rope)).transpose(1, 2)  # (B, nkv, S, hd)
-        v = v.transpose(1, 2)                                       # (B, nkv, S, hd)
+        q = apply_rope(self.q_norm(q), *rope)
+        k = apply_rope(self.k_norm(k), *rope)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-        v = depth_attention(q, k, v, sources, self.depth_mode)      # without sources: v itself
-        keys, values = memory.update(self.layer, k, v)              # (B, nkv, all to read, hd)
-        dropout = self.dropout if self.training else 0.0
-        y = attend(q, keys, values, mask, dropout)                  # softmax(q k^T / sqrt(hd)) v
-
-        y = y.transpose(1, 2).reshape(B, S, nh * hd)                # heads side by side
-        return self.c_proj(y), (k, v)
+    @staticmethod
+    def attend(q, k, v, mask, dropout):
+        """softmax(q k^T / sqrt(hd)) v over the keys that each slot reads."""
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(q.dtype)     # only Mask's, part 5: it is added to the scores
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
+                                              enable_gqa=q.size(1) > k.size(1))
 
 
 class MLP(nn.Module):
@@ -227,11 +290,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, sources, memory, mask):
-        y, keys_values = self.attn(self.ln_1(x), rope, sources, memory, mask)
-        x = x + self.drop(y)
+    def forward(self, x, rope, memory, mask):
+        x = x + self.drop(self.attn(self.ln_1(x), rope, memory, mask))
         x = x + self.drop(self.mlp(self.ln_2(x)))
-        return x, keys_values
+        return x
 
 
 class GPT(nn.Module):
@@ -246,13 +308,11 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # Plain: one call of the trunk
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT it does nothing
         self.init_weights()
-        self.checkpoint_activations = False     # train.py: recompute each block in backward
-        self.static_caches = False              # engine/hardware.py: caches for compiled decoding
 
     def init_weights(self):
-        """Normal matrices; pondering models, like GPT-2, begin with small residual branches."""
+        """Normal matrices; pondering models, as in their papers, have small residual branches."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
@@ -264,77 +324,56 @@ class GPT(nn.Module):
                 block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
         self.mechanism.init_weights()
 
-    def forward(self, idx, targets=None, jacobi=None):
+    def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats, in training plus the mechanism's own term. Negative targets
-        do not count. jacobi: see `hidden`. In the plain GPT this is
-
-            x = self.embed(idx)
-            for block in self.h:
-                x = block(x)
-            logits = self.lm_head(self.ln_f(x))
+        the mean cross-entropy in nats, in training perhaps with more. Negative targets do not
+        count.
         """
-        check_batch(idx, targets, jacobi, self.config)  # ValueError for other shapes and numbers
-        h = self.hidden(idx, jacobi=jacobi)                             # (B,T,C)
+        h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        loss = self.loss(h, targets)
-        return None, loss + self.mechanism.extra_loss(self, targets)
+        if self.training:
+            return None, self.mechanism.loss(self, h, targets)          # in a plain GPT the same
+        return None, self.loss(h, targets)
 
-    def hidden(self, idx, memory=None, jacobi=None):
+    def hidden(self, idx, memory=None):
         """
         Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens.
-        memory     a list, with what each pass may read. Caches from `new_memory`: these tokens
-                   follow those that the caches hold. None: they are the whole text
-        jacobi     only 'latent' and 'mask' read it: their R (None: config.jacobi_iters)
+        memory      from new_memory: these tokens follow those that it was given before. None: they
+                    are the whole text
         """
         if memory is None:
-            memory = no_caches(self.mechanism, self.config.n_layer)
-        self.mechanism.jacobi = self.config.jacobi_iters if jacobi is None else jacobi
-        pos = memory.begin(*idx.shape, idx.device)      # (T,): from 0, or on from what caches hold
+            memory = self.new_memory()
+        pos = memory.begin(*idx.shape, idx.device)                      # (T,)
+        assert memory.tokens <= self.config.block_size, "the text is longer than block_size"
         x = self.embed(idx)
-        return self.mechanism(self, x, pos, memory)  # Plain: self.trunk(x, pos, memory[0])
+        if self.config.ponder == 'none':
+            return self.trunk(x, pos, memory)
+        return self.mechanism(self, x, pos, memory)                     # parts 4 and 5
 
     def embed(self, idx):
         """Tokens (B,T) -> embeddings (B,T,C)."""
         return self.drop(self.wte(idx) * self.config.embed_scale)
 
-    def trunk(self, x, pos, memory=None):
+    def trunk(self, x, pos, memory=None, layers=None, norm=True):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
-        Positions may repeat. A slot reads itself and all before it, or what `memory` says.
-        """
-        return self.ln_f(self.blocks(x, pos, memory))
-
-    def blocks(self, x, pos, memory=None, layers=None, earlier=None):
-        """
-        The trunk without the final norm.
-        layers     the blocks to run (None: all), for mechanisms that repeat only some of them
-        earlier    only Loop passes it: for each layer the list of (keys, values) that it made in
-                   the loops before, as more sources for Depth-Attention; this loop appends its own
+        Positions may repeat.
+        memory      what else there is to read. None: each slot reads itself and all before it
+        layers      the blocks to go through, for mechanisms that repeat only some (None: all)
+        norm        False: without the final norm
         """
         if memory is None:
-            memory = CausalMemory()
+            memory = Memory()
+            memory.begin(*x.shape[:2], x.device)
+        mask = memory.mask(x.size(1), x.device)                         # the same in all layers
+        rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         if layers is None:
             layers = range(self.config.n_layer)
-        mask = memory.mask(x.size(1), x.device)
-        rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        wanted = {j for layer in layers for j in self.config.sources(layer)}
-        made = {}  # of the layers that later ones want: (keys, values)
         for layer in layers:
-            sources = [made[j] for j in self.config.sources(layer) if j in made]
-            if earlier is not None:
-                sources = earlier[layer] + sources
-            block = self.h[layer]
-            if self.checkpoint_activations and self.training:
-                block = recompute(block)
-            x, keys_values = block(x, rope, sources, memory, mask)
-            if layer in wanted:
-                made[layer] = keys_values
-            if earlier is not None:
-                earlier[layer].append(keys_values)
-        return x
+            x = self.h[layer](x, rope, memory, mask)
+        return self.ln_f(x) if norm else x
 
     def head(self, h):
         """Hidden states (B,S,C) -> logits (B,S,V), -inf for rows of the table that are padding."""
@@ -343,32 +382,54 @@ class GPT(nn.Module):
             logits[..., self.config.n_tokens:] = -math.inf
         return logits
 
-    def loss(self, h, targets):
-        """F.cross_entropy(head(h), targets) over targets >= 0, without ever holding all logits."""
-        rows, weight = h.reshape(-1, h.size(-1)), self.lm_head.weight
-        return chunked_cross_entropy(rows, weight, targets.reshape(-1), self.config.n_tokens)
+    def loss(self, h, targets, weights=1.0):
+        """The mean of `nats` over the targets that count, each times its weight (B,T)."""
+        total = (self.nats(h, targets) * weights).sum()
+        return total / (targets >= 0).sum().clamp(min=1)
 
-    # generation and accounting: engine/ does it
+    def nats(self, h, targets):
+        """Cross-entropy (B,T) of the next tokens; 0 where the target is negative."""
+        logits = self.head(h).flatten(0, -2)                            # (B T, V)
+        target = targets.flatten().clamp(min=-1)
+        nats = F.cross_entropy(logits, target, ignore_index=-1, reduction='none')
+        return nats.view_as(targets)
 
-    def new_memory(self, capacity, start=None):
-        """Empty caches for `capacity` tokens; start (B,): tokens of padding on the left of rows."""
-        return new_caches(self.mechanism, self.config.n_layer, capacity, start, self.static_caches)
+    def new_memory(self, pad=None):
+        """A memory that has read nothing; pad: see Memory."""
+        if self.config.ponder == 'none':
+            return Memory(pad)
+        return self.mechanism.new_memory(pad)                           # part 4
 
-    def stream(self, prompts, max_new_tokens, **options):
-        """Generate: yields (token (B,), passes (B,)), step by step; see engine/generate.py."""
-        return generate.stream(self, prompts, max_new_tokens, **options)
-
-    def generate(self, prompts, max_new_tokens, **options):
-        """All of `stream`: (B,T) gives (B, T + new), a list of prompts a list of tensors."""
-        return generate.generate(self, prompts, max_new_tokens, **options)
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, pad=None):
+        """
+        Append tokens, one by one, to idx (B,T), up to block_size. For a model in eval mode.
+        temperature     0 takes the likeliest token
+        top_k           only the k likeliest are drawn from
+        pad             (B,): so many on the left of each row are padding, see Memory
+        """
+        memory = self.new_memory(pad)
+        new = idx
+        for _ in range(max_new_tokens):
+            h = self.hidden(new, memory)[:, -1]                         # only what is new
+            logits = self.head(h).float()                               # (B,V)
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits[logits < kth] = -math.inf
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)                   # (B,1)
+            else:
+                new = (logits / temperature).softmax(-1).multinomial(1)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
 
     def num_params(self):
         """Parameters, each counted once."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, T=None, training=True, jacobi=None):
-        """FLOPs of one token in a text of T tokens, see engine/flops.py."""
-        return flops.per_token(self, T, training, jacobi)
+    def flops_per_token(self, T=None, training=True):
+        """FLOPs of one token in a text of T (None: block_size), see part 6."""
+        return flops_per_token(self, T or self.config.block_size, training)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -382,10 +443,9 @@ class GPT(nn.Module):
 #     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j     earlier ones mixed already   (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)           keys stay as they are        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s, by default n_layer / 2, see
-# GPTConfig.sources.
-# Layer 0 has no source. q and k are those of sequence attention, after norm and rotation: at one
-# position both are turned alike, so the rotation cancels.
+# S(l) is every layer below l that is a multiple of the stride s, by default n_layer / 2. Layer 0
+# has no source. q and k are those of sequence attention, after norm and rotation: at one position
+# both are turned alike, so the rotation cancels.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter. The
 # cache stores v~ in the place of v, so it does not grow.
@@ -393,6 +453,15 @@ class GPT(nn.Module):
 # after, so that weights depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
 # counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
+
+
+def depth_sources(layer, below, memory):
+    """
+    [(k_j, v~_j), ..] of the layers in S(l), `below`, as far as this pass went through them. In
+    `loop` what layer l itself made in the loops before comes first.
+    """
+    earlier = [loop.made[layer] for loop in memory.loops]
+    return earlier + [memory.made[j] for j in below if j in memory.made]
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -408,10 +477,6 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     keys = [k_j for k_j, _ in sources] + [k]
     if q.size(1) != k.size(1):
         q = q.unflatten(1, (k.size(1), -1)).mean(2)                 # (B, nkv, S, hd)
-    if k.size(2) == 1 and not torch.compiler.is_compiling():
-        # a single slot: the layers are a sequence, and one query reads all of it
-        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2))
-
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = [(q * k_j).sum(-1, keepdim=True, dtype=dtype) for k_j in keys]
     scores = torch.cat(scores, dim=-1) * k.size(-1) ** -0.5         # (B, nkv, S, sources + 1)
@@ -429,28 +494,26 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk, and holds its own weights, its term of the loss and its cost. The code counts passes
-    k from 0 to K.
+    gpt.trunk, and has its own weights, its rule of who reads whom, its term of the loss. Passes are
+    numbered from 0 to K.
     """
-    memory = CausalMemory   # what a pass may read in training and evaluation: engine/memory.py
-    cache = KVCache         # the same in generation
-    one_cache = False       # False: each pass has its own. True: one, up to K + 1 slots per token
-    halts = False           # whether tokens stop by themselves
-    skips = False           # whether training, too, skips tokens that stopped: shapes then vary
-    settings = ('ponder_steps',)  # what it reads of GPTConfig, beside the shape
+    rule = None                     # who reads whom, see Slots; None: passes read only themselves
+    # for the rest of the program
+    halts = False                   # tokens stop by themselves
+    skips = False                   # and engine/fast.py may leave them out of training then
+    trains_alone = False            # train.py: all other weights stay what they are
+    settings = ('ponder_steps',)    # what it reads of GPTConfig: engine/start.py warns of others
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.progress = 1.0         # share of the training run that is done: train.py sets it
-        self.dense = False          # True: skip nobody, so that no shape varies; caches skip anyway
-        self.jacobi = None          # latent, mask: their R; GPT.hidden sets it
-        self.jacobi_change = None   # latent: how far one more sweep would have moved the thoughts
-        self.passes = None          # halting: passes that each token took in the last call, (B,T)
+        # who trains sets these two before each optimizer step
+        self.progress = 1.0             # the share of the run that is done
+        self.drawn = self.draws()[0]    # one of `draws`
+        self.passes = None              # halting: what each token took in the last call, (B,T)
 
     @property
-    def steps(self):
-        """K"""
+    def K(self):
         return self.config.ponder_steps
 
     @staticmethod
@@ -461,46 +524,73 @@ class Mechanism(nn.Module):
         """
         return math.sqrt(2.5 * C)
 
-    def forward(self, gpt, x, pos, memory):
-        """
-        Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
-        next tokens. Pass k gives memory[k] to gpt.trunk, with one_cache memory[0].
-        """
-        raise NotImplementedError
-
-    def extra_loss(self, gpt, targets):
-        """What training adds to the loss; targets (B,T) as in GPT.forward."""
-        return 0.0
-
-    def cost(self, gpt, R):
-        """
-        A Cost, in multiply-adds (FLOPs are twice that), with all passes taken: engine/flops.py.
-        R: as in Latent, perhaps a mean.
-        """
-        return Cost([Pass()] * (self.steps + 1))
-
-    def can_take(self, steps):
-        """
-        Whether a trained model has the weights for that many steps: sample.py --ponder_steps. One
-        with halting and no steps has none for more.
-        """
-        return self.config.halting == 'none' or steps == 0
-
     def init_weights(self):
         """Overrides the initial values of its own weights, where GPT.init_weights is not right."""
 
+    def draws(self):
+        """
+        What training draws anew for each optimizer step: values of the same probability, the one
+        that costs most first.
+        """
+        return [None]
+
+    def new_memory(self, pad):
+        if self.rule is None:
+            return Memories(partial(Memory, pad))
+        return SlotMemory(self.rule, pad)
+
+    def forward(self, gpt, x, pos, memory):
+        """
+        Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
+        next tokens. Without a rule, memory[k] is the Memory of pass k alone. With one, all passes
+        share a SlotMemory, and memory.open(k) tells it that pass k begins.
+        """
+        raise NotImplementedError
+
+    def loss(self, gpt, h, targets):
+        """What training minimises; h (B,T,C) is what `forward` returned."""
+        return gpt.loss(h, targets)
+
+    def by_rows(self, function, gpt, h):
+        """
+        function(gpt, h), for one that looks at each row of h (.., C) by itself. engine/loss.py
+        gives it some rows at a time: V logits for each of all rows may be too many.
+        """
+        return function(gpt, h)
+
+
+class Memories(dict):
+    """A Memory for each pass, made when it is first asked for: passes do not read each other."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+        self.tokens = 0             # read so far
+
+    def begin(self, B, T, device):
+        """As Memory.begin, for all of them."""
+        pos = torch.arange(self.tokens, self.tokens + T, device=device)
+        self.tokens += T
+        self.begun = B, T, device
+        for memory in self.values():
+            memory.begin(B, T, device)
+        return pos
+
+    def __missing__(self, k):
+        self[k] = self.make()
+        self[k].tokens = self.tokens - self.begun[1]
+        self[k].begin(*self.begun)
+        return self[k]
+
 
 class Plain(Mechanism):
-    """The plain GPT: one pass."""
-    steps = 0  # whatever ponder_steps says
+    """ponder='none': GPT.hidden calls the trunk once, and none of this."""
+    K = 0  # whatever ponder_steps says
     settings = ()
 
     @staticmethod
     def embed_scale(C):
         return 1.0
-
-    def forward(self, gpt, x, pos, memory):
-        return gpt.trunk(x, pos, memory[0])
 
 
 class Embedding(Mechanism):
@@ -513,7 +603,7 @@ class Embedding(Mechanism):
         E_{j+1} = E_j + P_j W                   W: the table of embeddings, scaled          (B,T,C)
         logits  = head(trunk(E_K))              the loss reads the last pass only
 
-    Cost: K + 1 passes, and per step 4 V C more FLOPs forward: the head, and a matmul to mix.
+    Cost: K + 1 passes, and K times 4 V C more FLOPs forward: the head, and a matmul to mix.
     Unlike in the authors' code, the softmax is fp32, padding in the vocabulary gets no mass, and
     the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
     mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
@@ -526,38 +616,133 @@ class Embedding(Mechanism):
         return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
 
     def forward(self, gpt, x, pos, memory):
-        for step in range(self.steps):
-            h = gpt.trunk(x, pos, memory[step])
-            x = x + mixture(gpt, h)
-        return gpt.trunk(x, pos, memory[-1])
-
-    def cost(self, gpt, R):
-        mixed_rows = self.config.ponder_topk or self.config.vocab_size
-        mixing = gpt.lm_head.weight.numel() + mixed_rows * self.config.n_embd
-        return Cost([Pass()] * (self.steps + 1), recomputed=self.steps * mixing)
+        for j in range(self.K):
+            h = gpt.trunk(x, pos, memory[j])
+            x = x + self.by_rows(mixture, gpt, h)
+        return gpt.trunk(x, pos, memory[self.K])
 
 
 def mixture(gpt, h):
-    """P W: the mean embedding of the next token under head(h), (B,T,C) -> (B,T,C)."""
-    return in_parts(partial(mean_embedding, gpt), h, gpt.config.vocab_size)  # never all of (B,T,V)
-
-
-def mean_embedding(gpt, h):
-    """The same for rows (n,C) -> (n,C)."""
+    """P W: the mean embedding of the next token under head(h), (.., C) -> (.., C)."""
     config, table = gpt.config, gpt.wte.weight
-    logits = gpt.head(h)                                                # (n,V)
+    logits = gpt.head(h)                                                # (..,V)
     if config.ponder_topk is None:
         p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
         return p @ table.to(p.dtype) * config.embed_scale  # scaled last: the table is far larger
-    top = at_least_fp32(logits).topk(config.ponder_topk, -1)
+    top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
     p = top.values.softmax(-1).to(table.dtype)
     mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
-    return mean * config.embed_scale
+    return mean.view_as(h) * config.embed_scale
 
 
 def at_least_fp32(x):
     """x in fp32, or in float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Loop(Mechanism):
+    """
+    The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
+    norm once, or with loop_norm after each. With depth_attn, what the same layer made in earlier
+    loops is a source too, as in Depth-Attention's paper. Cost: K + 1 passes.
+    Drawn in docs/drawings/loop.svg.
+    """
+    settings = ('ponder_steps', 'loop_norm')
+
+    def forward(self, gpt, x, pos, memory):
+        for k in range(self.K + 1):
+            if self.config.depth_attn:
+                memory[k].loops = [memory[i] for i in range(k)]     # for depth_sources
+            x = gpt.trunk(x, pos, memory[k], norm=self.config.loop_norm or k == self.K)
+        return x
+
+
+# Where passes read each other, or a token has several slots, it takes a rule. A slot is one vector
+# that goes through the blocks in one pass: a token, or one of its thoughts. It has labels: t, the
+# place of its token in the text, and k, the number of its pass or its place among the slots of its
+# token. A rule says by the labels of a query and of a key whether the one reads the other.
+
+
+class Slots(SimpleNamespace):
+    """
+    Labels of N slots in each of B rows, (B,N) each.
+    t       the place of the token, or NEVER: padding, tokens that stopped, thoughts that are hidden
+    k       the number of the pass, or of the slot
+    """
+
+    def unsqueeze(self, axis):
+        return Slots(**{name: label.unsqueeze(axis) for name, label in vars(self).items()})
+
+
+class SlotMemory(Memory):
+    """A Memory of slots. rule(query, key): who reads whom, for labels (B,S,1) and (B,1,N)."""
+
+    def __init__(self, rule, pad=None):
+        super().__init__(pad)
+        self.rule = rule
+        self.key = Slots()          # labels of all slots so far
+        self.query = None           # labels of those of this pass
+        self.before = 0             # slots of the tokens before these
+        self.causal = False         # whether the rule need not be asked in this pass
+
+    def begin(self, B, T, device):
+        pos = super().begin(B, T, device)
+        self.length -= T            # no slot was opened yet
+        self.before = self.length
+        return pos
+
+    def open(self, k=0, n=1, visible=None, **labels):
+        """
+        Pass number k over these tokens begins; returns the memory itself. With n > 1 each of them
+        has n slots, side by side, which are numbered from k on.
+        visible     (B, T n) bool: the other slots go through it too, but nobody reads them
+        labels      (B, T n) each, if the rule asks for more than t and k
+        """
+        T = self.times[-1].size(1)
+        t = self.times[-1].repeat_interleave(n, dim=1)                  # (B, T n)
+        numbers = torch.arange(k, k + n, device=t.device).repeat(T)
+        self.query = Slots(t=t, k=numbers.expand_as(t), **labels)
+        new = vars(self.query)
+        if visible is not None:
+            new = {**new, 't': t.where(visible, NEVER)}
+
+        # In the first pass over a text these rules are plain causal attention, which is faster.
+        first = self.length == 0
+        whole = self.pad is None and visible is None
+        known = self.rule is flat or (n == 1 and self.rule in (by_pass, newest))
+        self.causal = first and whole and known
+        for name, label in new.items():
+            held = label[:, :0] if first else getattr(self.key, name)
+            setattr(self.key, name, torch.cat((held, label), dim=1))
+        self.length += T * n
+        self.made = {}
+        return self
+
+    def mask(self, S, device):
+        """Which keys each slot of this pass reads, (B,1,S,N): True, or a number for the score."""
+        if self.causal:
+            return None
+        return self.rule(self.query.unsqueeze(2), self.key.unsqueeze(1))[:, None]
+
+    def rewind(self):
+        """Forget the slots of these tokens: they were guesses."""
+        n = self.length = self.before
+        self.key = Slots(**{name: label[:, :n] for name, label in vars(self.key).items()})
+        kept = self.keys if n > 0 else ()
+        self.keys = {layer: self.keys[layer][:, :, :n] for layer in kept}
+        self.values = {layer: self.values[layer][:, :, :n] for layer in kept}
+
+    def real(self):
+        """(B,T) bool: which of these tokens are no padding."""
+        return self.times[-1] < NEVER
+
+
+def flat(query, key):
+    """
+    A rule: a slot reads all slots of earlier tokens, and those of its own up to itself, as if all
+    slots of all tokens stood in one row.
+    """
+    return (key.t < query.t) | ((key.t == query.t) & (key.k <= query.k))
 
 
 class Latent(Mechanism):
@@ -568,10 +753,10 @@ class Latent(Mechanism):
 
         x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..          z_{t,k} = trunk(..) at the slot before it
 
-    What comes out of a token's last slot predicts the next token. Attention is causal over the flat
-    sequence, so a token's thoughts depend on all slots before them: the exact way is sequential.
-    Training solves this by Jacobi iteration: guess all thoughts, run the trunk over all slots, take
-    what comes out as the next guess. For K = 2:
+    What comes out of a token's last slot predicts the next token. Attention is causal over this
+    row of slots, so a token's thoughts depend on all slots before them: the exact way is
+    sequential. Training solves this by Jacobi iteration: guess all thoughts, run the trunk over all
+    slots, take what comes out as the next guess. For K = 2:
 
         sweep 0             x_t                 guesses z_1
         sweep 1             x_t  z_1            renews z_1, guesses z_2
@@ -585,45 +770,46 @@ class Latent(Mechanism):
     step, not for each forward; and a prompt can be read exactly (`exact` in engine/generate.py).
     Drawn in docs/drawings/latent.svg.
     """
-    one_cache = True
+    rule = staticmethod(flat)
     settings = ('ponder_steps', 'jacobi_iters')
 
+    def draws(self):
+        """R or R - 1, as in the authors' code."""
+        R = self.config.jacobi_iters
+        return [R, max(R - 1, 0)]
+
+    @property
+    def R(self):
+        return self.drawn if self.training else self.config.jacobi_iters
+
     def forward(self, gpt, x, pos, memory):
-        K, memory = self.steps, memory[0]
-        if memory.cached and x.size(1) == 1:  # decoding: the recursion itself
-            for _ in range(K + 1):
-                x = gpt.trunk(x, pos, memory)
+        if x.size(1) == 1 and not self.training:    # a single token: slot after slot
+            for k in range(self.K + 1):
+                x = gpt.trunk(x, pos, memory.open(k))
             return x
 
-        thoughts = []
-        for _ in range(K + self.jacobi if K > 0 else 0):
+        thoughts = []                                   # z_1 .. z_K, (B,T,C) each
+        guesses = self.K + self.R if self.K > 0 else 0
+        for _ in range(guesses):
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
-            thoughts = h[:K]                            # z_{k+1} is what came out of slot k
-        h = self.sweep(gpt, [x, *thoughts], pos, memory)
-        if K > 0 and not self.training:
-            change = torch.stack(h[:K]) - torch.stack(thoughts)         # 0 once they are exact
-            self.jacobi_change = change.detach().square().mean().sqrt()
-        return h[K]
+            thoughts = h[:self.K]                       # z_{k+1} is what came out of slot k
+        return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
 
-    def sweep(self, gpt, slots, pos, memory, bias=None):
+    def sweep(self, gpt, slots, pos, memory, **how):
         """
-        A pass over n slots of each token, x_0 z_{0,1} .. x_1 z_{1,1} ..: [(B,T,C)] * n -> the
-        hidden states of each.
-        bias (B, T n): added to all scores against these slots, in every layer.
+        A pass over n slots of each token, x_0 z_{0,1} .. x_1 z_{1,1} ..: n times (B,T,C) -> what
+        comes out of each. how: for memory.open.
         """
         n = len(slots)
         x = torch.stack(slots, dim=2).flatten(1, 2)                     # (B, T n, C)
-        memory.rewind(n)  # n slots per token follow; what the sweep before left was a guess
-        if bias is not None:
-            memory.add_bias(bias)
-        h = gpt.trunk(x, pos.repeat_interleave(n), memory)
-        return h.unflatten(1, (-1, n)).unbind(2)                        # n times (B,T,C)
+        memory.rewind()                                 # what the sweep before left was a guess
+        h = gpt.trunk(x, pos.repeat_interleave(n), memory.open(n=n, **how))
+        return h.unflatten(1, (-1, n)).unbind(2)
 
-    def cost(self, gpt, R):
-        K = self.steps
-        first = [Pass(slots=n, keys=n) for n in range(1, K + 1)]
-        whole_sweeps = R + 1 if K > 0 else 1
-        return Cost(first + [Pass(slots=(K + 1) * whole_sweeps, keys=K + 1)])
+
+def by_pass(query, key):
+    """A rule: a slot reads those of its own and of earlier passes, of all tokens up to its own."""
+    return (key.t <= query.t) & (key.k <= query.k)
 
 
 class Chain(Mechanism):
@@ -635,41 +821,18 @@ class Chain(Mechanism):
         z_t^(k+1) = trunk at slot (t, k+1), read from z_t^(k)                         k = 1 .. K
         slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k                (Eq. 2)
 
-    Step k never looks at later steps, so all tokens take it at once: exact, in parallel, without
-    iteration, and the keys of earlier steps are computed once.
+    Pass k never looks at later passes, so all tokens take it at once: exact, in parallel, without
+    iteration, and the keys of earlier passes are computed once.
 
     Cost: K + 1 passes, whose attention reads 1, 2, .. K + 1 times as many keys.
     Drawn in docs/drawings/chain.svg.
     """
-    memory = ChainMemory
-    cache = StepCache
-    one_cache = True
+    rule = staticmethod(by_pass)    # (Eq. 2)
 
     def forward(self, gpt, x, pos, memory):
-        memory = memory[0]
-        everyone = Everyone(real_tokens(x, pos, memory))  # all tokens, but not the padding
-        for k in range(self.steps + 1):
-            memory = memory.open(everyone, pos, k)  # for this pass: it reads passes up to k
-            x = gpt.trunk(x, pos, memory)
+        for k in range(self.K + 1):
+            x = gpt.trunk(x, pos, memory.open(k))
         return x
-
-    def cost(self, gpt, R):
-        return Cost([Pass(keys=k + 1) for k in range(self.steps + 1)])
-
-
-class Loop(Mechanism):
-    """
-    The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
-    norm once. With depth_attn, what the same layer made in earlier loops is a source too, as in
-    Depth-Attention's paper. Cost: K + 1 passes.
-    Drawn in docs/drawings/loop.svg.
-    """
-
-    def forward(self, gpt, x, pos, memory):
-        earlier = [[] for _ in gpt.h] if self.config.depth_attn else None
-        for one_pass in memory:
-            x = gpt.blocks(x, pos, one_pass, earlier=earlier)
-        return gpt.ln_f(x)
 
 
 class Pause(Mechanism):
@@ -679,7 +842,7 @@ class Pause(Mechanism):
     token, each of which reads K + 1 times as many keys.
     Drawn in docs/drawings/pause.svg.
     """
-    one_cache = True
+    rule = staticmethod(flat)
 
     def __init__(self, config):
         super().__init__(config)
@@ -691,19 +854,13 @@ class Pause(Mechanism):
         return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
 
     def forward(self, gpt, x, pos, memory):
-        n = self.steps + 1
+        n = self.K + 1
         slots = [x]
-        for _ in range(self.steps):
+        for _ in range(self.K):
             slots.append((self.pause * self.config.embed_scale).expand_as(x))
         x = torch.stack(slots, dim=2).flatten(1, 2)                     # (B, T n, C)
-        h = gpt.trunk(x, pos.repeat_interleave(n), memory[0])
+        h = gpt.trunk(x, pos.repeat_interleave(n), memory.open(n=n))
         return h[:, n - 1::n]                                           # (B,T,C)
-
-    def cost(self, gpt, R):
-        return Cost([Pass(slots=self.steps + 1, keys=self.steps + 1)])
-
-    def can_take(self, steps):
-        return steps == 0 or hasattr(self, 'pause')
 
 
 PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'chain': Chain, 'loop': Loop,
@@ -711,76 +868,85 @@ PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'chain': Chai
 
 
 # -------------------------------------------------------------------------------------------------
-# 5  Halting: three of these modes, where each token takes as many passes as it needs
+# 5  Halting: four of these modes, where each token takes as many passes as it needs
 
 
 @dataclass
 class Thinking:
-    """What tokens carry from pass to pass: (B,T,..), or (B,n,..) of the n that take this pass."""
-    x: torch.Tensor         # (B,T,C)  the input of its next pass
+    """What tokens carry from pass to pass, (B,T,..) each."""
+    x: torch.Tensor         # (B,T,C)  what the input of its next pass is made from
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
+    chance: torch.Tensor    # (B,T)    of its next pass: it stops if that is below halt_tau
+
+    def where(self, on, other):
+        """These fields where on (B,T), else those of `other`: as torch.where."""
+        merged = {}
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            chosen = on.view(*on.shape, *[1] * (ours.dim() - 2))
+            merged[field.name] = torch.where(chosen, ours.to(theirs.dtype), theirs)
+        return type(self)(**merged)
 
 
 class Halting(Mechanism):
     """
-    A mechanism whose tokens stop by themselves. A subclass says how they begin, what one pass does,
-    and what training adds to the loss; the loop is here. (Mask runs it only when it decodes.)
+    A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
+    pass and what is made of its output, and what training adds to the loss; the loop is here.
     """
-    one_cache = True
     halts = True
-    needs = None            # the setting of `ponder`
-    default_lambda = None   # of halt_lambda
-    default_ramp = (0.4, 0.48)  # of halt_start and halt_full
+    norm = True             # whether a pass ends with the final norm
+    needs = None            # the setting of `ponder` that it works on
+    defaults = {}           # of its settings in GPTConfig
+    decides = None          # tools/explain.py: what is compared with halt_tau, in words
 
     def __init__(self, config):
         super().__init__(config)
-        self.trace = []     # what `penalty` needs: (slots, new state) of each pass over a text
+        self.trace = []     # of each pass over the last text: (who took it (B,T), their new state)
 
     def start(self, x, go_on):
-        """The state before the first pass, of embeddings x (B,T,C); go_on (B,T): who takes it."""
+        """The state before pass 0, of embeddings x (B,T,C); go_on (B,T): who takes it."""
         raise NotImplementedError
 
-    def step(self, gpt, state, k, pos, memory):
-        """
-        Pass k of the tokens in `state`: their new state. k is a number for the loop below. Where
-        rows of a batch write ahead of each other (engine/generate.py), it is a tensor (B,1).
-        """
+    def before(self, gpt, state, k):
+        """What goes into pass k, (B,T,C)."""
+        return state.x
+
+    def labels(self, state, k):
+        """{name: (B,T)}, which the rule asks for: of the slots of pass k."""
+        return {}
+
+    def after(self, gpt, state, x, h, k):
+        """The state after pass k, which made h (B,T,C) of x (B,T,C)."""
         raise NotImplementedError
 
-    def penalty(self, gpt, targets, trace):
-        """The term of the loss that asks for fewer passes."""
+    def penalty(self, gpt, targets):
+        """What training adds to the loss, after `forward`; targets (B,T) as in GPT.forward."""
         raise NotImplementedError
+
+    def loss(self, gpt, h, targets):
+        return gpt.loss(h, targets) + self.penalty(gpt, targets)
 
     def forward(self, gpt, x, pos, memory):
         """Passes until every token has had enough, K + 1 at most."""
-        memory = memory[0]
-        leave_out = memory.cached or (self.skips and not self.dense)
-        state = self.start(x, go_on=real_tokens(x, pos, memory))
-        self.passes = torch.zeros_like(state.go_on, dtype=torch.long)   # (B,T)
+        state = self.start(x, go_on=memory.real())
         self.trace = []
-        for k in range(self.steps + 1):
-            if leave_out and not state.go_on.any():
+        for k in range(self.K + 1):
+            on = state.go_on            # (B,T): who takes pass k; the others are not read in it
+            reads = memory.open(k, visible=on, **self.labels(state, k))
+            x = self.before(gpt, state, k)
+            h = gpt.trunk(x, pos, reads, norm=self.norm)
+            new = self.after(gpt, state, x, h, k)
+            state = new.where(on, state)
+            self.trace.append((on, new))
+            if not self.training and not state.go_on.any():
                 break
-            self.passes = self.passes + state.go_on
-            slots = choose(state.go_on, leave_out)      # who takes pass k (or all, to no effect)
-            memory = memory.open(slots, pos, k)         # what this pass may read
-            new = self.step(gpt, slots.take(state), k, slots.take(pos), memory)
-            state = slots.put(state, new)               # only where state.go_on
-            if not memory.cached:
-                self.trace.append((slots, replace(new, out=None)))  # without `out`, to save memory
+        self.passes = torch.stack([on for on, _ in self.trace]).sum(0)  # (B,T)
         return state.out.to(x.dtype)
 
-    def extra_loss(self, gpt, targets):
-        trace, self.trace = self.trace, []  # kept longer, it would hold the graph in memory
-        return self.penalty(gpt, targets, trace) if self.training else 0.0
-
     def decisions(self):
-        """
-        The values that decided, [(B,T), ..]: of each pass over the last text that was read without
-        targets; of Mask, of each number of thoughts.
-        """
-        return []
+        """What was compared with halt_tau, (B,T) each, after the passes 0, 1, .. of a text."""
+        return [new.chance for _, new in self.trace[:self.K]]
 
     def ramp(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
@@ -791,25 +957,36 @@ class Halting(Mechanism):
             return 0.0
         return (self.progress - start) / (full - start)
 
+    def __getstate__(self):
+        return {**self.__dict__, 'trace': []}   # a copy of a model takes no graph along
+
 
 def in_fp32(module, h):
     """module(h) without autocast, as fp32: the result is compared with halt_tau, 1e-4."""
-    with torch.autocast(h.device.type, enabled=False):
+    with torch.autocast('cpu' if h.is_meta else h.device.type, enabled=False):
         weight_dtype = next(module.parameters()).dtype
         return at_least_fp32(module(h.to(weight_dtype)))
 
 
-@dataclass
-class GateState(Thinking):
-    s: torch.Tensor         # (B,T)    s^i, the gate after its last pass; `out` is its h^i
+def newest(query, key):
+    """
+    A rule: of each token up to its own, a query of pass k reads one slot: that of pass k, or of the
+    token's last pass if it stopped before.
+    """
+    N = key.t.size(-1)
+    token = key.t.clamp(max=N)                                  # (B,1,N): t < N, and N for NEVER
+    last_of_token = token.new_zeros(len(token), 1, N + 1)
+    last_of_token = last_of_token.scatter_reduce(-1, token, key.k, 'amax')
+    last = last_of_token.gather(-1, token)                      # (B,1,N), of the token of each key
+    return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
 class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's passes (from Embedding: its scale and cost), with a gate after each that scales the
-    next step, or ends the token's pondering:
+    PonderLM's passes, with a gate after each that scales the next step, or ends the token's
+    pondering:
 
         s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
         m^{i+1} = m^i and s^i >= tau             who takes another pass                    (4), (5)
@@ -826,10 +1003,10 @@ class Gate(Halting, Embedding):
     that training still computes for it; GELU; gates start near sigmoid(4) = 0.98, as PonderLM.
     Drawn in docs/drawings/gate.svg.
     """
-    memory = FrozenMemory   # (10)
-    cache = LatestCache     # (10), in generation
+    rule = staticmethod(newest)     # (10)
     needs = 'embedding'
-    default_lambda = 0.1
+    defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
+    decides = 'gate'
 
     def __init__(self, config):
         super().__init__(config)
@@ -843,53 +1020,44 @@ class Gate(Halting, Embedding):
             nn.init.constant_(gate[-1].bias, 4.0)
 
     def start(self, x, go_on):
-        s = at_least_fp32(x.new_zeros(x.shape[:2]))
-        return GateState(x=x, out=torch.zeros_like(x), go_on=go_on, s=s)
+        s = at_least_fp32(x.new_zeros(go_on.shape))
+        return Thinking(x=x, out=torch.zeros_like(x), go_on=go_on, chance=s)
 
-    def step(self, gpt, state, k, pos, memory):
-        x, m = state.x, state.go_on
-        numbers = distinct(k)
-        if numbers != [0]:                                              # not in the first pass
-            gated = (m * state.s)[..., None] * mixture(gpt, state.out)
-            x = x + gated.to(x.dtype)                                   # (6) to (9)
-        h = gpt.trunk(x, pos, memory)
-        s = at_least_fp32(h.new_zeros(h.shape[:2]))                     # (2), (3); 0 after the last
-        for i in numbers:
-            if i < self.steps:
-                s = s + (k == i) * in_fp32(self.gates[i], h).squeeze(-1).sigmoid()
-        m = m & (k < self.steps)
+    def before(self, gpt, state, k):
+        if k == 0:
+            return state.x
+        m, s = state.go_on, state.chance
+        step = (m * s)[..., None] * self.by_rows(mixture, gpt, state.out)
+        return state.x + step.to(state.x.dtype)                         # (6) to (9)
+
+    def after(self, gpt, state, x, h, k):
+        m, s = state.go_on, state.chance
+        if k == self.K:                                                 # nothing comes after it
+            return Thinking(x=x, out=h, go_on=torch.zeros_like(m), chance=s)
+        s = in_fp32(self.gates[k], h).squeeze(-1).sigmoid()             # (2), (3)
         if not self.training or self.progress >= self.config.halt_start:
             m = m & (s >= self.config.halt_tau)                         # (4), (5)
-        return GateState(x=x, out=h, go_on=m, s=s)
+        return Thinking(x=x, out=h, go_on=m, chance=s)
 
-    def decisions(self):
-        return [said.s for _, said in self.trace[:self.steps]]
-
-    def penalty(self, gpt, targets, trace):
+    def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
         counts = targets >= 0                                           # (B,T)
-        gates = torch.stack([said.s for _, said in trace[:self.steps]])  # (K,B,T)
+        gates = torch.stack(self.decisions())                           # (K,B,T)
         gates = gates.masked_fill(~counts, math.inf).flatten().sort().values
-        share = self.ramp() * self.config.halt_share
-        n = (share * self.steps * counts.sum()).floor()
+        share = self.ramp() * self.config.halt_share                    # (14)
+        n = (share * self.K * counts.sum()).floor()
         lowest = torch.arange(len(gates), device=gates.device) < n
-        mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)  # of gates[:n]; n stays on the GPU
+        mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13); n stays on the GPU
         return self.config.halt_lambda * mean
 
-    def cost(self, gpt, R):
-        return replace(super().cost(gpt, R), decisions=flops.linear_weights(self.gates))
 
-    def can_take(self, steps):
-        return steps <= len(self.gates)
-
-
-def distinct(k):
-    """The pass numbers that occur in k: one over a text, in generation perhaps several."""
-    return [k] if isinstance(k, int) else k.unique().tolist()
+def faded(query, key):
+    """A rule: flat, and log_w is added to all scores against a key."""
+    return torch.where(flat(query, key), key.log_w, -math.inf)
 
 
 @dataclass
-class MaskState(Thinking):
+class Needing(Thinking):
     s: torch.Tensor         # (B,T,K+1)  probability that it needs exactly k thoughts
     log_w: torch.Tensor     # (B,T,K+1)  log of the probability that it needs at least k
 
@@ -898,8 +1066,8 @@ class Mask(Halting, Latent):
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
-    A router decides, after a token's own slot, how many of PonderLM-2's thoughts it needs (from
-    Latent: its scale, cost and `sweep`). The others fade out in training, else they are hidden:
+    A router decides, after a token's own slot, how many of PonderLM-2's thoughts it needs. Each is
+    read, and counts, as much as it is likely to be needed:
 
         s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -907,8 +1075,8 @@ class Mask(Halting, Latent):
         output  = sum_k s_{t,k} h_t^(k)          h_t^(k): hidden state at slot (t, k)
 
     A text is read by sweeps over all slots, each of which refreshes s. Outside of training, slots
-    with w < tau are hidden in the next sweep and from the output; s is not scaled back to a sum of
-    1. Decoding does not compute them. The loss gains halt_lambda times the expected number of
+    with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
+    of 1. Decoding does not compute them. The loss gains halt_lambda times the expected number of
     thoughts, from halt_start on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
@@ -916,38 +1084,14 @@ class Mask(Halting, Latent):
     its figure and of a reader's notes.
     Drawn in docs/drawings/mask.svg.
     """
-    cache = ThoughtCache
+    rule = staticmethod(faded)
     needs = 'latent'
-    default_lambda = 0.01
+    defaults = dict(halt_lambda=0.01, halt_start=0.4, halt_full=0.48)
+    decides = 'probability of another thought'
 
     def __init__(self, config):
         super().__init__(config)
         self.router = nn.Linear(config.n_embd, config.ponder_steps + 1)
-
-    def forward(self, gpt, x, pos, memory):
-        if memory[0].cached and x.size(1) == 1:  # decoding: slot by slot, see `step`
-            return super().forward(gpt, x, pos, memory)
-
-        K, memory = self.steps, memory[0]
-        log_w = at_least_fp32(x.new_zeros(*x.shape[:2], K + 1))                  # (B,T,K+1)
-        thoughts = []
-        for _ in range(K + self.jacobi + 1):
-            bias = log_w[..., :len(thoughts) + 1].flatten(1)            # (B, T n)
-            if not self.training:  # hidden, but still computed: the next sweep may want it again
-                bias = bias.masked_fill(bias < self.log_tau(), -math.inf)
-            h = self.sweep(gpt, [x, *thoughts], pos, memory, bias.to(x.dtype))
-            s, log_w = self.route(h[0])
-            thoughts = h[:K]
-
-        kept = (log_w >= self.log_tau()) & real_tokens(x, pos, memory)[..., None]
-        self.passes = kept.sum(-1)                                      # (B,T)
-        self.trace = [s]  # all that its penalty needs
-        if memory.cached:
-            memory.drop_hidden()
-        if not self.training:
-            s = s * kept
-        out = sum(s[..., k, None] * h[k] for k in range(K + 1))
-        return out.to(x.dtype)
 
     def route(self, h):
         """Hidden states (B,T,C) of the tokens' own slots -> s and log w, each (B,T,K+1)."""
@@ -955,135 +1099,378 @@ class Mask(Halting, Latent):
         log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)                # sums over j >= k, in logs
         return log_s.exp(), F.pad(log_w[..., 1:], (1, 0))               # log w_0 is exactly 0
 
-    def log_tau(self):
-        return math.log(min(max(self.config.halt_tau, 1e-300), 1))
+    def forward(self, gpt, x, pos, memory):
+        if x.size(1) == 1 and not self.training:    # a single token: slot after slot, see `after`
+            return Halting.forward(self, gpt, x, pos, memory)
+
+        real = memory.real()
+        first = self.start(x, real)
+        log_w, needed = first.log_w, real[..., None].expand_as(first.log_w)     # (B,T,K+1) both
+        thoughts = []
+        for _ in range(self.K + self.R + 1):
+            n = len(thoughts) + 1
+            # hidden slots are computed all the same: the next sweep may want them again
+            visible = None if self.training else needed[..., :n].flatten(1)
+            h = self.sweep(gpt, [x, *thoughts], pos, memory, visible=visible,
+                           log_w=log_w[..., :n].flatten(1))
+            s, log_w = self.route(h[0])
+            needed = (log_w.exp() >= self.config.halt_tau) & real[..., None]
+            thoughts = h[:self.K]
+
+        self.passes = needed.sum(-1)                                    # (B,T)
+        self.trace = [(real, replace(first, s=s, log_w=log_w))]         # of pass 0, which decides
+        weight = s if self.training else s * needed
+        out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
+        return out.to(x.dtype)
 
     def start(self, x, go_on):
-        zeros = at_least_fp32(x.new_zeros(*x.shape[:2], self.steps + 1))
-        out = torch.zeros_like(x, dtype=zeros.dtype)
-        return MaskState(x=x, out=out, go_on=go_on, s=zeros, log_w=zeros)
+        zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
+        out = torch.zeros_like(x, dtype=zero.dtype)
+        return Needing(x=x, out=out, go_on=go_on, chance=zero[..., 0], s=zero, log_w=zero)
 
-    def step(self, gpt, state, k, pos, memory):
-        k = torch.as_tensor(k, device=state.x.device).expand_as(state.go_on)
-        memory.add_bias(pick(state.log_w, k).to(state.x.dtype))
-        h = gpt.trunk(state.x, pos, memory)                             # (B,1,C)
-        s, log_w = self.route(h)
-        first = (k == 0)[..., None]  # the router is asked once
-        s, log_w = torch.where(first, s, state.s), torch.where(first, log_w, state.log_w)
-        next_k = (k + 1).clamp(max=self.steps)
-        go_on = state.go_on & (k < self.steps) & (pick(log_w, next_k) >= self.log_tau())
-        out = state.out + pick(s, k)[..., None] * h
-        return MaskState(x=h, out=out, go_on=go_on, s=s, log_w=log_w)
+    def labels(self, state, k):
+        return dict(log_w=state.log_w[..., k])
+
+    def after(self, gpt, state, x, h, k):
+        s, log_w = state.s, state.log_w
+        if k == 0:                                                      # the router is asked once
+            s, log_w = self.route(h)
+        out = state.out + s[..., k, None] * h
+        chance, go_on = state.chance, torch.zeros_like(state.go_on)
+        if k < self.K:
+            chance = log_w[..., k + 1].exp()
+            go_on = state.go_on & (chance >= self.config.halt_tau)
+        return Needing(x=h, out=out, go_on=go_on, chance=chance, s=s, log_w=log_w)
 
     def decisions(self):
-        return self.trace[0].unbind(-1)                                 # of 0, 1, .. K thoughts
+        _, first = self.trace[0]
+        return list(first.log_w.exp().unbind(-1)[1:])
 
-    def penalty(self, gpt, targets, trace):
-        """halt_lambda times the mean number of thoughts expected, sum_{k >= 1} w_{t,k}."""
-        [s] = trace                                                     # (B,T,K+1)
+    def penalty(self, gpt, targets):
+        """halt_lambda times the mean number of thoughts expected, sum_k k s_{t,k}."""
+        _, first = self.trace[0]
         counts = targets >= 0                                           # (B,T)
-        expected = (s * torch.arange(self.steps + 1, device=s.device)).sum(-1)
-        mean = (expected * counts).sum() / counts.sum().clamp(min=1)
-        return self.config.halt_lambda * self.ramp() * mean
-
-    def cost(self, gpt, R):
-        cost = super().cost(gpt, R)
-        passes = [replace(one, key_bias=True) for one in cost.passes]
-        routed = flops.linear_weights(self.router) * (self.steps + R + 1)
-        return Cost(passes, decisions=routed)
-
-    def can_take(self, steps):
-        return steps == self.steps
-
-
-def pick(values, k):
-    """values (B,T,K+1) at k (B,T) -> (B,T)."""
-    return values.gather(-1, k[..., None]).squeeze(-1)
+        expected = (first.s * torch.arange(self.K + 1, device=counts.device)).sum(-1)
+        return self.config.halt_lambda * self.ramp() * mean_where(counts, expected)
 
 
 @dataclass
-class RouterState(Thinking):
-    reach: torch.Tensor     # (B,T)    probability of getting to its next pass
-    g: torch.Tensor         # (B,T)    probability of going on after its last pass; x is its z
+class Reaching(Thinking):
+    g: torch.Tensor         # (B,T)    probability of going on after its last pass
 
 
 class Router(Halting, Chain):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
-    A chain (from Chain: its scale and cost) that each token leaves when its probability of getting
-    further is small. The paper counts k from 1:
+    A chain that each token leaves when its probability of getting further is small. The paper
+    counts k from 1:
 
-        g_t^(k)   = sigmoid(router(z_t^(k))), 0 after the last step    whether to go on          (3)
-        reach^(1) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of step k + 1 (4)
-        K*        = the last step with reach >= tau                    later ones do not happen  (6)
+        g_t^(k)   = sigmoid(router(z_t^(k))), 0 after the last pass    whether to go on          (3)
+        reach^(1) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of pass k + 1 (4)
+        K*        = the last pass with reach >= tau                    later ones do not happen  (6)
         weight^(k) = reach (1 - g) before K*, reach at K*                                 (5), (7)
         output    = sum_k weight^(k) z^(k)                                                       (8)
         loss     += halt_lambda mean_t sum_{k <= K*} g^(k) p_k^beta                        (9), (10)
-                    p_k: the right token's probability after step k, a constant for gradients
+                    p_k: the right token's probability after pass k, a constant for gradients
 
     With halt_start the last term waits until the model has learned something; the paper has it from
-    the first step on.
+    the first optimizer step on.
 
-    Cost: the passes of Chain that are taken, in training too, where p_k takes a head per step.
+    Cost: the passes of Chain that are taken, in training too, where p_k takes a head per pass.
     After the last pass nobody goes on, whatever g says: it is as if g were 0. No public code. Where
     the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the
     router starts around 1/2, and we average over t.
     Drawn in docs/drawings/router.svg.
     """
-    memory = StepMemory
-    skips = True
     needs = 'chain'
-    default_lambda = 0.4
-    default_ramp = (0.0, 0.0)   # the whole run
+    defaults = dict(halt_lambda=0.4, halt_start=0.0, halt_full=0.0)     # the whole run
+    decides = 'probability of getting further'
+    skips = True
 
     def __init__(self, config):
         super().__init__(config)
         self.router = nn.Linear(config.n_embd, 1)
 
     def start(self, x, go_on):
-        reach = at_least_fp32(x.new_ones(x.shape[:2]))
+        reach = at_least_fp32(x.new_ones(go_on.shape))
         out = torch.zeros_like(x, dtype=reach.dtype)
-        return RouterState(x=x, out=out, go_on=go_on, reach=reach, g=torch.zeros_like(reach))
+        return Reaching(x=x, out=out, go_on=go_on, chance=reach, g=torch.zeros_like(reach))
 
-    def step(self, gpt, state, k, pos, memory):
-        z = gpt.trunk(state.x, pos, memory)
-        g = in_fp32(self.router, z).squeeze(-1).sigmoid()               # (3)
-        next_reach = state.reach * g                                    # (4)
-        go_on = state.go_on & (k < self.steps) & (next_reach >= self.config.halt_tau)   # (6)
-        weight = torch.where(go_on, state.reach * (1 - g), state.reach)  # (5), (7)
-        out = state.out + weight[..., None] * z                         # (8)
-        return RouterState(x=z, out=out, go_on=go_on, reach=next_reach, g=g)
+    def after(self, gpt, state, x, h, k):
+        reach = state.chance
+        g = in_fp32(self.router, h).squeeze(-1).sigmoid()               # (3)
+        next_reach = reach * g                                          # (4)
+        go_on = state.go_on & (k < self.K) & (next_reach >= self.config.halt_tau)       # (6)
+        weight = torch.where(go_on, reach * (1 - g), reach)             # (5), (7)
+        out = state.out + weight[..., None] * h                         # (8)
+        return Reaching(x=h, out=out, go_on=go_on, chance=next_reach, g=g)
 
-    def decisions(self):
-        nothing = self.trace[0][1].g.new_zeros(self.passes.shape)
-        return [slots.put(nothing, said.g) for slots, said in self.trace[:self.steps]]
-
-    def penalty(self, gpt, targets, trace):
+    def penalty(self, gpt, targets):
         """halt_lambda times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
-        for slots, said in trace[:self.steps]:
-            target = slots.take(targets)                                # (B,n)
-            counts = slots.valid & (target >= 0)
-            p = probability_of(gpt.head, said.x, target.clamp(min=0), self.config.vocab_size)
-            total = total + (said.g * p ** self.config.halt_beta * counts).sum()
+        for on, new in self.trace[:self.K]:
+            counted = targets.where(on, -1)                             # (B,T)
+            with torch.no_grad():
+                p = gpt.nats(new.x, counted).neg().exp()                # new.x is z
+            total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
-        return self.config.halt_lambda * self.ramp() * mean
-
-    def cost(self, gpt, R):
-        decisions = self.steps * flops.linear_weights(self.router)
-        heads = self.steps * gpt.lm_head.weight.numel()                 # for p_k
-        return replace(super().cost(gpt, R), decisions=decisions, training_only=heads)
-
-    def can_take(self, steps):
-        return True
+        return self.config.halt_lambda * self.ramp() * mean             # (9), (10)
 
 
-HALTING = {'gate': Gate, 'mask': Mask, 'router': Router}
+@dataclass
+class Leaving(Thinking):
+    lam: torch.Tensor       # (B,T)    the gate after its last pass
+
+
+class Exit(Halting, Loop):
+    """
+    Exits from the looped Transformer: by confidence; or by Ouro's gate, Scaling Latent Reasoning
+    via Looped Language Models (arXiv 2510.25741). The papers count passes t = 1 .. T, T = K + 1.
+
+        h^t    = the final norm of what pass t makes; with loop_norm it goes on from there, as Ouro
+        L^t    = cross-entropy of head(h^t)                                                      (2)
+        lam_t  = sigmoid(w h^t + b)                 one gate for all passes
+        S_t    = prod_{j <= t} (1 - lam_j)          probability of another pass after t
+        p_t    = lam_t S_{t-1},  p_T = S_{T-1}      probability of leaving after t               (3)
+
+    A token takes its next pass while its chance is at least halt_tau. By the gate that is S_t (Ouro
+    leaves when p_1 + .. + p_t reaches q, here 1 - halt_tau). By confidence it is 1 - the largest
+    probability of head(h^t): no weights, and as good (arXiv 2607.20519). Its newest keys and values
+    are read after it left, as in Gate. In training all tokens take all passes, and exit_loss says
+    what is minimised:
+
+        last        L^T
+        uniform     sum_t L^t / T                   a fixed prior over passes, as 2607.20519; before
+        ramp        sum_t t L^t / sum_t t           halt_start it is L^T, from halt_full on all this
+        learned     sum_t p_t L^t - halt_lambda H(p)        Ouro's stage I                       (4)
+        gain        of the gate alone, the model is frozen: cross-entropy of 1 - lam_t with
+                    sigmoid(50 (I - 0.005)), where I = max(0, L^t - L^{t+1}) is what the next
+                    pass gains: Ouro's stage II                                             (5), (6)
+
+    Cost: K + 1 passes, in generation those that are taken; a head per pass where it is asked for
+    confidence, or for its loss. Unlike in the authors' code, a token that left costs nothing more:
+    theirs takes all passes and then picks one. Sources of Depth-Attention are those of one pass.
+    In (6) they compare lam_t with the gain of pass t itself; but what lam_t rules is the next one.
+    Drawn in docs/drawings/exit.svg.
+    """
+    rule = staticmethod(newest)
+    needs = 'loop'
+    defaults = dict(halt_lambda=0.1, halt_start=0.0, halt_full=0.0)
+    settings = ('ponder_steps', 'loop_norm')
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = config.loop_norm
+        self.decides = 'survival' if config.exit_by == 'gate' else 'doubt'
+        self.trains_alone = config.exit_loss == 'gain'
+        self.gate = None
+        if config.exit_loss in ('learned', 'gain'):
+            self.gate = nn.Linear(config.n_embd, 1)
+
+    def start(self, x, go_on):
+        one = at_least_fp32(x.new_ones(go_on.shape))
+        return Leaving(x=x, out=torch.zeros_like(x), go_on=go_on, chance=one, lam=one)
+
+    def after(self, gpt, state, x, h, k):
+        out = h if self.norm else gpt.ln_f(h)
+        lam, chance = state.lam, state.chance
+        if self.gate is not None:
+            lam = in_fp32(self.gate, out).squeeze(-1).sigmoid()
+        if self.config.exit_by == 'gate':
+            chance = chance * (1 - lam)                                 # S_t
+        elif k < self.K and not self.training:
+            chance = 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
+        enough = (k == self.K) | ((chance < self.config.halt_tau) & (not self.training))
+        return Leaving(x=h, out=out, go_on=state.go_on & ~enough, chance=chance, lam=lam)
+
+    def loss(self, gpt, h, targets):
+        outs = [new.out for _, new in self.trace]                       # T times (B,T,C)
+        how = self.config.exit_loss
+        if how == 'learned':
+            p = self.leaving()                                          # T times (B,T)
+            losses = sum(gpt.loss(out, targets, p_t) for out, p_t in zip(outs, p))
+            entropy = -sum(torch.special.xlogy(p_t, p_t) for p_t in p)  # (B,T)
+            return losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)     # (4)
+        if how == 'gain':
+            return self.gain_loss(gpt, outs, targets)
+        T = len(outs)
+        prior = [0.0] * T
+        if how != 'last':
+            weights = [t if how == 'ramp' else 1 for t in range(1, T + 1)]
+            prior = [self.ramp() * weight / sum(weights) for weight in weights]
+        prior[-1] += 1 - sum(prior)
+        return sum(w * gpt.loss(out, targets) for out, w in zip(outs, prior) if w > 0)
+
+    def leaving(self):
+        """p_t, (B,T) each, for t = 1 .. T."""
+        p, survival = [], 1.0
+        for _, new in self.trace[:-1]:
+            p.append(new.lam * survival)
+            survival = survival * (1 - new.lam)
+        return [*p, survival * torch.ones_like(new.lam)]                # (3)
+
+    def gain_loss(self, gpt, outs, targets):
+        with torch.no_grad():
+            nats = [gpt.nats(out, targets) for out in outs]             # L^t, (B,T) each
+        total = 0.0
+        for t, (_, new) in enumerate(self.trace[:-1]):
+            gain = (nats[t] - nats[t + 1]).clamp(min=0)                 # (5)
+            goes_on = torch.sigmoid(50 * (gain - 0.005))
+            lam = new.lam.clamp(1e-6, 1 - 1e-6)
+            surprise = goes_on * (1 - lam).log() + (1 - goes_on) * lam.log()
+            total = total - mean_where(targets >= 0, surprise)          # (6)
+        return total / len(outs)
+
+
+def confidence(gpt, h):
+    """The largest probability of head(h): (.., C) -> (.., 1)."""
+    return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1, keepdim=True)
+
+
+def mean_where(chosen, values):
+    """The mean of those values (B,T) that are chosen."""
+    return (values * chosen).sum() / chosen.sum().clamp(min=1)
+
+
+HALTING = {'gate': Gate, 'mask': Mask, 'router': Router, 'exit': Exit}
 
 
 def new_mechanism(config):
-    """The mechanism of a GPTConfig; with 0 steps there is nothing to halt."""
+    """The mechanism of a GPTConfig; with K = 0 there is nothing to halt."""
     if config.halting != 'none' and config.ponder_steps > 0:
         return HALTING[config.halting](config)
     return PONDER[config.ponder](config)
+
+
+# -------------------------------------------------------------------------------------------------
+# 6  Accounts: which settings fit together, and what a token costs
+
+
+def require(ok, message):
+    if not ok:
+        raise ValueError(message)
+
+
+def check_values(c):
+    """ValueError for a setting of a GPTConfig that makes no sense, whatever the others are."""
+    positive = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
+                'mlp_hidden', 'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale',
+                'init_std')
+    for name in positive:
+        value = getattr(c, name)
+        require(value is None or value > 0, f"{name}={value} must be positive")
+    for name in ('ponder_steps', 'jacobi_iters', 'halt_lambda', 'halt_beta'):
+        value = getattr(c, name)
+        require(value is None or value >= 0, f"{name}={value} must not be negative")
+    require(c.dropout < 1, f"dropout={c.dropout} must be below 1")
+    for name in ('dropout', 'halt_tau', 'halt_start', 'halt_full', 'halt_share'):
+        value = getattr(c, name)
+        require(value is None or 0 <= value <= 1, f"{name}={value} must be between 0 and 1")
+    choices_of = {
+        'ponder': PONDER,
+        'halting': ('none', *HALTING),
+        'depth_mode': ('softmax', 'uniform'),
+        'exit_by': ('confidence', 'gate'),
+        'exit_loss': ('last', 'uniform', 'ramp', 'learned', 'gain'),
+    }
+    for name, choices in choices_of.items():
+        value = getattr(c, name)
+        one_of = ', '.join(map(repr, choices))
+        require(value in choices, f"{name}={value!r} must be one of {one_of}")
+
+
+def check_together(c):
+    """ValueError for settings that clash, of a GPTConfig whose defaults are filled in."""
+    require(c.n_tokens <= c.vocab_size,
+            f"n_tokens={c.n_tokens} is larger than vocab_size={c.vocab_size}: raise vocab_size")
+    require(c.head_dim % 2 == 0, f"head_dim={c.head_dim} is odd, but rotary positions turn pairs: "
+                                 f"change n_head or head_dim")
+    require(c.n_head % c.n_kv_head == 0,
+            f"n_head={c.n_head} is not a multiple of n_kv_head={c.n_kv_head}: change one of them")
+    require(c.ponder_topk is None or 1 <= c.ponder_topk <= c.n_tokens,
+            f"ponder_topk={c.ponder_topk} must be between 1 and n_tokens={c.n_tokens}")
+    if c.halting != 'none':
+        needs = HALTING[c.halting].needs
+        require(c.ponder == needs, f"halting={c.halting!r} does not work with "
+                                   f"ponder={c.ponder!r}: set ponder={needs!r}")
+        require(c.halt_start <= c.halt_full,
+                f"halt_start={c.halt_start} must not be above halt_full={c.halt_full}")
+    if c.halting == 'exit':
+        require(c.exit_by != 'gate' or c.exit_loss in ('learned', 'gain'),
+                f"exit_by='gate' has no gate with exit_loss={c.exit_loss!r}: set 'learned' or "
+                "'gain'")
+
+
+def flops_per_token(gpt, T, training=True):
+    """
+    FLOPs of one token in a text of T, forward and backward, or forward alone: 2 for each
+    multiply-add of a matrix product, as PyTorch's own counter has them. In training the mean over
+    what is drawn; nobody halts. Attention counts all T keys, read or not, as is usual. Left out:
+    norms, activations, sources of earlier loops, what backward computes once more.
+    """
+    c, mechanism = gpt.config, gpt.mechanism
+    slot = linear_weights(gpt.h)                            # multiply-adds, as all that follow
+    for layer in range(c.n_layer):
+        sources = len(range(0, layer, c.depth_stride)) if c.depth_attn else 0
+        if sources > 0:
+            slot += 2 * (sources + 1) * c.n_kv_head * c.head_dim
+    key = 2 * c.n_layer * c.n_head * c.head_dim             # q k^T, and its weight times v
+    total, draws = 0, mechanism.draws() if training else mechanism.draws()[:1]
+    for drawn in draws:
+        row = cost(gpt, drawn, training).get(type(mechanism))
+        if row is None:
+            total += counted_flops(gpt, T, training, drawn)
+            continue
+        slots, keys, other, no_grad = row
+        forward = slots * slot + keys * T * key + gpt.lm_head.weight.numel() + other
+        backward = 2 * forward + no_grad if training else 0
+        total += 2 * (forward + backward)
+    return total / len(draws)
+
+
+def cost(gpt, drawn, training):
+    """
+    For each token: slots that go through the blocks; keys that these read, in multiples of T;
+    multiply-adds outside of the blocks, but for the head that predicts; the same, of training alone
+    and without a backward pass. Of a mechanism that is not here, PyTorch counts.
+    """
+    c = gpt.config
+    K, R, C = gpt.mechanism.K, drawn or 0, c.n_embd
+    head = gpt.lm_head.weight.numel()
+    mixture = head + (c.ponder_topk or c.vocab_size) * C
+    own = linear_weights(gpt.mechanism)                     # of gates and routers
+    sweeps = [*range(1, K + 1), *[K + 1] * (R + 1 if K > 0 else 1)]     # slots of a token in each
+    read = sum(n * n for n in sweeps)
+    asks_head = c.exit_loss in ('uniform', 'ramp', 'learned') if training else c.exit_by != 'gate'
+    return {
+        Plain: (1, 1, 0, 0),
+        Embedding: (K + 1, K + 1, K * mixture, 0),
+        Gate: (K + 1, K + 1, K * mixture + own, 0),
+        Latent: (sum(sweeps), read, 0, 0),
+        Mask: (sum(sweeps), read, own * len(sweeps), 0),
+        Chain: (K + 1, (K + 1) * (K + 2) / 2, 0, 0),
+        Router: (K + 1, (K + 1) * (K + 2) / 2, K * own, K * head),      # p_k is a head
+        Loop: (K + 1, K + 1, 0, 0),
+        Exit: (K + 1, K + 1, (K + 1) * own + K * head * asks_head, 0),
+        Pause: (K + 1, (K + 1) ** 2, 0, 0),
+    }
+
+
+def linear_weights(module):
+    """Multiply-adds of a module's matrix products with its weights, for each slot."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def counted_flops(gpt, T, training, drawn):
+    """flops_per_token as PyTorch counts it, on a model without numbers."""
+    with torch.device('meta'):
+        twin = GPT(replace(gpt.config, block_size=T)).train(training)
+        idx = torch.zeros(1, T, dtype=torch.long)
+    twin.mechanism.drawn = drawn
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        if training:
+            twin(idx, idx)[1].backward()
+        else:
+            twin(idx)
+    return counter.get_total_flops() / T

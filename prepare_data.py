@@ -41,8 +41,7 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
 from configurator import build, path_of, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
-from engine.errors import UserError, run
-from engine.files import alone, checksum, on_disk, plain_file
+from engine.files import UserError, alone, checksum, on_disk, run
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
 from engine.shards import count_tokens, encode, get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems
@@ -234,7 +233,7 @@ def walk(root, skip=()):
     if not os.path.exists(root):
         raise UserError(f"{root}: no such file or folder, and no data set of that name")
     if not os.path.isdir(root):
-        yield plain_file(root)
+        yield root
         return
     for folder, subfolders, files in os.walk(root, onerror=refuse_folder):
         # os.walk goes on with what is left in this list

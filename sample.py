@@ -8,7 +8,6 @@ Sample from a checkpoint, streaming to the terminal.
 """
 
 import codecs
-import math
 import os
 import sys
 import time
@@ -17,16 +16,13 @@ from typing import Optional
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
 from configurator import build, check_range, read
-from engine.checkpoint import change_steps, load_checkpoint, new_model
-from engine.errors import UserError, run
-from engine.files import plain_file
-from engine.hardware import compile_decoding, expect_new_lengths, pick_device
+from engine.checkpoint import change_steps, load_checkpoint, model_of
+from engine.compile import compile_decoding
+from engine.files import UserError, run
+from engine.hardware import expect_new_lengths, pick_device
 from engine.palette import terminal_shade
-from engine.room import check_model_fits
 from engine.shards import get_tokenizer, knows_tokens
-from model import GPT, GPTConfig
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -52,7 +48,7 @@ class SampleSettings:
     def __post_init__(self):
         check_range(self, 1, 10 ** 8, 'num_samples', 'max_new_tokens')
         check_range(self, 0, 2 ** 31 - 1, 'seed')
-        check_range(self, 0, math.inf, 'halt_tau')
+        check_range(self, 0, 1, 'halt_tau')
         if self.temperature != 0:       # logits divided by it are to be neither infinite nor alike
             check_range(self, 1e-6, 1e6, 'temperature')
         if self.top_k is not None and self.top_k < 1:
@@ -80,19 +76,14 @@ def load_model(folder, device):
     settings). UserError if there is none, or no room for it.
     """
     device = torch.device(device)
-    state = load_checkpoint(folder, GPTConfig)
-    config = GPTConfig(**state['config'])
-    places = {torch.device('cpu'), device}
-    if folder.startswith('hf:'):    # these weights are in memory already
-        places.remove(torch.device('cpu'))
-    for place in places:
-        check_model_fits(config, state.get('variant'), place)
-    model = new_model(state, GPT, GPTConfig).float()
+    state = load_checkpoint(folder)
+    model = model_of(state).float()     # a FastGPT: engine/fast.py
     expect_new_lengths()
     tokenizer = get_tokenizer(state['tokenizer'])
-    if not knows_tokens(config.n_tokens, tokenizer.name, tokenizer.n_vocab):
+    n_tokens = model.config.n_tokens
+    if not knows_tokens(n_tokens, tokenizer.name, tokenizer.n_vocab):
         raise UserError(f"{folder}: {tokenizer.name} has {tokenizer.n_vocab} tokens, the model "
-                        f"{config.n_tokens}: take another checkpoint")
+                        f"{n_tokens}: take another checkpoint")
     return model.to(device).eval(), tokenizer, state['settings']
 
 
@@ -141,7 +132,7 @@ def read_file(start):
     """The text of FILE:path."""
     path = start.removeprefix('FILE:')
     try:
-        with open(plain_file(path), encoding='utf-8', errors='replace') as f:
+        with open(path, encoding='utf-8', errors='replace') as f:
             return f.read()
     except OSError as error:
         raise UserError(f"--start={start}: cannot be read ({error.strerror})") from None
@@ -193,7 +184,7 @@ def main(argv):
     seconds = time.perf_counter() - started
 
     if s.show_steps:
-        print(f"\n\n{shade.legend(model.mechanism.steps + 1)}", end='')
+        print(f"\n\n{shade.legend(model.mechanism.K + 1)}", end='')
     print(f"\n\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s, "
           f"{passes / tokens:.2f} passes per token", file=sys.stderr)
 

@@ -20,9 +20,7 @@ ones too: a config file) and log.jsonl (one JSON object per log line).
 
 import contextlib
 import math
-import os
-import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Optional
 
 import numpy as np
@@ -30,24 +28,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
 import prepare_data
 from configurator import build, check_range, read
-from engine.checkpoint import CHECKPOINT_VERSION, kept, save_checkpoint
-from engine.errors import NothingToSave, UserError, run
-from engine.hardware import (compile_blocks, exchange_gradients, expect_new_lengths, local_rank,
-                             pick_compile, pick_device, pick_dtype, process_group, tune_cpu)
-from engine.log import Log, print_sample
-from engine.optimizer import adamw, gather, load_optimizer
-from engine.output import Output, Stop
-from engine.room import check_training_fits
+from engine.checkpoint import load_optimizer, optimizer_state, parameter_groups, save_checkpoint
+from engine.compile import prepare
+from engine.fast import FastGPT
+from engine.files import UserError, run
+from engine.hardware import local_rank, pick_device, pick_dtype, process_group
+from engine.run import Log, Stop, print_sample
 from engine.shards import read_meta
-from engine.start import (check_model, check_resume, checkpoint_of, find_start, idle_settings,
-                          planned_config, planned_variant, settings_of)
-from engine.state import check_numbers
-from engine.variant import constructor, variant_of
+from engine.start import check_resume, checkpoint_of, settings_of, start_model
 from engine.windows import Windows
-from model import GPT, GPTConfig
+from model import GPTConfig
+
+BAD_STEPS = 5   # in a row that are not finite end a run
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -74,7 +68,6 @@ class Settings:
     eval_interval: int = 500            # steps between evaluations; there is always one at the end
     eval_tokens: int = 2 ** 20          # validation tokens per evaluation, the same each time
     save_interval: int = 500            # steps between checkpoints; there is always one at the end
-    max_bad_steps: int = 5              # stop after so many steps in a row that are not finite
     max_seconds: Optional[float] = None # save and stop after this long, as on a signal
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
@@ -83,16 +76,15 @@ class Settings:
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
     shard_optimizer: bool = False       # ranks share out AdamW's state: less memory, same result
     dry_run: bool = False               # print what it would take, and stop; needs no data or GPU
-    mfu: float = 0.4                    # dry_run: share of the GPUs' peak that is reached
 
     def __post_init__(self):
         for name in ('max_steps', 'batch_tokens', 'micro_batch', 'learning_rate', 'grad_clip',
                      'log_interval', 'eval_interval', 'eval_tokens', 'save_interval',
-                     'max_bad_steps', 'max_seconds', 'mfu'):
+                     'max_seconds'):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive")
-        check_range(self, 0, 1, 'min_lr_rate', 'warmup', 'beta1', 'beta2', 'mfu')
+        check_range(self, 0, 1, 'min_lr_rate', 'warmup', 'beta1', 'beta2')
         if max(self.beta1, self.beta2) == 1:
             raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         check_range(self, 0, 2 ** 31 - 1, 'seed')
@@ -125,33 +117,17 @@ def open_data(folder, ranks):
     return read_meta(folder)
 
 
-def start_model(s, given, meta, state, ranks, device):
-    """The model that the run starts from, according to init_from, and the step it is at."""
-    names = {f.name for f in fields(GPTConfig)}
-    asked = {name: value for name, value in given.items() if name in names}
-    start = find_start(s, asked, meta, GPTConfig, state)
-    config = build(GPTConfig, start.config)
-    released = constructor(GPT, start.variant)
-    check_training_fits(released, config, s, device, pick_dtype(s.dtype, device), ranks)
-    torch.manual_seed(s.seed)
-    model = GPT(config)
-    start.load_into(model)
-    check_model(model.config, asked, meta, s.data_dir)
-
-    idle = idle_settings(model, asked)
-    if idle and ranks.rank == 0:
-        print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
-    return model, start.step
-
-
 def make_optimizer(s, model, ranks, device):
-    """AdamW with weight decay on matrices only: norms have no reason to shrink."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    """AdamW, in one piece or shared out among the ranks; weight decay on matrices only."""
+    matrices, vectors = parameter_groups(model)
     groups = [dict(params=matrices, weight_decay=s.weight_decay),
               dict(params=vectors, weight_decay=0.0)]
-    return adamw(groups, sharded=s.shard_optimizer and ranks.world > 1, lr=s.learning_rate,
-                 betas=(s.beta1, s.beta2), fused=device.type in ('cpu', 'cuda'))
+    options = dict(lr=s.learning_rate, betas=(s.beta1, s.beta2),
+                   fused=device.type in ('cpu', 'cuda'))
+    if s.shard_optimizer and ranks.world > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def learning_rate(s, step):
@@ -178,6 +154,7 @@ class Trainer:
         s = self.settings = settings
         self.ranks = ranks
         self.device = device
+        self.dtype = pick_dtype(s.dtype, device)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         # where the weights first came from: never 'resume'
@@ -185,24 +162,13 @@ class Trainer:
 
         # the data, the model, and the step it is at
         self.meta = open_data(s.data_dir, ranks)
-        self.model, self.step = start_model(s, given, self.meta, state, ranks, device)
+        self.model, self.step = start_model(FastGPT, s, given, self.meta, state, ranks, device)
         self.config = self.model.config
         T = self.config.block_size
         self.accumulation = None if s.eval_only else s.accumulation(T, ranks.world)
         self.train_data = Windows(s.data_dir, 'train', self.meta, T)
         self.val_data = Windows(s.data_dir, 'val', self.meta, T)
-
-        # what suits the device
-        torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
-        self.dtype = pick_dtype(s.dtype, device)
-        if device.type == 'cpu':
-            tune_cpu()
-        if self.model.mechanism.skips:
-            expect_new_lengths()    # tokens that halt are left out of later passes
-        self.model.to(device)
-        self.model.checkpoint_activations = s.checkpoint_activations
-        if pick_compile(s.compile, device):
-            compile_blocks(self.model)
+        prepare(self.model, s, device)
 
         # the optimizer
         self.optimizer = make_optimizer(s, self.model, ranks, device)
@@ -215,10 +181,7 @@ class Trainer:
         self.ddp = None
         if ranks.world > 1:
             self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-
-        # what it says
-        self.output = Output(ranks, self.stop)
-        self.log = Log(self.output, s, self.model, self.train_data, ranks, device)
+        self.log = Log(s, self.model, ranks, device)
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -227,7 +190,7 @@ class Trainer:
         s = self.settings
         # dropout depends on (seed, step, rank) alone: a resumed run draws the same
         torch.manual_seed((s.seed * 1_000_003 + self.step) * 4096 + self.ranks.rank)
-        self.model.mechanism.progress = self.step / s.max_steps  # halting's schedule reads it
+        self.draw()
         for group in self.optimizer.param_groups:
             group['lr'] = learning_rate(s, self.step)
 
@@ -235,8 +198,10 @@ class Trainer:
         total = torch.zeros(1, device=self.device)
         for micro in range(self.accumulation):
             x, y = self.batch(micro)                                    # each (micro_batch, T)
-            with exchange_gradients(self.ddp, now=micro == self.accumulation - 1):
-                loss = self.loss(x, y) / self.accumulation
+            with self.gradients_stay_here(micro < self.accumulation - 1):
+                with self.autocast():
+                    _, loss = (self.ddp or self.model)(x, y)
+                loss = loss / self.accumulation
                 self.scaler.scale(loss).backward()
             total += loss.detach()
             self.log.add_passes(self.model.mechanism.passes)
@@ -245,13 +210,20 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         norm, loss = float(norm), self.ranks.mean(total)  # waits for the GPU; the update need not
-        finite = self.check_finite(loss, norm)
-        if finite or self.scaler.is_enabled():  # fp16's scaler skips by itself
+        if self.is_finite(loss, norm) or self.scaler.is_enabled():  # fp16's scaler skips by itself
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=self.ddp is None)  # DDP keeps its in buckets
         self.step += 1
         return loss, norm
+
+    def draw(self):
+        """What the mechanism draws for this step: a function of (seed, step), so on all ranks."""
+        mechanism = self.model.mechanism
+        mechanism.progress = self.step / self.settings.max_steps    # halting's schedule reads it
+        draws = mechanism.draws()
+        rng = np.random.default_rng((self.settings.seed, self.step))
+        mechanism.drawn = draws[rng.integers(len(draws))]
 
     def batch(self, micro):
         """
@@ -265,46 +237,26 @@ class Trainer:
         following = first + world * s.micro_batch  # read while this one is computed
         return self.train_data.sample(first, s.micro_batch, s.seed, self.device, then=following)
 
-    def loss(self, x, y):
-        """The mean loss of a micro-batch. 'latent' trains with jacobi_iters, or one less."""
-        draw = np.random.default_rng((self.settings.seed, self.step)).integers(2)  # on all ranks
-        jacobi = max(0, self.config.jacobi_iters - int(draw))
-        model = self.ddp or self.model
-        with self.autocast():
-            _, loss = model(x, y, jacobi)
-        return loss
+    def gradients_stay_here(self, more):
+        """A context for forward and backward: while `more` follow, ranks do not add theirs up."""
+        return self.ddp.no_sync() if self.ddp and more else contextlib.nullcontext()
 
     def autocast(self):
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
-    def check_finite(self, loss, norm):
-        """
-        Whether the step may be taken; says so if not. UserError after max_bad_steps of these in a
-        row. All ranks have the same numbers.
-        """
+    def is_finite(self, loss, norm):
+        """Whether the step may be taken; says so if not. UserError after BAD_STEPS of these."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return True
         self.bad_steps += 1
-        self.output.say(f"step {self.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; step "
-                        f"skipped ({self.bad_steps} in a row)")
-        if self.bad_steps >= self.settings.max_bad_steps:
-            self.refuse(f"{self.bad_steps} steps in a row were not finite")
+        self.log.say(f"step {self.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; step "
+                     f"skipped ({self.bad_steps} in a row)")
+        if self.bad_steps == BAD_STEPS:
+            raise UserError(f"{BAD_STEPS} steps in a row were not finite: lower learning_rate, "
+                            "and resume from the last checkpoint or start again")
         return False
-
-    def refuse_bad_end(self, loss):
-        """
-        A run that ends here would end with steps that were not finite: NothingToSave if so. In fp16
-        a scale that was too large is no harm, and is lower in the next step.
-        """
-        too_large = self.scaler.is_enabled() and math.isfinite(loss)
-        if self.bad_steps and not too_large:
-            self.refuse(f"the last steps, {self.bad_steps} in a row, were not finite")
-
-    def refuse(self, reason):
-        raise NothingToSave(f"{reason}: lower learning_rate, then resume or start again; "
-                            f"{kept(self.settings.out_dir)}")
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -312,91 +264,71 @@ class Trainer:
         """Steps until max_steps or a signal; saves before anything else that is due."""
         s = self.settings
         self.model.train()
+        self.log.start(self.accumulation, self.dtype)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             self.log.step(self.step, loss, norm, learning_rate(s, self.step - 1))
-
             last = self.step == s.max_steps
-            if last:
-                self.refuse_bad_end(loss)
-            save = last or (self.step % s.save_interval == 0 and self.bad_steps == 0)
             with self.log.clock_stopped():
-                if save:
+                stop = self.stop.asked()
+                if last or stop or self.step % s.save_interval == 0:
                     self.save()
-                if last or self.step % s.eval_interval == 0:
-                    self.log.evaluation(self.step, self.evaluate(), self.meta)
-                if not last and self.stop.asked():
-                    if not save:
-                        self.save()
-                    self.refuse_bad_end(loss)
-                    self.output.say(f"stopped at step {self.step}; go on with the same command and "
-                                    "--init_from=resume")
+                if stop and not last:
+                    self.log.say(f"stopped at step {self.step}; go on with the same command and "
+                                 "--init_from=resume")
                     return
-
-    # ---- what the loop calls ---------------------------------------------------------------------
+                if last or self.step % s.eval_interval == 0:
+                    self.evaluate()
 
     @torch.no_grad()
     def evaluate(self):
         """
-        (mean loss in nats per token, mean passes per token or None without halting) over the same
-        eval_tokens of the validation set each time, spread evenly over it; None if the run is to
+        Say the mean loss in nats per token, with halting also the mean passes, over the same
+        eval_tokens of the validation set each time, spread evenly over it. Nothing if the run is to
         stop.
         """
-        data = self.val_data
+        data, at_once = self.val_data, self.settings.micro_batch
         rank, world = self.ranks.rank, self.ranks.world
         n = min(data.n, max(world, self.settings.eval_tokens // data.T))
         mine = (np.arange(n) * data.n // n)[rank::world]                # numbers of windows
         was_training = self.model.training
         self.model.eval()
-        total = torch.zeros(1, device=self.device)
-        passes = torch.zeros(1, device=self.device)
-        at_once = self.settings.micro_batch
-        for i in range(0, math.ceil(n / world), at_once):  # equally often on all ranks
+        total = torch.zeros(2, device=self.device)                      # of losses, of passes
+        for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks
             if self.stop.asked():
                 self.model.train(was_training)
-                return None
+                return
             some = mine[i:i + at_once]
             if len(some) == 0:
-                continue  # this rank has one window fewer than others
+                continue    # this rank has one window fewer than others
             x, y = data.get(some, self.device)                          # each (len(some), T)
             with self.autocast():
                 _, loss = self.model(x, y)
-            total += loss * len(some)
+            total[0] += loss * len(some)
             if self.model.mechanism.halts:
-                passes += self.model.mechanism.passes.float().mean() * len(some)
+                total[1] += self.model.mechanism.passes.float().mean() * len(some)
         self.model.train(was_training)
-        mean_loss = self.ranks.mean(total) * world / n
-        mean_passes = self.ranks.mean(passes) * world / n
-        return mean_loss, mean_passes or None
+        loss, passes = (self.ranks.sum(total) / n).tolist()
+        if not math.isfinite(loss):
+            raise UserError(f"step {self.step}: the validation loss is not finite; lower "
+                            "learning_rate, or take a wider dtype")
+        self.log.evaluation(self.step, loss, passes or None, self.meta)
 
     def save(self):
-        """Checkpoint by rank 0; NothingToSave if it is not finite, or cannot be written."""
-        s = self.settings
-        gather(self.optimizer)  # on all ranks
+        """Checkpoint by rank 0."""
+        optimizer = optimizer_state(self.optimizer)  # on all ranks
         if self.ranks.rank > 0:
             return
-        state = dict(
-            version=CHECKPOINT_VERSION,
+        save_checkpoint(self.settings.out_dir, dict(
             step=self.step,
             config=asdict(self.config),
-            variant=variant_of(self.model),
             tokenizer=self.meta['tokenizer'],
             train_data=self.meta['train'],
-            settings={**asdict(s), 'init_from': self.origin},
+            settings={**asdict(self.settings), 'init_from': self.origin},
             model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            optimizer=optimizer,
             scaler=self.scaler.state_dict(),
-        )
-        try:
-            check_numbers(state)
-            save_checkpoint(s.out_dir, state)
-        except ValueError as error:
-            self.refuse(f"after step {self.step} {error}")
-        except (OSError, RuntimeError) as error:
-            cause = error.__context__ or error  # PyTorch raises its own error over a full disk's
-            reason = str(cause).splitlines()[0]
-            raise NothingToSave(f"{s.out_dir}: cannot write the checkpoint ({reason}); "
-                                f"{kept(s.out_dir)}") from None
+        ))
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -404,40 +336,18 @@ class Trainer:
         """Evaluate only, or train to max_steps; ends early on a signal."""
         s = self.settings
         if s.eval_only:
-            self.log.evaluation(self.step, self.evaluate(), self.meta)
+            self.evaluate()
             return
         if self.step >= s.max_steps:
             raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise "
                             "max_steps (which stretches schedules)")
-
         # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
-        with contextlib.closing(self.output):
-            self.output.open(s.out_dir, settings, resumed=s.init_from == 'resume')
-            self.log.start(self.accumulation, self.dtype)
-            with self.stop.on_signals(), self.keep_steps():
-                self.loop()
-        if self.output.broken:
-            raise UserError(self.output.broken)
-
+        with self.log.open(settings, resumed=s.init_from == 'resume'), self.stop.on_signals():
+            self.loop()
         complete = self.step == s.max_steps and not self.stop.since
         if complete and s.sample_tokens and self.ranks.rank == 0:
             print_sample(self.model, self.val_data, self.meta['tokenizer'], s, self.autocast)
-
-    @contextlib.contextmanager
-    def keep_steps(self):
-        """
-        Around the loop: when data can no longer be read, say, save the steps done so far. In a
-        single process: of several, others may be in the middle of a step.
-        """
-        try:
-            yield
-        except NothingToSave:
-            raise
-        except UserError:
-            if self.step and self.ranks.world == 1 and not self.bad_steps:
-                self.save()
-            raise
 
 
 # ---- main ----------------------------------------------------------------------------------------
@@ -448,11 +358,12 @@ def main(argv):
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
     settings = build(Settings, given)
-    state = checkpoint_of(settings, GPTConfig)
+    state = checkpoint_of(settings)
     if state:
         settings = build(Settings, {**settings_of(state, Settings), **given})
     if settings.dry_run:
-        dry_run(settings, given, state)
+        from engine.plan import print_plan  # not for every run: it imports for a second
+        print_plan(settings, given, prepare_data.BUILTIN, state)
         return
 
     device = pick_device(settings.device, local_rank())
@@ -460,14 +371,6 @@ def main(argv):
         trainer = Trainer(settings, given, state, ranks, device)
         trainer.run()
         trainer.ddp = None  # release the process group while its threads can still be joined
-
-
-def dry_run(settings, given, state):
-    """Print what the run would take; UserError if its settings do not fit together."""
-    from engine.plan import print_plan  # not for every run: it imports for a second
-    config, where = planned_config(settings, given, GPTConfig, prepare_data.BUILTIN, state)
-    variant = planned_variant(settings.init_from, GPTConfig, state)
-    print_plan(constructor(GPT, variant), build(GPTConfig, config), settings, where)
 
 
 if __name__ == '__main__':

@@ -27,10 +27,8 @@ class Group:
 
 def attend(q, k, v, mask=None, dropout=0.0):
     """
-    q (B,nh,S,hd), k and v (B,nkv,N,hd) -> (B,nh,S,hd). The same as
-
-        k, v = (t.repeat_interleave(nh // nkv, dim=1) for t in (k, v))
-        F.dropout((q @ k.mT / sqrt(hd) + mask).softmax(-1), dropout) @ v
+    Attention.attend of model.py, for more kinds of mask: q (B,nh,S,hd), k and v (B,nkv,N,hd) ->
+    (B,nh,S,hd).
 
     mask    None        query i of S reads the keys 0 .. i; a single query reads all there are
             a tensor    (B or 1, 1, S, N): True where a key is read, or numbers added to the scores
@@ -40,6 +38,8 @@ def attend(q, k, v, mask=None, dropout=0.0):
     B, nh, S, hd = q.shape
     nkv, width = k.size(1), v.size(-1)
     run = partial(kernel or F.scaled_dot_product_attention, dropout_p=dropout, scale=hd ** -0.5)
+    if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+        mask = mask.to(q.dtype)
     if isinstance(mask, KeyBias):
         q, k, v = with_key_bias(q, k, v, mask.bias)
         mask = None

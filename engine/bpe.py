@@ -21,8 +21,7 @@ import unicodedata
 import numpy as np
 import tiktoken
 
-from engine.errors import UserError
-from engine.files import plain_file
+from engine.files import UserError
 
 # the pattern of a pre-tokenizer that does not say one: GPT-2's
 GPT2_WORDS = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
@@ -113,7 +112,7 @@ def read_tokenizer(folder):
     """
     path = os.path.join(folder, 'tokenizer.json')
     try:
-        with open(plain_file(path), encoding='utf-8') as f:
+        with open(path, encoding='utf-8') as f:
             file = json.load(f)
         pattern = pattern_of(file['pre_tokenizer'])
         nfc = has_nfc(file.get('normalizer'))
@@ -176,7 +175,7 @@ def refuse_added(added):
 
 def end_of_text(folder, added):
     """The token between documents: eos_token_id of config.json, or <|endoftext|>."""
-    with open(plain_file(os.path.join(folder, 'config.json')), encoding='utf-8') as f:
+    with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
         eos = json.load(f).get('eos_token_id')
     eos = eos[0] if isinstance(eos, list) and eos else eos
     if type(eos) is int:

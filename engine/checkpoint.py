@@ -1,128 +1,113 @@
 """
 Checkpoints: complete or absent at any moment, the one before kept, and nothing in them is executed.
 
-    save_checkpoint(folder, state)              folder/ckpt.pt; what was there is now ckpt_prev.pt
-    state = load_checkpoint(folder, GPTConfig)  the newest one that can be read
-    model = new_model(state, GPT, GPTConfig)    its model, with these weights
-    load_weights(model, state)                  its weights, into a model of the same shape
-    kept(folder)                                what there is to go on from, in words
-    change_steps(model, n)                      it is to take n pondering steps
+    save_checkpoint(folder, state)      folder/ckpt.pt; what was there is now ckpt_prev.pt
+    state = load_checkpoint(folder)     the newest one that can be read
+    model = model_of(state)             its model, with these weights
+    load_weights(model, weights)        weights, into a model of the same shape
+    load_optimizer(optimizer, state)    AdamW's moments; `optimizer_state` for saving
+    change_steps(model, K)              it is to take K pondering steps
 """
 
 import math
 import os
 import pickle
 import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from engine.errors import UserError
-from engine.files import plain_file, whole
-from engine.huggingface import load_state
-from engine.state import check_archive, check_form, check_model
-from engine.variant import fit
+from engine.fast import without_numbers
+from engine.files import UserError, whole
+from engine.huggingface import load_released
+from engine.variant import config_of
+from model import require
 
-CHECKPOINT_VERSION = 3
+VERSION = 3
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
+PARTS = ('step', 'config', 'settings', 'tokenizer', 'model', 'optimizer')
 
+
+# ---- saving --------------------------------------------------------------------------------------
 
 def save_checkpoint(folder, state):
     """
     Write folder/ckpt.pt so that it is complete or absent at any moment; the one before it becomes
-    ckpt_prev.pt, if it is whole.
+    ckpt_prev.pt. UserError if a weight or a moment is not finite, or the disk refuses.
     """
     path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
-    with whole(path, 'wb', before=partial(keep, path, previous)) as f:
-        torch.save(state, f)
+    try:
+        check_finite(state)
+    except ValueError as error:
+        raise UserError(f"after step {state['step']} {error}: lower learning_rate, and go on with "
+                        "--init_from=resume from the last checkpoint") from None
+    try:
+        with whole(path, 'wb', before=partial(keep, path, previous)) as f:
+            torch.save({'version': VERSION, **state}, f)
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__ or error  # PyTorch raises its own error over a full disk's
+        raise UserError(f"{path}: cannot be written ({str(cause).splitlines()[0]}); the checkpoint "
+                        "before it is kept: see to it, then use --init_from=resume") from None
 
 
 def keep(path, previous):
-    """Rename the checkpoint at `path`, unless it is damaged: `previous` may be better."""
-    if not os.path.exists(path):
-        return
-    try:
-        read_checkpoint(path)
-    except Exception:
-        return
-    os.replace(path, previous)
+    if os.path.exists(path):
+        os.replace(path, previous)
 
 
-def read_checkpoint(path, config_class=None):
+def check_finite(state):
+    """ValueError for the first weight or moment that holds NaN or infinity."""
+    tensors = {f'model.{name}': tensor for name, tensor in state['model'].items()}
+    for number, moments in state['optimizer'].get('state', {}).items():
+        tensors.update({f'optimizer.{number}.{name}': moments[name] for name in moments})
+    for name, tensor in tensors.items():
+        lowest, highest = (extreme.item() for extreme in tensor.detach().aminmax())
+        finite = math.isfinite(lowest) and math.isfinite(highest)   # NaN, if any number is NaN
+        require(finite, f"{name} is not finite (from {lowest:.3g} to {highest:.3g})")
+
+
+def optimizer_state(optimizer):
     """
-    The dict in one file, checked by engine/state.py; on a damaged or foreign one, nearly any error.
-    Nothing in the file is executed. config_class: GPTConfig, to check config, weights and moments
-    too.
+    For a checkpoint, on all ranks together: the state in one piece, also where ranks share it out
+    (ZeroRedundancyOptimizer).
     """
-    check_archive(plain_file(path))
-    # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
-    mapped = sys.platform != 'win32'
-    try:
-        state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError:  # PyTorch's own text advises to trust the file
-        raise ValueError("it holds more than tensors, numbers and texts") from None
-    check_form(state)
-    state = upgrade(state)
-    if config_class is not None:
-        check_model(state, config_class)
-    return state
+    if hasattr(optimizer, 'consolidate_state_dict'):
+        with mock.patch.object(torch, 'ByteTensor', bytes_as_tensor):
+            optimizer.consolidate_state_dict()
+        if torch.distributed.get_rank() > 0:
+            return None
+    return optimizer.state_dict()
 
 
-def upgrade(state):
+def bytes_as_tensor(data):
+    """In the place of torch.ByteTensor, which would make every byte a Python number first."""
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+def load_checkpoint(folder):
     """
-    What a checkpoint of any known version would be if it were saved today; ValueError for other
-    versions.
-
-    1 -> 2: the weights of a mechanism moved into it: `gates.0.0.weight` to
-    `mechanism.gates.0.0.weight`. Optimizer states are in the order of the parameters, where `pause`
-    was the first of the vectors, and is now the last.
-
-    2 -> 3: halt_start and halt_full, which a router did not read, are now settings of it too.
-    """
-    if state['version'] == 1:
-        optimizer = state['optimizer']
-        if 'pause' in state['model'] and optimizer:
-            vectors = optimizer['param_groups'][1]
-            vectors['params'] = vectors['params'][1:] + vectors['params'][:1]
-        renamed = {in_mechanism(name): tensor for name, tensor in state['model'].items()}
-        state = {**state, 'version': 2, 'model': renamed}
-    if state['version'] == 2:
-        config = dict(state['config'])
-        if config.get('halting') == 'router':
-            config.update(halt_start=0.0, halt_full=0.0)
-        state = {**state, 'version': 3, 'config': config}
-    if state['version'] != CHECKPOINT_VERSION:
-        raise ValueError(f"version {state['version']}")
-    return state
-
-
-def in_mechanism(name):
-    """Where a weight of version 1 is now."""
-    is_mechanism = name.split('.')[0] in ('gates', 'router', 'pause')
-    return f'mechanism.{name}' if is_mechanism else name
-
-
-def load_checkpoint(folder, config_class=None):
-    """
-    The newest readable checkpoint of a folder: a dict of model, config, optimizer, scaler, step,
-    settings, tokenizer, train_data, variant. A damaged one is reported and the one before it used.
-    UserError if there is none. Nothing in the file is executed. config_class: as read_checkpoint.
-    hf:FOLDER is a Hugging Face folder, see engine/huggingface.py.
+    The newest readable checkpoint of a folder: a dict of the PARTS, scaler and train_data. A
+    damaged one is reported and the one before it used. UserError if there is none. hf:FOLDER is a
+    Hugging Face folder, see engine/released.py.
     """
     if folder.startswith('hf:'):
-        return load_state(folder.removeprefix('hf:'), config_class)
+        return load_released(folder.removeprefix('hf:'))
     if os.path.isfile(folder):
         where = os.path.dirname(folder) or '.'
         raise UserError(f"{folder} is a file: name the folder it is in, {where}")
-
     problems = []
     for name in CHECKPOINTS:
         path = os.path.join(folder, name)
         if not os.path.exists(path):
             continue
         try:
-            state = read_checkpoint(path, config_class)
+            state = read_checkpoint(path)
         except Exception as error:
             reason = ' '.join(str(error).split())[:120] or type(error).__name__
             problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
@@ -130,74 +115,122 @@ def load_checkpoint(folder, config_class=None):
         for problem in problems:
             print(f"warning: {problem}; using {path}", file=sys.stderr)
         return state
-
     nothing = f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}"
     raise UserError('; '.join(problems) or nothing)
 
 
-def kept(folder, before=math.inf):
-    """In words, the newest checkpoint of a folder that can be read and is of a step `before`."""
-    for name in CHECKPOINTS:
-        path = os.path.join(folder, name)
-        try:
-            step = read_checkpoint(path)['step']
-        except Exception:
-            continue
-        if step < before:
-            return f"{path} of step {step} is kept"
-    return f"{folder} holds no checkpoint from before"
+def read_checkpoint(path):
+    """The dict in one file; on a damaged or foreign one, nearly any error. Executes nothing."""
+    check_archive(path)
+    # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
+    mapped = sys.platform != 'win32'
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError:  # PyTorch's own text advises to trust the file
+        raise ValueError("it holds more than tensors, numbers and texts") from None
+    for name in PARTS:
+        require(name in state, f"{name} is missing")
+    require(state['version'] == VERSION, f"version {state['version']}, this program has {VERSION}")
+    state = upgrade(state)
+    check_shapes(state)
+    check_finite(state)
+    return state
 
 
-class Unfilled(TorchFunctionMode):
+def check_archive(path):
+    """zipfile.BadZipFile if a checksum is wrong, which torch.load does not compare."""
+    with zipfile.ZipFile(path) as archive, ThreadPoolExecutor() as pool:
+        list(pool.map(partial(read_through, archive), archive.infolist()))  # list: it raises
+
+
+def read_through(archive, entry):
+    """Read a part of the archive to its end, where its checksum is compared."""
+    with archive.open(entry) as part:
+        while part.read(2 ** 20):
+            pass
+
+
+def upgrade(state):
+    """Of earlier programs: a released model's variant beside the config, a late norm's own name."""
+    config = dict(state['config'])
+    if state.get('variant'):
+        config['variant'] = state['variant']
+    weights = {name.replace('.k_norm_late.', '.k_norm.'): w for name, w in state['model'].items()}
+    return {**state, 'config': config, 'model': weights}
+
+
+def check_shapes(state):
     """
-    Inside, modules do not fill or scale their initial weights, which takes long in a large model.
-    What nobody writes to takes no memory either.
+    ValueError unless weights and moments have the shapes that the config says: AdamW's fused kernel
+    would read past the end of others.
     """
+    model = without_numbers(config_of(state['config']))
+    model.load_state_dict({name: w.to('meta') for name, w in state['model'].items()})
+    if not state['optimizer']:
+        return
+    groups = parameter_groups(model)
+    saved = state['optimizer']
+    require(len(saved['param_groups']) == len(groups), "the optimizer's groups are others")
+    for group, parameters in zip(saved['param_groups'], groups):
+        require(len(group['params']) == len(parameters), "the optimizer has other parameters")
+        for number, p in zip(group['params'], parameters):
+            for name, moment in saved['state'].get(number, {}).items():
+                require(name == 'step' or moment.shape == p.shape,
+                        f"{name} of parameter {number} has shape {tuple(moment.shape)}")
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.div_:
-            return args[0]
-        if getattr(func, '__module__', None) == 'torch.nn.init':
-            return None
-        return func(*args, **(kwargs or {}))
+
+def parameter_groups(model):
+    """[matrices, vectors]: weight decay is for the first. Norms have no reason to shrink."""
+    parameters = list(model.parameters())
+    return [[p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]]
 
 
-def new_model(state, GPT, GPTConfig):
+def model_of(state):
     """
     The model of a checkpoint: its weights are those in `state` and not a copy, as a second set of a
     large model might not fit into memory.
     """
-    with Unfilled():
-        model = GPT(GPTConfig(**state['config']))
-        load_weights(model, state, assign=True)
+    model = without_numbers(config_of(state['config']))
+    load_weights(model, state['model'], assign=True)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
     return model
 
 
-def load_weights(model, state, assign=False):
-    """
-    Put a checkpoint's weights into a new model of the same shape, which takes on the checkpoint's
-    variant; UserError otherwise. assign: these very tensors, not their numbers.
-    """
-    fit(model, state.get('variant'))
+def load_weights(model, weights, assign=False):
+    """Put {name: tensor} into a model; UserError unless they fit. assign: these, not a copy."""
     try:
-        model.load_state_dict(state['model'], assign=assign)
+        model.load_state_dict(weights, assign=assign)
     except RuntimeError as error:
         reason = ' '.join(str(error).split())[:120]
         raise UserError(f"the checkpoint's weights do not fit the model's settings ({reason}); "
                         f"leave out what differs from the checkpoint's") from None
 
 
-def change_steps(model, n):
-    """Let a trained model take n pondering steps; UserError if it cannot."""
+def load_optimizer(optimizer, saved):
+    """Put the state of a checkpoint back. Learning rate, decay and so on stay what they are."""
+    groups = []
+    for now, then in zip(optimizer.param_groups, saved['param_groups']):
+        groups.append({**now, 'params': then['params']})
+    optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
+
+    if hasattr(optimizer, 'optim'):  # ZeroRedundancyOptimizer: its part is in there
+        for p, held in optimizer.optim.state.items():
+            held['step'] = held['step'].to(p.device)  # fused AdamW wants it there
+        optimizer.state.clear()  # a second copy of that part, which nothing reads
+
+
+def change_steps(model, K):
+    """Let a trained model take K pondering steps; UserError if it has no weights for them."""
     config, trained = model.config, model.config.ponder_steps
-    if n < 0:
-        raise UserError(f"ponder_steps={n} must not be negative")
+    if K < 0:
+        raise UserError(f"ponder_steps={K} must not be negative")
     if config.ponder == 'none':
         raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
-    if not model.mechanism.can_take(n):
+    has = model.mechanism.state_dict()
+    needs = without_numbers(replace(config, ponder_steps=K)).mechanism.state_dict()
+    if any(name not in has or has[name].shape != needs[name].shape for name in needs):
         instead = ", and use --halt_tau" if config.halting != 'none' else ''
-        raise UserError(f"ponder_steps={n}: this model has weights for {trained} steps; leave the "
+        raise UserError(f"ponder_steps={K}: this model has weights for {trained} steps; leave the "
                         f"setting out{instead}")
-    config.ponder_steps = n
+    config.ponder_steps = K

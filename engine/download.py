@@ -26,8 +26,7 @@ import numpy as np
 import requests
 import urllib3
 
-from engine.errors import UserError, one_line
-from engine.files import checksum, plain_file
+from engine.files import UserError, checksum, one_line
 from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer
 
 TIMEOUT = 30     # seconds without a byte after which a connection counts as dead
@@ -307,7 +306,7 @@ def write_body(response, part, mode, progress, largest):
     Write what the server sends to the file, and make sure it is on disk. Failed if it sends too
     slowly, or more than `largest` bytes; these are thrown away.
     """
-    with open(plain_file(part, devices=True), mode) as f:
+    with open(part, mode) as f:
         began, size_then = time.monotonic(), f.tell()
         while block := response.raw.read1(2 ** 16):     # whatever is there
             f.write(block)

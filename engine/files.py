@@ -1,24 +1,78 @@
 """
-Files and folders that are safe while others, or a full disk, get in the way.
+Files that are whole while others, or a full disk, get in the way; and how a program ends: one line
+for what the user can mend, and an exit status that says so.
 
-    with whole(path) as f:            a file that becomes `path` when all of it is written
-    with alone(folder):               keeps other processes out of a folder
-    with on_disk(path, 'read'):       what the disk refuses is a UserError that names the path
-    open(plain_file(path))            no pipe, which might never answer, no device, no folder
-    checksum(path)                    SHA-256
+    raise UserError("data/mine: no data set; make ..")    where, what is wrong, and what to do
+    run(main)                       main(argv); a UserError, or the disk's, becomes that line
+    with whole(path) as f:          a file that becomes `path` when all of it is written
+    with alone(folder):             keeps other processes out of a folder
+    with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
+    checksum(path)                  SHA-256
 """
 
 import contextlib
 import hashlib
 import os
-import stat
-
-from engine.errors import UserError
+import sys
+import time
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+
+class UserError(Exception):
+    """Something the user can mend."""
+
+
+def shown(value):
+    """A value in a message, if it is short."""
+    return repr(value)[:60]
+
+
+def one_line(text):
+    """Text on one line, without characters that a terminal would obey."""
+    words = ' '.join(str(text).split())
+    return ''.join(c if c.isprintable() else '?' for c in words)
+
+
+def run(main):
+    """
+    Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit
+    status 2; Ctrl-C is 130, and output that nobody reads any more (`| head`) is 141, as for other
+    programs.
+    """
+    try:
+        if hasattr(sys.stdout, 'reconfigure'):
+            sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        leave(130)
+    except BrokenPipeError:
+        leave(141)
+    except (UserError, OSError) as error:
+        say(error)
+        leave(2)
+
+
+def say(error):
+    """The error's text on stderr, as one line; with several ranks it says which one found it."""
+    rank = os.environ.get('RANK')  # set by torchrun
+    who = 'error:' if rank is None else f'error: rank {rank}:'
+    if rank not in (None, '0'):
+        time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
+    print(who, ' '.join(str(error).split()), file=sys.stderr)
+
+
+def leave(status):
+    """Exit. What cannot be printed any more (the reader left, the disk is full) is lost."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 @contextlib.contextmanager
@@ -27,7 +81,7 @@ def whole(path, mode='w', before=None):
     A file to write, which becomes `path` when all of it is on the disk. `before`, if given, is
     called just before that. After a failure `path` is as it was.
     """
-    unfinished = plain_file(path + '.tmp')
+    unfinished = path + '.tmp'
     try:
         with open(unfinished, mode) as f:
             yield f
@@ -40,22 +94,6 @@ def whole(path, mode='w', before=None):
     if before is not None:
         before()
     os.replace(unfinished, path)
-
-
-def plain_file(path, devices=False):
-    """
-    The path itself, if it is that of a file, or of nothing; UserError for a folder, and for what
-    might never end: a pipe, a socket or a device. devices: these are fine, they are only written.
-    """
-    kinds = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket'}
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):       # whoever opens it will say so
-        return path
-    if not stat.S_ISREG(mode) and not (devices and stat.S_ISCHR(mode)):
-        kind = kinds.get(stat.S_IFMT(mode), 'a device')
-        raise UserError(f"{path}: {kind}, where a file should be")
-    return path
 
 
 @contextlib.contextmanager
@@ -104,7 +142,7 @@ def lock(held, folder, wait):
 def checksum(path):
     """SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
-    with open(plain_file(path), 'rb') as f:
+    with open(path, 'rb') as f:
         while block := f.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()

@@ -8,16 +8,15 @@ Generation with caches.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Optional
 
 import torch
 import torch.nn as nn
 
-from engine.checks import require
-from engine.errors import UserError
-from engine.inputs import as_row, check_sampling
-from engine.slots import Everyone, for_each_field
+from engine.files import UserError
+from model import require
 
 
 def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
@@ -39,10 +38,8 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     text. So each token is predicted from block_size / 2 to block_size tokens, as by `forward` on
     that window ('latent' and 'mask': with enough sweeps), and on average each is read about twice.
     """
-    check_sampling(max_new_tokens, temperature, top_k, top_p, seed, stop_token)
     device = gpt.wte.weight.device
-    config = gpt.config
-    prompt, padding = left_pad(prompts, config.block_size, device, config.n_tokens)
+    prompt, padding = left_pad(prompts, gpt.config, device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     done = torch.zeros(len(prompt), dtype=torch.bool, device=device)
     sampler = Sampler(temperature, top_k, top_p, stop_token, generator, done)
@@ -87,7 +84,7 @@ def check_output(h):
 def generate(gpt, prompts, max_new_tokens, **options):
     """All of `stream`: (B,T) gives (B, T + new); a list gives tensors, cut after the stop token."""
     device, stop = gpt.wte.weight.device, options.get('stop_token')
-    rows = [as_row(prompt, device, gpt.config.n_tokens) for prompt in prompts]
+    rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
     new = [token for token, _ in stream(gpt, prompts, max_new_tokens, **options)]
     if new:
         new = torch.stack(new, dim=1)                                   # (B,new)
@@ -104,18 +101,19 @@ def cut(row, stop):
     return row[:stops[0] + 1] if len(stops) > 0 else row
 
 
-def left_pad(prompts, block_size, device, n_tokens=math.inf):
+def left_pad(prompts, config, device):
     """
     Right-align prompts: tokens (B, longest), and the padding left of each row (B,), None for none.
     Rotary attention sees differences of positions only: rows shifted to the right need no positions
     of their own.
     """
-    rows = [as_row(prompt, device, n_tokens) for prompt in prompts]
-    require(rows, "an empty prompt: there is not even one")
+    rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
     lengths = [len(row) for row in rows]
+    require(rows and min(lengths) > 0,
+            "an empty prompt: give at least one token, such as the end-of-text token")
     longest = max(lengths)
-    require(longest <= block_size,
-            f"a prompt of {longest} tokens does not fit into block_size={block_size}")
+    require(longest <= config.block_size,
+            f"a prompt of {longest} tokens does not fit into block_size={config.block_size}")
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side='left')
     if min(lengths) == longest:
         return tokens, None
@@ -172,7 +170,7 @@ def in_step(gpt, tokens, n, h, memory, sampler):
     h (B,C): the hidden states that predict the tokens at place n.
     """
     B, end = tokens.shape
-    passes = tokens.new_full((B,), gpt.mechanism.steps + 1)
+    passes = tokens.new_full((B,), gpt.mechanism.K + 1)
     for place in range(n, end):
         token = sampler.draw(gpt.head(h), slice(None))
         tokens[:, place] = token
@@ -189,7 +187,7 @@ def run_ahead(gpt, tokens, n, h, memory, sampler):
     as all rows have filled it.
     """
     first = n - memory.tokens       # where the window begins
-    rows = Rows(gpt, tokens, n, first, memory[0])
+    rows = Rows(gpt, tokens, n, first, memory)
     passes = gpt.mechanism.passes[:, -1]                                # (B,)
     while True:
         rows.write(h, passes, sampler)
@@ -205,7 +203,7 @@ def run_ahead(gpt, tokens, n, h, memory, sampler):
 
 
 class Rows:
-    """The rows of a batch that write ahead of each other, each at its own token and step."""
+    """The rows of a batch that write ahead of each other, each at its own token and pass."""
 
     def __init__(self, gpt, tokens, n, first, cache):
         self.gpt, self.first, self.cache = gpt, first, cache
@@ -216,13 +214,13 @@ class Rows:
         self.at = tokens.new_full((B,), n)                              # (B,): place to fill next
         # of the r rows that are not full
         self.remaining = torch.arange(B, device=tokens.device)          # (r,): which they are
-        self.enough = torch.ones_like(self.remaining, dtype=torch.bool)  # (r,): who draws a token
-        self.step = torch.zeros_like(self.remaining)[:, None]           # (r,1): passes so far
+        self.ready = list(range(B))                                     # who of these draws a token
+        self.k = [0] * B                                                # passes so far
         self.state = None                                               # what their tokens carry
 
     def write(self, h, passes, sampler):
         """The rows that have had enough draw from h (r,C), and fill their next place."""
-        ready = self.enough.nonzero()[:, 0]  # waits for the GPU; each index by a mask would again
+        ready = torch.tensor(self.ready, device=h.device)
         rows = self.remaining[ready]
         token = sampler.draw(self.gpt.head(h[ready]), rows)
         self.tokens[rows, self.at[rows]] = token
@@ -243,29 +241,91 @@ class Rows:
         stay = (self.at[self.remaining] < self.end).nonzero()[:, 0]
         if len(stay) == len(self.remaining):
             return
-        self.remaining, self.enough = self.remaining[stay], self.enough[stay]
-        self.step = self.step[stay]
+        kept = stay.tolist()
+        self.remaining = self.remaining[stay]
+        self.ready = [new for new, old in enumerate(kept) if old in self.ready]
+        self.k = [self.k[row] for row in kept]
         if self.state is not None:
-            self.state = for_each_field(lambda x: x[stay], self.state)
-        self.cache.keep(stay)
+            self.state = each(partial(take, stay, 2), self.state)
+        self.cache.keep_rows(stay)
 
     def begin_next_tokens(self):
         """Those who drew a token think about it next."""
-        token = self.tokens[self.remaining, self.at[self.remaining] - 1]  # (r,)
-        x = self.gpt.embed(token[:, None])                              # (r,1,C)
-        drew = self.enough[:, None]                                     # (r,1)
-        fresh = self.gpt.mechanism.start(x, torch.ones_like(drew))
-        self.state = fresh if self.state is None else Everyone(drew).put(self.state, fresh)
-        self.step = self.step.masked_fill(drew, 0)
+        if not self.ready:
+            return
+        ready = torch.tensor(self.ready, device=self.at.device)
+        rows = self.remaining[ready]
+        token = self.tokens[rows, self.at[rows] - 1][:, None]           # (r,1)
+        on = torch.ones_like(token, dtype=torch.bool)
+        fresh = self.gpt.mechanism.start(self.gpt.embed(token), on)
+        if len(ready) == len(self.k):
+            self.state = fresh
+        else:
+            self.state = each(partial(put, ready), self.state, fresh)
+        for row in self.ready:
+            self.k[row] = 0
 
     def think(self):
         """Passes for all rows, until one has had enough; returns h (r,C), passes (r,) of each."""
-        everyone = Everyone(torch.ones_like(self.step, dtype=torch.bool), all_valid=True)
-        pos = (self.at[self.remaining] - 1 - self.first)[:, None]       # (r,1)
-        self.enough = torch.zeros_like(self.enough)
-        while not self.enough.any():
-            memory = self.cache.open(everyone, pos, self.step)
-            self.state = self.gpt.mechanism.step(self.gpt, self.state, self.step, pos, memory)
-            self.step = self.step + 1
-            self.enough = ~self.state.go_on[:, 0]
-        return self.state.out[:, 0].to(self.state.x.dtype), self.step[:, 0]
+        t = (self.at[self.remaining] - 1 - self.first)[:, None]         # (r,1)
+        self.ready = []
+        while not self.ready:
+            self.one_pass(t)
+            go_on = self.state.go_on[:, 0].tolist()                     # waits for the GPU
+            self.ready = [row for row, on in enumerate(go_on) if not on]
+        passes = torch.tensor(self.k, device=t.device)
+        return self.state.out[:, 0].to(self.state.x.dtype), passes
+
+    def one_pass(self, t):
+        """A pass of the token at t (r,1) of each row; those at the same number k are one group."""
+        gpt, mechanism = self.gpt, self.gpt.mechanism
+        groups = self.groups(t.device)
+        back = torch.cat([rows for _, rows in groups]).argsort()        # (r,): from groups to rows
+        states, inputs, labels = [], [], []
+        for k, rows in groups:
+            state = each(partial(take, rows, len(groups)), self.state)
+            states.append(state)
+            inputs.append(mechanism.before(gpt, state, k))
+            labels.append(mechanism.labels(state, k))
+
+        joined = {name: join(back, *[some[name] for some in labels]) for name in labels[0]}
+        numbers = torch.tensor(self.k, device=t.device)[:, None]        # (r,1)
+        reads = self.cache.open_some(t, numbers, joined)
+        h = gpt.trunk(join(back, *inputs), t, reads, norm=mechanism.norm)   # (r,1,C)
+
+        news = []
+        for (k, rows), state, x in zip(groups, states, inputs):
+            news.append(mechanism.after(gpt, state, x, take(rows, len(groups), h), k))
+        self.state = each(partial(join, back), *news)
+        self.k = [k + 1 for k in self.k]
+
+    def groups(self, device):
+        """[(k, rows), ..]: the rows whose next pass is number k."""
+        groups = []
+        for number in sorted(set(self.k)):
+            rows = [row for row, k in enumerate(self.k) if k == number]
+            groups.append((number, torch.tensor(rows, device=device)))
+        return groups
+
+
+def take(rows, groups, x):
+    """x (r,..) of these rows, one of several groups."""
+    return x if groups == 1 else x[rows]
+
+
+def join(back, *parts):
+    """The parts of several groups, side by side in the order of the rows."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)[back]
+
+
+def put(ready, x, new):
+    """x (r,..) with `new` in the rows `ready`."""
+    return x.index_copy(0, ready, new.to(x.dtype))
+
+
+def each(function, *states):
+    """function(a) or function(a, b) for each field of one or two states of the same kind."""
+    results = {}
+    for field in fields(states[0]):
+        results[field.name] = function(*[getattr(state, field.name) for state in states])
+    return type(states[0])(**results)

@@ -1,21 +1,18 @@
 """
-The machine: device and precision, what suits them and what is compiled, the processes of one run,
-and what their failures mean.
+The machine: device and precision, what suits them, the processes of one run, and what their
+failures mean.
 """
 
 import contextlib
 import ctypes
 import os
-import re
-import signal
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from engine import attention
-from engine.errors import UserError
+from engine.files import UserError
 
 # dense bf16, per second
 PEAK_FLOPS = {
@@ -26,9 +23,6 @@ PEAK_FLOPS = {
     'RTX 4090': 165e12,
     'RTX 3090': 71e12,
 }
-
-
-JOIN = timedelta(seconds=60)    # for processes to find each other; torchrun does not need it
 
 
 # ---- device and precision ------------------------------------------------------------------------
@@ -109,67 +103,6 @@ def expect_new_lengths():
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-# ---- compiling -----------------------------------------------------------------------------------
-
-def compile_blocks(model):
-    """torch.compile each block: one's code serves all, so compile time does not grow with depth."""
-    torch._dynamo.config.optimize_ddp = False   # it would cut blocks at the ends of DDP's buckets
-    torch._dynamo.config.recompile_limit = 128  # variants: of shapes, of Depth-Attention's sources
-    # where training skips tokens that stopped, shapes change from step to step
-    dynamic = None if model.mechanism.skips else False
-    for block in model.h:
-        block.compile(dynamic=dynamic)
-
-
-def compile_decoding(model):
-    """
-    Compile the pass that reads one new token, all blocks in one piece; on a GPU replay it as a CUDA
-    graph. For a model on its device, whose blocks are not compiled; caches are static from then on.
-    The first tokens wait for the compiler.
-    """
-    model.blocks = CompiledBlocks(model)
-    model.static_caches = True
-
-
-class CompiledBlocks:
-    """
-    GPT.blocks, compiled for the passes of new tokens; other passes run as they are. `loop` with
-    depth_attn does too: what earlier loops made would not outlast a CUDA graph's next replay.
-    """
-
-    def __init__(self, model):
-        self.cuda = model.wte.weight.is_cuda
-        self.plain = model.blocks
-        self.compiled = torch.compile(self.plain, mode='reduce-overhead' if self.cuda else None)
-
-    def __call__(self, x, pos, memory=None, layers=None, earlier=None):
-        if memory is None or not memory.cached:
-            return self.plain(x, pos, memory, layers, earlier)
-        opened = Opened(memory, memory.mask(x.size(1), x.device))
-        if earlier is not None or not memory.compiled:
-            return self.plain(x, pos, opened, layers, earlier)
-        if self.cuda:
-            torch.compiler.cudagraph_mark_step_begin()
-            for held in memory.all_tensors():  # written in place, not copied in
-                torch._dynamo.mark_static_address(held, guard=False)
-        with explained():  # the next replay writes where this one did: hence the copy
-            return self.compiled(x, pos, opened, layers).clone()
-
-
-class Opened:
-    """A cache whose pass has begun: its mask was made outside of the compiled code."""
-
-    def __init__(self, memory, mask):
-        self.memory = memory
-        self.ready_mask = mask
-
-    def mask(self, S, device):
-        return self.ready_mask
-
-    def update(self, layer, k, v):
-        return self.memory.update(layer, k, v)
-
-
 # ---- the processes of a run ----------------------------------------------------------------------
 
 class Ranks(NamedTuple):
@@ -192,8 +125,8 @@ class Ranks(NamedTuple):
 def process_group(device):
     """The Ranks of this process, with a process group around it when torchrun started it."""
     several = 'RANK' in os.environ  # torchrun's; a WORLD_SIZE without it may be a scheduler's
-    ranks = join_group(device) if several else Ranks(0, 1)
     with explained():  # after a failure the group stays: taking it down would wait for the others
+        ranks = join_group(device) if several else Ranks(0, 1)
         yield ranks
         if several:
             dist.barrier()  # nobody leaves while another still talks
@@ -202,62 +135,16 @@ def process_group(device):
 
 
 def local_rank():
-    """The number of this process among those of its machine; UserError if torchrun's is none."""
-    text = os.environ.get('LOCAL_RANK') or '0'
-    if not re.fullmatch('[0-9]{1,6}', text):
-        refuse_variables(f"LOCAL_RANK={text!r} is no number")
-    return int(text)
-
-
-def refuse_variables(reason):
-    raise UserError(f"RANK and what goes with it do not fit ({reason}): start with torchrun, or "
-                    "unset them")
+    """The number of this process among those of its machine."""
+    return int(os.environ.get('LOCAL_RANK', 0))
 
 
 def join_group(device):
-    """
-    Wait for the other ranks that torchrun started; returns the Ranks of this one. UserError where
-    its variables make no sense, or nobody answers.
-    """
+    """Wait for the other ranks that torchrun started; returns the Ranks of this one."""
     cuda = device.type == 'cuda'
     backend = 'nccl' if cuda else 'gloo'
-    rank, world = os.environ['RANK'], os.environ.get('WORLD_SIZE', '1')
-    numbers = re.fullmatch('[0-9]{1,6}', rank) and re.fullmatch('[0-9]{1,6}', world)
-    if not numbers or int(rank) >= int(world):
-        refuse_variables(f"RANK={rank!r} is none of WORLD_SIZE={world!r} processes")
-    try:
-        store, rank, world = next(dist.rendezvous('env://', timeout=JOIN))
-        store.set_timeout(dist.default_pg_timeout)
-        with explained():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world,
-                                    device_id=device if cuda else None)
-        return Ranks(rank, world)
-    except (ValueError, OverflowError) as error:
-        refuse_variables(error)
-    except dist.DistError:      # of the rendezvous
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        refuse_variables(f"not all {world} processes met at {where} in {JOIN.seconds} s")
-
-
-def exchange_gradients(ddp, now):
-    """
-    A context for forward and backward. Ranks add up their gradients in it if `now`, else later.
-    ddp: the model in DistributedDataParallel, or None for a single process.
-    """
-    if ddp is None or now:
-        return contextlib.nullcontext()
-    return ddp.no_sync()
-
-
-def stop_signals():
-    """
-    What asks a run to save and stop: Ctrl-C, SIGTERM, and SIGHUP, the terminal's end, unless nohup
-    has it ignored (Windows has none).
-    """
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signals.append(signal.SIGHUP)
-    return signals
+    dist.init_process_group(backend, device_id=device if cuda else None)
+    return Ranks(dist.get_rank(), dist.get_world_size())
 
 
 # ---- its failures --------------------------------------------------------------------------------

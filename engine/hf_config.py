@@ -11,8 +11,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Optional
 
-from engine.errors import UserError
-from engine.neox import rope_theta
+from engine.files import UserError
+from engine.variant import rope_theta
 from engine.variant import Variant
 
 # ---- values --------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import os
 import re
 
 from engine.download import LARGEST, Missing, Progress, fetch, hub
-from engine.errors import UserError
-from engine.files import alone, on_disk, plain_file
+from engine.files import UserError, alone, on_disk
 from engine.huggingface import read_description
 from engine.tensors import INDEXES, files_of_index, read_bin, read_header
 
@@ -77,7 +76,7 @@ def fetch_file(repository, folder, name, check):
 def check_json(path):
     """UserError if a file is no JSON object: a page that asks to log in, say."""
     try:
-        with open(plain_file(path), encoding='utf-8') as f:
+        with open(path, encoding='utf-8') as f:
             is_object = isinstance(json.load(f), dict)
     except (ValueError, RecursionError):
         is_object = False

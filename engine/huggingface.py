@@ -2,8 +2,8 @@
 Hugging Face folders: Llama, Qwen3 and GPT-NeoX decoders, and the authors' PonderLM, PonderLM-2 and
 Depth-Attention models, which are these with more keys in config.json.
 
-    state = load_state(folder)                   config, variant and weights, as a checkpoint's
-    described = read_description(folder)         .config and .variant alone
+    state = load_released(folder)                config and weights, as a checkpoint's
+    config = describe(folder)                    its config alone
     ours = rename_from_hf(theirs, config)        Llama's and Qwen3's weights: their names -> ours
     theirs = rename_to_hf(ours, config)          and back
 
@@ -13,18 +13,13 @@ queries, keys and values are one matrix, and so are the MLP's gate and up.
 
 import json
 import os
-from types import SimpleNamespace
 
 import torch
 
-from engine.errors import UserError
-from engine.files import plain_file
-from engine.hf_config import describe
-from engine.neox import rows_of_attention
-from engine.room import check_model_fits
-from engine.state import check_finite
+from engine.files import UserError
+from engine import hf_config
 from engine.tensors import open_tensors
-from engine.variant import Variant
+from engine.variant import Variant, config_of, rows_of_attention
 
 INSTALL = "writing Hugging Face folders needs safetensors: pip install safetensors"
 
@@ -91,10 +86,7 @@ def names_of_variant(config, variant):
     """The same for a model of this Variant."""
     if variant.neox:
         return neox_names(config, variant)
-    table = names(config)
-    if not variant.late_k_norm:
-        return table
-    return {ours.replace('.k_norm.', '.k_norm_late.'): theirs for ours, theirs in table.items()}
+    return names(config)
 
 
 def neox_names(config, variant):
@@ -180,7 +172,7 @@ def read_json(folder):
     """The dictionary of a folder's config.json; UserError if there is none."""
     path = os.path.join(folder, 'config.json')
     try:
-        with open(plain_file(path), encoding='utf-8') as f:
+        with open(path, encoding='utf-8') as f:
             config = json.load(f)
         if type(config) is not dict:
             raise ValueError("config.json is no object")
@@ -189,47 +181,35 @@ def read_json(folder):
         raise UserError(f"{folder}: not a readable Hugging Face folder ({error})") from None
 
 
-def read_description(folder, config_class=None):
+def describe(folder):
     """
-    The Description of a Hugging Face folder; UserError if there is none. config_class: refuse
-    values that this class does not take.
+    {setting: value} of the model in a Hugging Face folder, its variant too; UserError if there is
+    none, or it is not supported.
     """
     path = os.path.join(folder, 'config.json')
-    described = describe(read_json(folder), path)
+    described = hf_config.describe(read_json(folder), path)
+    config = {**described.config, 'variant': described.variant}
     try:
-        if config_class is not None:
-            config_class(**described.config)
+        config_of(config)
     except ValueError as error:         # numbers that do not fit together
         raise UserError(f"{path}: not a usable configuration ({error})") from None
-    return described
-
-
-def load_state(folder, config_class=None, dtype=torch.float32):
-    """
-    A Hugging Face folder as `load_checkpoint` gives a checkpoint: a dict of config, variant, model
-    (weights of `dtype`), step, settings, tokenizer. UserError if the folder is missing, damaged or
-    not supported, or if there is no room for the weights. config_class: as in `read_description`.
-    """
-    described = read_description(folder, config_class)
-    if config_class is not None:
-        config = config_class(**described.config)
-        check_model_fits(config, described.variant, torch.device('cpu'), dtype)
-    variant = Variant(**(described.variant or {}))
-    weights = read_weights(folder, config_like(described.config), variant, dtype)
-    try:
-        check_finite(weights)
-    except ValueError as error:
-        raise UserError(f"{folder}: {error}") from None
-    return dict(config=described.config, variant=described.variant, model=weights, step=0,
-                settings={}, tokenizer=f'hf:{folder}')
-
-
-def config_like(fields):
-    """The fields as attributes, with the defaults that depend on others."""
-    config = SimpleNamespace(**{'n_kv_head': None, 'head_dim': None, **fields})
-    config.n_kv_head = config.n_kv_head or config.n_head
-    config.head_dim = config.head_dim or config.n_embd // config.n_head
     return config
+
+
+def load_released(folder, dtype=torch.float32):
+    """
+    A Hugging Face folder as `load_checkpoint` gives a checkpoint: a dict of config, model (weights
+    of `dtype`), step, settings, tokenizer, optimizer. UserError if the folder is missing, damaged
+    or not supported.
+    """
+    config = describe(folder)
+    variant = Variant(**(config['variant'] or {}))
+    weights = read_weights(folder, config_of(config), variant, dtype)
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UserError(f"{folder}: {name} is not finite")
+    return dict(config=config, model=weights, step=0, settings={}, tokenizer=f'hf:{folder}',
+                optimizer={})
 
 
 def read_weights(folder, config, variant, dtype):

@@ -7,9 +7,11 @@ import math
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_AT_ONCE = 2 ** 25  # 134 MB in fp32
+LOGITS_KEPT = 2 ** 22     # 17 MB: not worth computing a second time
 
 
 def recompute(function):
@@ -17,47 +19,63 @@ def recompute(function):
     return partial(checkpoint, function, use_reentrant=False)
 
 
-def in_parts(function, h, width):
-    """function(h), for one that makes rows (n,C) of rows (n,C) by way of `width` numbers each."""
-    if torch.is_grad_enabled():
-        function = recompute(function)
+def recompute_blocks(model):
+    """Let the blocks of a model run again in backward: less memory, a third more compute."""
+    for block in model.h:
+        block.forward = recompute(block.forward)
+
+
+def in_parts(function, gpt, h):
+    """
+    Mechanism.by_rows of model.py, some rows at a time: function(gpt, rows) makes V logits of each
+    row (n,C) on its way. In backward these are computed once more, if they are many.
+    """
+    V = gpt.config.vocab_size
     rows = h.reshape(-1, h.size(-1))
-    parts = rows.split(max(1, LOGITS_AT_ONCE // width))
-    return torch.cat([function(part) for part in parts]).view_as(h)
+    if torch.is_grad_enabled() and len(rows) * V > LOGITS_KEPT:
+        function = recompute(function)
+    parts = rows.split(max(1, LOGITS_AT_ONCE // V))
+    return torch.cat([function(gpt, part) for part in parts]).unflatten(0, h.shape[:-1])
 
 
 @torch.no_grad()
-def probability_of(head, h, targets, vocab_size):
-    """head(h).float().softmax(-1) at targets (..), for h (..,C), head: (n,C) -> (n,V). No grad."""
-    n = max(1, LOGITS_AT_ONCE // vocab_size)
-    parts = []
-    all_rows = h.detach().reshape(-1, h.size(-1))
-    for rows, wanted in zip(all_rows.split(n), targets.reshape(-1, 1).split(n)):
-        parts.append(head(rows).float().softmax(-1).gather(1, wanted))
-    return torch.cat(parts).view(targets.shape)
+def nats_in_parts(head, h, targets, width):
+    """GPT.nats of model.py without gradients, some rows at a time: only where targets count."""
+    result = h.new_zeros(targets.numel(), dtype=torch.promote_types(h.dtype, torch.float32))
+    counts = (targets.flatten() >= 0).nonzero()[:, 0]
+    for some in counts.split(max(1, LOGITS_AT_ONCE // width)):
+        logits = head(h.flatten(0, -2)[some]).to(result.dtype)          # (n,V)
+        result[some] = F.cross_entropy(logits, targets.flatten()[some], reduction='none')
+    return result.view(targets.shape)
 
 
-def chunked_cross_entropy(h, weight, targets, n_tokens):
+def chunked_cross_entropy(h, weight, targets, weights, n_tokens):
     """
-    F.cross_entropy(h @ weight[:n_tokens].T, targets) for h (N,C), weight (V,C) and targets (N,):
-    the mean over all targets that are not negative; 0 if there are none.
+    GPT.loss of model.py: F.cross_entropy(h @ weight[:n_tokens].T, targets) for h (..,C), weight
+    (V,C) and targets (..), the mean over all targets that are not negative; 0 if there are none.
+    weights: a factor for each, (..) or a number.
     """
-    return ChunkedCrossEntropy.apply(h, weight, targets, n_tokens, torch.is_grad_enabled())
+    rows, targets = h.reshape(-1, h.size(-1)), targets.reshape(-1)
+    factors = torch.as_tensor(weights, device=h.device).reshape(-1).expand(len(rows))
+    need_grad = torch.is_grad_enabled()
+    return ChunkedCrossEntropy.apply(rows, weight, targets, factors, n_tokens, need_grad)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
     The gradient of the logits is softmax - onehot, known as soon as they are. So forward turns each
-    chunk of logits into its share of dL/dh and dL/dW at once, and backward only scales.
+    chunk of logits into its share of dL/dh and dL/dW at once, and backward only scales. The
+    gradient of a factor is the row's loss.
     """
 
     @staticmethod
-    def forward(ctx, h, weight, targets, n_tokens, need_grad):
+    def forward(ctx, h, weight, targets, factors, n_tokens, need_grad):
         dtype = compute_dtype(h)
         wide = torch.promote_types(dtype, torch.float32)            # softmax and sums
         x, w = h.to(dtype), weight.to(dtype)                        # (N,C), (V,C)
         counts = targets >= 0                                       # (N,)
-        total = torch.zeros((), dtype=wide, device=h.device)
+        share = factors.to(wide) * counts                           # (N,)
+        nats = torch.zeros(len(x), dtype=wide, device=h.device)     # (N,)
         dh = torch.empty_like(x) if need_grad else None
         dw = torch.zeros_like(weight) if need_grad else None
 
@@ -65,33 +83,35 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for first in range(0, len(x), rows):
             chunk = slice(first, first + rows)
             target = targets[chunk, None].clamp(min=0)              # (n,1)
-            valid = counts[chunk, None]                             # (n,1)
+            factor = share[chunk, None]                             # (n,1)
             logits = (x[chunk] @ w.t()).to(wide)                    # (n,V)
             logits[:, n_tokens:] = -math.inf                        # padding of the vocabulary
             logp = logits.log_softmax(-1)
-            total -= (logp.gather(1, target) * valid).sum()
+            nats[chunk] = -logp.gather(1, target)[:, 0]
             if need_grad:
                 dlogits = logp.exp_()                               # in place from here: softmax
                 dlogits.scatter_add_(1, target, -torch.ones_like(target, dtype=wide))  # - onehot
                 dlogits = dlogits.to(dtype)
-                dh[chunk] = (dlogits @ w) * valid
-                dw += dlogits.t() @ (x[chunk] * valid)
+                factor = factor.to(dtype)
+                dh[chunk] = (dlogits @ w) * factor
+                dw += dlogits.t() @ (x[chunk] * factor)
 
         count = counts.sum().clamp(min=1)
         if need_grad:
-            ctx.save_for_backward(dh, dw, count)
-        return total / count
+            ctx.save_for_backward(dh, dw, nats * counts, count)
+        return (nats * share).sum() / count
 
     @staticmethod
     def backward(ctx, grad):
-        dh, dw, count = ctx.saved_tensors
+        dh, dw, nats, count = ctx.saved_tensors
         scale = grad / count  # not before: small probabilities would underflow in fp16
-        return dh * scale, dw * scale, None, None, None
+        dfactors = nats * scale if ctx.needs_input_grad[3] else None
+        return dh * scale, dw * scale, None, dfactors, None, None
 
 
 def compute_dtype(h):
     """The type that a matmul of h has here: autocast's, or its own."""
-    device = h.device.type
+    device = 'cpu' if h.is_meta else h.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return h.dtype

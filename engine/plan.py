@@ -10,6 +10,7 @@ torch.compile, the default on CUDA, blocks keep less. Not counted: the CUDA cont
 GB), scratch memory of kernels, fragmentation. Leave a tenth of the card free.
 """
 
+import os
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -21,10 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine.fast import FastGPT, without_numbers
 from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
+from engine.loss import recompute_blocks
+from engine.shards import read_meta
+from engine.start import asked_of_model, old_config, start_config
+from model import GPTConfig
 
 WORLDS = (1, 8, 64)  # numbers of GPUs to plan for
 DAY = 24 * 60 * 60
+MFU = 0.4           # the share of a GPU's peak that well-tuned training of this size reaches
 
 
 # ---- measuring memory ----------------------------------------------------------------------------
@@ -78,17 +85,18 @@ class NormOnGPU(torch.autograd.Function):
         return torch.empty_like(x), None, torch.empty_like(weight), None
 
 
-def activations(GPT, config, settings, dtype, accumulates):
+def activations(config, settings, dtype, accumulates):
     """
-    Bytes on top of weights and optimizer state at the worst moment of a micro-batch of the model
-    GPT(config). With `accumulates` gradients are there before it starts, and are not counted.
+    Bytes on top of weights and optimizer state at the worst moment of a micro-batch. With
+    `accumulates` gradients are there before it starts, and are not counted.
     """
     rms_norm = F.rms_norm if settings.device == 'cpu' else NormOnGPU.apply
     with FakeTensorMode(), LiveBytes() as live, mock.patch.object(F, 'rms_norm', rms_norm):
-        model = GPT(config).train()
+        model = FastGPT(config).train()
         # Which tokens halt depends on numbers, and there are none: count as if none did.
-        model.mechanism.dense = True
-        model.checkpoint_activations = settings.checkpoint_activations
+        model.dense = True
+        if settings.checkpoint_activations:
+            recompute_blocks(model)
         if accumulates:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
@@ -101,26 +109,32 @@ def activations(GPT, config, settings, dtype, accumulates):
     return live.peak - before
 
 
-def memory(GPT, config, settings, dtype):
+def memory(config, settings, dtype):
     """Bytes of training at the worst moment: {part: bytes}, with the optimizer's in one piece."""
-    with torch.device('meta'):
-        weights = 4 * GPT(config).num_params()  # fp32; autocast's copies are among the activations
+    weights = 4 * without_numbers(config).num_params()  # fp32; autocast's copies: activations
     accumulates = settings.accumulation(config.block_size, 1) > 1  # over micro-batches or GPUs
     return {
         'weights': weights,
         'optimizer': 2 * weights,
         'gradients': weights if accumulates else 0,
-        'activations': activations(GPT, config, settings, dtype, accumulates),
+        'activations': activations(config, settings, dtype, accumulates),
     }
 
 
 # ---- the plan ------------------------------------------------------------------------------------
 
-def print_plan(GPT, config, settings, vocabulary):
+def print_plan(settings, given, builtin, state):
     """
-    Print parameters, FLOPs, memory and days of a run that trains GPT(config); UserError if its
-    settings do not fit together. vocabulary: in words, where its size is known from.
+    Print parameters, FLOPs, memory and days of a run; UserError if its settings do not fit
+    together. given: the user's settings. builtin: folders of data sets that train.py makes, which
+    need not be there. state: the checkpoint to go on from, if it is read already.
     """
+    asked = asked_of_model(given)
+    old = old_config(settings.init_from, state)
+    n_tokens, vocabulary = None, 'as set'
+    if old is None and not asked.keys() & {'n_tokens', 'vocab_size'}:
+        n_tokens, vocabulary = planned_vocabulary(settings.data_dir, builtin)
+    config = start_config(settings, asked, n_tokens, old)
     # GPUs are planned without one
     device = None if settings.device in (None, 'cuda') else pick_device(settings.device)
     dtype = torch.bfloat16  # what GPUs of today compute in
@@ -130,8 +144,7 @@ def print_plan(GPT, config, settings, vocabulary):
         tune_cpu()  # rules which attention runs
     settings.accumulation(config.block_size, 1)  # UserError if not even one GPU could do it
 
-    with torch.device('meta'):
-        model = GPT(config)
+    model = without_numbers(config)
     per_token = model.flops_per_token()
     tokens = settings.max_steps * settings.batch_tokens
     flops = per_token * tokens
@@ -144,14 +157,23 @@ def print_plan(GPT, config, settings, vocabulary):
 
     per_pass = settings.micro_batch * config.block_size
     worlds = [n for n in WORLDS if settings.batch_tokens % (per_pass * n) == 0]
-    print_memory(GPT, config, settings, dtype, worlds)
-    print_days(flops, settings.mfu, worlds)
+    print_memory(config, settings, dtype, worlds)
+    print_days(flops, worlds)
+
+
+def planned_vocabulary(data_dir, builtin):
+    """(tokens of the data set, or None, and where that is known from)."""
+    if os.path.exists(os.path.join(data_dir, 'meta.json')):
+        return read_meta(data_dir)['n_tokens'], f'of {data_dir}'
+    if data_dir in builtin:
+        return 257, f'of {data_dir}'
+    return None, f'{data_dir} is not there: the default'
 
 
 def with_full_vocabulary(model):
     """The number of parameters with GPT-2's vocabulary, which the papers use, if it has another."""
     config = model.config
-    full = type(config).vocab_size
+    full = GPTConfig.vocab_size
     if config.vocab_size == full:
         return ''
     tables = 1 if config.tie_embeddings else 2
@@ -159,20 +181,20 @@ def with_full_vocabulary(model):
     return f"; {parameters / 1e6:,.2f}M with {full:,}"
 
 
-def print_memory(GPT, config, settings, dtype, worlds):
+def print_memory(config, settings, dtype, worlds):
     """Memory per GPU with these settings, and with those that would lower it."""
     precision = str(dtype).removeprefix('torch.')
     title = f"\nGB per GPU, {settings.micro_batch} x {config.block_size} tokens in {precision}"
     print_row(title, [f"{n} GPU{'s' if n > 1 else ''}" for n in worlds])
 
     sharded = settings.shard_optimizer
-    parts = memory(GPT, config, settings, dtype)
+    parts = memory(config, settings, dtype)
     print_row("  these settings", gigabytes(parts, sharded, worlds))
     if not sharded and len(worlds) > 1:
         print_row("  with shard_optimizer=True", gigabytes(parts, True, worlds))
     if not settings.checkpoint_activations:
         leaner = replace(settings, checkpoint_activations=True)
-        less = memory(GPT, config, leaner, dtype)
+        less = memory(config, leaner, dtype)
         print_row("  with checkpoint_activations=True", gigabytes(less, sharded, worlds))
     print("  the first is " + ' + '.join(f"{part} {n / 1e9:.2f}" for part, n in parts.items()))
 
@@ -188,11 +210,11 @@ def gigabytes(parts, sharded, worlds):
     return cells
 
 
-def print_days(flops, mfu, worlds):
+def print_days(flops, worlds):
     """How long so many FLOPs take, for each kind and number of GPUs."""
-    print_row(f"\ndays at --mfu={mfu:g}", [])
+    print_row(f"\ndays at {MFU:.0%} of the peak", [])
     for name, peak in PEAK_FLOPS.items():
-        days = [flops / (peak * mfu * n) / DAY for n in worlds]
+        days = [flops / (peak * MFU * n) / DAY for n in worlds]
         cells = [f"{d:,.2f}" if d >= 0.01 else '< 0.01' for d in days]
         print_row(f"  {name}, {peak / 1e12:.0f} TFLOP/s", cells)
 

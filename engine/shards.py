@@ -19,8 +19,7 @@ import numpy as np
 import tiktoken
 
 from engine.bpe import read_tokenizer
-from engine.errors import UserError, shown
-from engine.files import plain_file
+from engine.files import UserError, shown
 from engine.tasks import task_of
 
 MAGIC = 20240520
@@ -111,7 +110,7 @@ def read_meta(folder, tokenizer=None):
     makes it; if it is damaged; and if the tokens are not those of `tokenizer`.
     """
     try:
-        with open(plain_file(os.path.join(folder, 'meta.json')), encoding='utf-8') as f:
+        with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f:
             meta = shaped(json.load(f), META, 'it')
         check_meta(meta)
     except FileNotFoundError:
@@ -208,7 +207,7 @@ def open_shard(path, tokens=None):
     shard, or has another number of `tokens` than meta.json says.
     """
     try:
-        header = np.fromfile(plain_file(path), np.int32, HEADER_INTS)
+        header = np.fromfile(path, np.int32, HEADER_INTS)
         if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
             raise UserError(f"{path}: no token shard (header without magic {MAGIC}, "
                             f"version {VERSION}); prepare the data again")

@@ -1,31 +1,24 @@
 """
 The model that a run starts from: new, of the run's own checkpoint, or with the weights of another
-folder; and what may differ from them.
-
-    state = checkpoint_of(settings, GPTConfig)      what is to go on, or to be evaluated
-    start = find_start(settings, asked, meta, GPTConfig, state)
-    model = GPT(build(GPTConfig, start.config))
-    start.load_into(model)
-    check_model(model.config, asked, meta, settings.data_dir)
-
-`settings` are train.py's, `asked` the user's settings of the model. A dry run, which has no data
-and loads no weights, takes `planned_config`.
+folder; and what may differ from them. `settings` are train.py's, `asked` the user's settings of the
+model.
 """
 
 import math
 import os
 import sys
-from dataclasses import dataclass, fields
-from typing import Optional
+from dataclasses import fields
 
 import torch
 
 from engine.checkpoint import change_steps, load_checkpoint, load_weights
-from engine.checks import check_types
-from engine.errors import UserError
-from engine.huggingface import read_description
-from engine.shards import knows_tokens, read_meta
+from engine.shards import knows_tokens
+from engine.fast import without_numbers
+from engine.files import UserError
+from engine.huggingface import describe
 from engine.tasks import check_context
+from engine.variant import config_of
+from model import GPTConfig
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
@@ -35,26 +28,82 @@ START = (*FREE, 'block_size', 'rope_theta', 'depth_attn', 'depth_stride', 'depth
          'ponder_topk', 'halting')
 
 
-@dataclass
-class Start:
-    """Where a run starts: the config of its model, its weights, and the step it is at."""
-    config: dict                        # of GPTConfig's fields; the others have their defaults
-    step: int = 0
-    weights: Optional[dict] = None      # None: from scratch
-    new: bool = True                    # a run of its own: a mechanism's own weights may be new
-    ponder_steps: Optional[int] = None  # to evaluate: other than the weights were trained with
-    variant: Optional[dict] = None      # what else the model has: engine/variant.py
-
-    def load_into(self, model):
-        """Put the weights into the model made from `config`; UserError if they do not fit."""
-        if self.weights is None:
-            return
-        weights = self.weights
-        if self.new:
+def start_model(kind, settings, given, meta, state, ranks, device):
+    """
+    (the model that the run starts from, the step it is at). kind: FastGPT. given: the user's
+    settings. meta: the data's description. state: the checkpoint to go on from, or None.
+    UserError if model, settings, data and machine do not fit together.
+    """
+    asked = asked_of_model(given)
+    if settings.init_from != 'scratch':
+        state = state or load_checkpoint(settings.init_from)
+    elif settings.eval_only:
+        raise UserError("eval_only needs a trained model: add --init_from=resume or "
+                        "--init_from=FOLDER")
+    config = start_config(settings, asked, meta['n_tokens'], state and state['config'])
+    check_memory(config, settings, ranks, device)
+    torch.manual_seed(settings.seed)
+    model = kind(config)
+    if state is not None:
+        weights = state['model']
+        if is_new(settings):    # a mechanism's own weights may be new
             weights = {**own_weights(model), **weights}
-        load_weights(model, {'model': weights, 'variant': self.variant})
-        if self.ponder_steps not in (None, model.config.ponder_steps):
-            change_steps(model, self.ponder_steps)
+        load_weights(model, weights)
+        steps = asked.get('ponder_steps')
+        if settings.eval_only and steps not in (None, model.config.ponder_steps):
+            change_steps(model, steps)
+    check_asked(model.config, asked)
+    check_data(model.config, meta, state, settings)
+    idle = idle_settings(model, asked)
+    if idle and ranks.rank == 0:
+        print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
+    return model, 0 if is_new(settings) else state['step']
+
+
+def asked_of_model(given):
+    """Those of the user's settings that are the model's."""
+    names = {field.name for field in fields(GPTConfig)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def is_new(settings):
+    """Whether the run is one of its own, and does not go on or evaluate."""
+    return settings.init_from != 'resume' and not settings.eval_only
+
+
+def start_config(settings, asked, n_tokens, old):
+    """
+    The config of a run's model. n_tokens: of its data (None: not known). old: {setting: value} of
+    the checkpoint's, or None.
+    """
+    try:
+        if old is None:
+            vocabulary = vocabulary_of(n_tokens) if n_tokens else {}
+            return GPTConfig(**{**vocabulary, **asked})
+        new, changed = is_new(settings), {}
+        for name in START if new else FREE:
+            # None is the default again in a new run; otherwise it changes nothing
+            if name in asked and (new or asked[name] is not None):
+                changed[name] = asked[name]
+        if settings.eval_only:      # the model has the steps of its weights, then takes others
+            changed.pop('ponder_steps', None)
+        return config_of({**old, **changed})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def vocabulary_of(n_tokens):
+    """{setting: value}: a table of so many tokens, with rows to the next multiple of 64."""
+    return dict(n_tokens=n_tokens, vocab_size=math.ceil(n_tokens / 64) * 64)
+
+
+def old_config(init_from, state):
+    """The config of the model that a run starts from, without its weights; None from scratch."""
+    if init_from == 'scratch':
+        return None
+    if init_from.startswith('hf:'):
+        return describe(init_from.removeprefix('hf:'))
+    return (state or load_checkpoint(init_from))['config']
 
 
 def own_weights(model):
@@ -63,79 +112,44 @@ def own_weights(model):
     return {name: weights[name] for name in weights if name.startswith('mechanism.')}
 
 
-# ---- a run ---------------------------------------------------------------------------------------
+# ---- what must fit together ----------------------------------------------------------------------
 
-def checkpoint_of(settings, GPTConfig):
-    """The checkpoint that the run goes on from, or evaluates; None where there is none of ours."""
-    start = settings.init_from
-    if start == 'resume':
-        return load_checkpoint(settings.out_dir, GPTConfig)
-    if settings.eval_only and start != 'scratch' and not start.startswith('hf:'):
-        return load_checkpoint(start, GPTConfig)
-    return None
-
-
-def settings_of(state, Settings):
+def check_memory(config, settings, ranks, device):
     """
-    All settings of the run that left a checkpoint; names those that are not known here, and those
-    that it lacks. UserError for a value of another type. Settings: train.py's class.
+    UserError if weights, gradients and moments take more memory than there is: Linux would kill the
+    program without a word. On a GPU, PyTorch says so itself.
     """
-    saved = state['settings']
-    known = {field.name: field.default for field in fields(Settings)}
-    gone = saved.keys() - known
-    if gone:
-        print(f"warning: no longer settings: {', '.join(sorted(gone))}", file=sys.stderr)
-    missing = known.keys() - saved
-    if missing:
-        print(f"warning: not in the checkpoint, so at their defaults unless set: "
-              f"{', '.join(sorted(missing))}", file=sys.stderr)
-    try:
-        check_types(Settings, saved)
-    except ValueError as error:
-        raise UserError(f"the checkpoint's settings are damaged: {error}") from None
-    return {**known, **saved}
+    copies = 1 if settings.eval_only else 4
+    processes = int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world))
+    needs = copies * processes * 4 * without_numbers(config).num_params()
+    if device.type != 'cpu' or not os.path.exists('/proc/meminfo'):
+        return
+    with open('/proc/meminfo', encoding='ascii') as f:
+        kilobytes = dict(line.split(':') for line in f)['MemAvailable'].split()[0]
+    has = 1024 * int(kilobytes)
+    if needs > has:
+        raise UserError(f"this model takes {needs / 1e9:.1f} GB of memory and more, and "
+                        f"{has / 1e9:.1f} GB are free: take a smaller one (config/size/tiny.py), "
+                        "or a GPU")
 
 
-def find_start(settings, asked, meta, GPTConfig, state=None):
-    """
-    The Start that settings.init_from says. meta: the data's description. state: the checkpoint to
-    go on from, if it is read already.
-    """
-    if settings.init_from == 'scratch':
-        if settings.eval_only:
-            raise UserError("eval_only needs a trained model: add --init_from=resume or "
-                            "--init_from=FOLDER")
-        return Start({**vocabulary_of(meta['n_tokens']), **asked})
-
-    state = state or load_checkpoint(settings.init_from, GPTConfig)
-    new = settings.init_from != 'resume' and not settings.eval_only
-    changed = {}
-    for name in START if new else FREE:
-        # None is the default again in a new run; otherwise it changes nothing
-        if name in asked and (new or asked[name] is not None):
-            changed[name] = asked[name]
-    # the model is made with the steps of its weights, and takes others when they are in it
-    steps = changed.pop('ponder_steps', None) if settings.eval_only else None
-    step = 0 if new else state['step']
-    return Start({**state['config'], **changed}, step, state['model'], new, steps,
-                 state.get('variant'))
-
-
-def vocabulary_of(n_tokens):
-    """{setting: value}: a table of so many tokens, with rows to the next multiple of 64."""
-    return dict(n_tokens=n_tokens, vocab_size=math.ceil(n_tokens / 64) * 64)
-
-
-def check_model(config, asked, meta, data_dir):
-    """UserError if the model is not what the user asked for, or does not know the data's tokens."""
+def check_asked(config, asked):
+    """UserError if the model is not what the user asked for."""
     for name, value in asked.items():
         has = getattr(config, name)
         if value is not None and has != value:
             raise UserError(f"{name}={value}, but the model loaded has {has}: leave the setting "
                             "out")
-    if not knows_tokens(config.n_tokens, meta['tokenizer'], meta['n_tokens']):
-        raise UserError(f"{data_dir} is tokenised with {meta['n_tokens']} tokens "
-                        f"({meta['tokenizer']}), the model has n_tokens={config.n_tokens}: use the "
+
+
+def check_data(config, meta, state, settings):
+    """UserError if the model was made for other tokens than the data has."""
+    name = meta['tokenizer']
+    of_model = state['tokenizer'] if state else name
+    same = of_model == name or of_model.startswith('hf:') and name.startswith('hf:')
+    if not same or not knows_tokens(config.n_tokens, name, meta['n_tokens']):
+        raise UserError(f"{settings.data_dir} is tokenised with {meta['n_tokens']} tokens "
+                        f"({name}), the model has n_tokens={config.n_tokens} ({of_model}): use the "
                         "data the model was made for")
     check_context(meta, config.block_size)
 
@@ -151,18 +165,17 @@ def idle_settings(model, asked):
         'jacobi_iters': 'jacobi_iters' in read,
     }
     off = tuple(name for name, used in on.items() if not used)
-    default = type(config)
     idle = []
     for name, value in asked.items():
-        if name.startswith(off) and value not in (None, getattr(default, name)):
+        if name.startswith(off) and value not in (None, getattr(GPTConfig, name)):
             idle.append(name)
     return idle
 
 
 def check_resume(state, step, meta, settings, ranks, device):
     """
-    UserError if ranks are to go on from different steps, or from weights alone; a warning if the
-    data is not that of the checkpoint `state`.
+    UserError if ranks are to go on from different steps, or from weights alone, or on other data
+    than the checkpoint `state`.
     """
     if not state['optimizer']:
         raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "
@@ -177,50 +190,29 @@ def check_resume(state, step, meta, settings, ranks, device):
               file=sys.stderr)
 
 
-# ---- a dry run -----------------------------------------------------------------------------------
+# ---- a checkpoint's own settings -----------------------------------------------------------------
 
-def planned_config(settings, given, GPTConfig, builtin, state=None):
+def checkpoint_of(settings):
+    """The checkpoint that the run goes on from, or evaluates; None where there is none of ours."""
+    start = settings.init_from
+    if start == 'resume':
+        return load_checkpoint(settings.out_dir)
+    if settings.eval_only and start != 'scratch' and not start.startswith('hf:'):
+        return load_checkpoint(start)
+    return None
+
+
+def settings_of(state, Settings):
     """
-    ({setting: value} of the model that a run would have, and in words where its vocabulary is known
-    from). given: the user's settings. builtin: folders of data sets that train.py makes, which need
-    not be there. state: the checkpoint to go on from, if it is read already.
+    All settings of the run that left a checkpoint; names those that are not known here, and those
+    that it lacks. Settings: train.py's class.
     """
-    old = config_of(settings.init_from, GPTConfig, state)
-    values = dict(old)
-    for name, value in given.items():
-        # the shape of a model that is loaded stays, also where a config file says None
-        if value is not None or name in START or not old:
-            values[name] = value
-    known, where = planned_vocabulary(settings.data_dir, values, builtin)
-    return {**values, **known}, where
-
-
-def config_of(init_from, GPTConfig, state):
-    """The config of the model that a run starts from; {} if it starts from scratch."""
-    if init_from == 'scratch':
-        return {}
-    if init_from.startswith('hf:'):
-        return read_description(init_from[3:], GPTConfig).config
-    state = state or load_checkpoint(init_from, GPTConfig)
-    return state['config']
-
-
-def planned_variant(init_from, GPTConfig, state):
-    """What the model that a run starts from has besides its config: engine/variant.py."""
-    if init_from == 'scratch':
-        return None
-    if init_from.startswith('hf:'):
-        return read_description(init_from[3:], GPTConfig).variant
-    state = state or load_checkpoint(init_from, GPTConfig)
-    return state.get('variant')
-
-
-def planned_vocabulary(data_dir, values, builtin):
-    """({setting: value} of the vocabulary a run would have, and where that is known from)."""
-    if 'vocab_size' in values or 'n_tokens' in values:
-        return {}, 'as set'
-    if os.path.exists(os.path.join(data_dir, 'meta.json')):
-        return vocabulary_of(read_meta(data_dir)['n_tokens']), f'of {data_dir}'
-    if data_dir in builtin:
-        return vocabulary_of(257), f'of {data_dir}'
-    return {}, f'{data_dir} is not there: the default'
+    saved = state['settings']
+    known = {field.name: field.default for field in fields(Settings)}
+    gone, missing = saved.keys() - known, known.keys() - saved
+    if gone:
+        print(f"warning: no longer settings: {', '.join(sorted(gone))}", file=sys.stderr)
+    if missing:
+        print(f"warning: not in the checkpoint, so at their defaults unless set: "
+              f"{', '.join(sorted(missing))}", file=sys.stderr)
+    return {**known, **saved}

@@ -15,7 +15,7 @@ be read from the question.
 import random
 import re
 
-from engine.errors import UserError
+from engine.files import UserError
 
 
 class Task:

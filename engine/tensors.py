@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import UserError
-from engine.files import plain_file
+from engine.files import UserError
 
 DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
 PIECE = 2 ** 17                 # numbers that are converted at a time
@@ -116,7 +115,7 @@ def weight_files(folder):
 def files_of_index(path):
     """The names of the files that an index spreads the weights over; UserError if it is damaged."""
     try:
-        with open(plain_file(path), encoding='utf-8') as f:
+        with open(path, encoding='utf-8') as f:
             names = set(json.load(f)['weight_map'].values())
         for name in names:
             # no path: it would lead out of the folder
@@ -133,7 +132,7 @@ def read_header(path):
     """{name: SafeTensor} of a .safetensors file; UserError if header and length do not agree."""
     try:
         size = os.path.getsize(path)
-        with open(plain_file(path), 'rb') as f:
+        with open(path, 'rb') as f:
             length = int.from_bytes(f.read(8), 'little')
             if length > min(size - 8, LONGEST_HEADER):
                 raise ValueError(f"{size} bytes are too few for its header")
@@ -168,7 +167,7 @@ def read_bin(path):
     """{name: LoadedTensor} of a file of torch.save; UserError if it holds anything but tensors."""
     try:
         # an older format is no zip file, and cannot be mapped
-        mapped = zipfile.is_zipfile(plain_file(path))
+        mapped = zipfile.is_zipfile(path)
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
         tensors = {name: LoadedTensor(path, name, state[name]) for name in state}
         for tensor in tensors.values():

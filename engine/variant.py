@@ -1,25 +1,20 @@
 """
-Models that others released and that are not quite model.py's GPT: what GPTConfig cannot say.
+The parts of released models that model.py's GPT has not: GPT-NeoX's block (arXiv 2204.06745), which
+Pythia and the PonderLM models on it are made of, keys that are normed after the rotation, scaled
+embeddings. FastGPT puts them in where its config names a variant.
 
-    fit(model, variant)                 put the parts that differ into a GPT, before its weights are
-                                        loaded
-    new_model(GPT, variant, config)     a new GPT(config) with these parts
-    constructor(GPT, variant)           the same as a function of config
-    variant_of(model)                   what was put into it; None for a GPT as it is
-    outline(config, variant)            the model of both, with shapes and no numbers
-    check_variant(variant, config)      ValueError if they do not fit together
-
-A variant is a dictionary of Variant's fields, or None for model.py's GPT; checkpoints keep it.
+The block has the call of model.py's Block. Attention is model.py's own, with biases.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
+from typing import Optional
 
+import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
-from engine.checks import check_types, require
-from engine.neox import Block
-from engine.shapes import shapes_only
+from model import GPTConfig, apply_rope, require
 
 
 @dataclass
@@ -27,27 +22,39 @@ class Variant:
     """Without arguments: model.py's GPT. The last four fields count only with neox."""
     input_factor: float = 1.0       # multiplies the embeddings of tokens, not PonderLM's mixtures
     late_k_norm: bool = False       # keys are normed after the rotation, queries before it
-    neox: bool = False              # blocks of engine/neox.py; the fields below are theirs
+    neox: bool = False              # GPT-NeoX's blocks; the fields below are theirs
     parallel_residual: bool = True
     attention_bias: bool = True
     gelu: str = 'none'              # its approximation: 'none' (exact) or 'tanh'
     rotary_dim: int = 0             # channels of a head that turn with the position
 
 
-def fit(model, variant):
-    """Give a new GPT the parts of a variant (None: leave it as it is)."""
-    model.variant = variant
-    if variant is None:
+@dataclass
+class ReleasedConfig(GPTConfig):
+    """GPTConfig of a released model."""
+    variant: Optional[dict] = None  # Variant's fields
+
+
+def config_of(values):
+    """The config of {setting: value}: a ReleasedConfig if they name a variant."""
+    if values.get('variant') is None:
+        return GPTConfig(**{name: value for name, value in values.items() if name != 'variant'})
+    return ReleasedConfig(**values)
+
+
+def fit(model):
+    """Give a new GPT the parts of its config's variant."""
+    config = model.config
+    if not isinstance(config, ReleasedConfig):
         return
-    v = Variant(**variant)
+    v = Variant(**config.variant)
     if v.input_factor != 1:
         model.wte.register_forward_hook(partial(multiply, v.input_factor))
     if v.late_k_norm:
         for block in model.h:
-            block.attn.k_norm_late = block.attn.k_norm
-            block.attn.k_norm = nn.Identity()
+            block.attn.project = partial(project_with_late_norm, block.attn)
     if v.neox:
-        config = model.config
+        require(config.n_kv_head == config.n_head, "GPT-NeoX has as many n_kv_head as n_head")
         model.h = nn.ModuleList(Block(block.attn, config, v) for block in model.h)
         model.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)
 
@@ -57,43 +64,93 @@ def multiply(factor, module, args, x):
     return x * factor
 
 
-def variant_of(model):
-    return getattr(model, 'variant', None)
+def project_with_late_norm(attention, x, rope):
+    """Attention.project of model.py, but for keys that are normed after the rotation."""
+    B, S, _ = x.shape
+    c = attention.config
+    heads = attention.c_attn(x).view(B, S, c.n_head + 2 * c.n_kv_head, c.head_dim)
+    q, k, v = heads.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
+    q = apply_rope(attention.q_norm(q), *rope)
+    k = attention.k_norm(apply_rope(k, *rope))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def outline(config, variant):
-    """The model of a GPTConfig and a variant, with shapes and no numbers."""
-    model = config.without_weights()
-    with shapes_only():
-        fit(model, variant)
-    return model
+class MLP(nn.Module):
+
+    def __init__(self, config, gelu):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.mlp_hidden)
+        self.c_proj = nn.Linear(config.mlp_hidden, config.n_embd)
+        self.gelu = gelu            # 'none': with the error function; 'tanh': an approximation
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))
 
 
-def check_variant(variant, config):
-    """ValueError for the first thing in a variant that does not fit a GPTConfig; None fits all."""
-    if variant is None:
-        return
-    require(type(variant) is dict, "variant should be a dictionary or None")
-    known = {field.name for field in fields(Variant)}
-    for name in variant:
-        require(name in known, f"variant.{name}: this program knows no such part")
-    check_types(Variant, variant)
-    v = Variant(**variant)
-    require(v.gelu in ('none', 'tanh'), f"gelu={v.gelu!r} must be 'none' or 'tanh'")
-    turns = 0 < v.rotary_dim <= config.head_dim and v.rotary_dim % 2 == 0
-    require(turns or not v.neox, f"rotary_dim={v.rotary_dim} must be an even number of the "
-                                 f"{config.head_dim} channels of a head")
-    require(config.n_kv_head == config.n_head or not v.neox,
-            "n_kv_head: GPT-NeoX has as many as n_head")
+class Block(nn.Module):
+    """
+    LayerNorms and biases, GELU, rotary positions on some channels of a head, and two ways to add:
+
+        parallel    x + attn(ln_1(x)) + mlp(ln_2(x))
+        serial      x = x + attn(ln_1(x)), then x + mlp(ln_2(x))
+    """
+
+    def __init__(self, attention, config, variant):
+        """attention: model.py's, of the same layer. variant: a Variant."""
+        super().__init__()
+        C, width = config.n_embd, config.n_head * config.head_dim
+        attention.c_attn = nn.Linear(C, 3 * width, bias=variant.attention_bias)
+        attention.c_proj = nn.Linear(width, C, bias=variant.attention_bias)
+        self.ln_1 = nn.LayerNorm(C, config.norm_eps)
+        self.attn = attention
+        self.ln_2 = nn.LayerNorm(C, config.norm_eps)
+        self.mlp = MLP(config, variant.gelu)
+        self.drop = nn.Dropout(config.dropout)
+        self.parallel = variant.parallel_residual
+        still = torch.ones(config.head_dim, dtype=torch.bool, device='cpu')
+        still[turning_channels(config.head_dim, variant.rotary_dim)] = False
+        self.register_buffer('still', still, persistent=False)          # (hd,)
+
+    def forward(self, x, rope, memory, mask):
+        """As Block.forward in model.py."""
+        cos, sin = rope
+        rope = cos.masked_fill(self.still, 1.0), sin.masked_fill(self.still, 0.0)
+        y = self.drop(self.attn(self.ln_1(x), rope, memory, mask))
+        if self.parallel:
+            return x + y + self.drop(self.mlp(self.ln_2(x)))
+        x = x + y
+        return x + self.drop(self.mlp(self.ln_2(x)))
 
 
-def new_model(GPT, variant, config):
-    """A GPT of this config that has the parts of a variant."""
-    model = GPT(config)
-    fit(model, variant)
-    return model
+# ---- rotary positions ----------------------------------------------------------------------------
+# With hd channels in a head, of which the first r turn, GPT-NeoX turns channel j < r/2 together
+# with j + r/2, by the angle p theta^(-2j / r) at position p. model.py turns channel c < hd/2
+# together with c + hd/2, by p theta^(-2c / hd). Both are the same for c = step j, if their channel
+# j stands at c here and theta is chosen for it. The step is 4 where a quarter turns.
+
+def turning_channels(head_dim, rotary_dim):
+    """Where the first r channels of GPT-NeoX's heads stand here, in their order: a list of r."""
+    step = head_dim // rotary_dim
+    first = [step * j for j in range(rotary_dim // 2)]
+    return first + [head_dim // 2 + channel for channel in first]
 
 
-def constructor(GPT, variant):
-    """A function that makes a model from a config, as GPT does, with the parts of a variant."""
-    return partial(new_model, GPT, variant)
+def rope_theta(theta, head_dim, rotary_dim):
+    """The theta with which model.py's channels c = step j turn as GPT-NeoX's channels j."""
+    step = head_dim // rotary_dim
+    return theta ** (head_dim / (step * rotary_dim))
+
+
+def rows_of_attention(n_head, head_dim, rotary_dim):
+    """
+    Their query_key_value has q, k and v of head 0, those of head 1, ..; c_attn has q of all heads,
+    k of all, v of all. -> (3 nh hd,): the number of their row for each row here.
+    """
+    turning = turning_channels(head_dim, rotary_dim)
+    order = torch.empty(head_dim, dtype=torch.long)
+    order[turning] = torch.arange(rotary_dim)
+    others = [channel for channel in range(head_dim) if channel not in turning]
+    order[others] = torch.arange(rotary_dim, head_dim)
+    rows = torch.arange(3 * n_head * head_dim).view(n_head, 3, head_dim)
+    q, k, v = rows[:, 0, order], rows[:, 1, order], rows[:, 2]
+    return torch.cat((q.flatten(), k.flatten(), v.flatten()))

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch  # slow to load: prepare_data.py starts without it, and without this file
 
-from engine.errors import UserError
-from engine.files import on_disk
+from engine.files import UserError, on_disk
 from engine.shards import HEADER_BYTES, open_shard, refuse_tokens
 
 

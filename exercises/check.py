@@ -26,7 +26,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 from borrowed import borrowed, students_lines
 
-from engine.errors import UserError, run as run_program
+from engine.files import UserError, run as run_program
 from model import GPT, GPTConfig
 
 NAMES = (

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from common import own_text, table, windows
 
-from engine.errors import UserError, run
+from engine.files import UserError, run
 from sample import load_model
 
 STEPS = 10

@@ -34,7 +34,7 @@ import check
 import torch
 from check import HERE, NAMES, UserError
 
-from engine.files import on_disk, plain_file, whole
+from engine.files import on_disk, whole
 
 A_DAY = 86_400     # seconds
 AT_ONCE = 4        # at most so many processes side by side
@@ -299,7 +299,7 @@ def number(name, text, least, most=2 ** 63 - 1):
 def check_place(path):
     """UserError if the file cannot be written: now, and not when all is marked."""
     with on_disk(path, 'written'):
-        open(plain_file(path) + '.tmp', 'w').close()
+        open(path + '.tmp', 'w').close()
         os.remove(path + '.tmp')
 
 

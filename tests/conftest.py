@@ -14,8 +14,10 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from engine import attention
-from engine.checkpoint import CHECKPOINT_VERSION, save_checkpoint
+from engine.checkpoint import save_checkpoint
 from engine.shards import get_tokenizer
+from engine.fast import FastGPT
+from engine.generate import left_pad
 from model import GPT, GPTConfig
 from prepare_data import write_dataset
 
@@ -51,6 +53,9 @@ GATE = dict(EMBEDDING, halting='gate', halt_tau=0.45)
 MASK = dict(LATENT, halting='mask', halt_tau=0.4)
 MASK_2 = dict(LATENT_2, halting='mask', halt_tau=0.3)
 ROUTER = dict(CHAIN, halting='router', halt_tau=0.3)
+EXIT = dict(LOOP, halting='exit', halt_tau=0.6, exit_loss='uniform')
+EXIT_GATE = dict(LOOP, loop_norm=True, halting='exit', exit_by='gate', exit_loss='learned',
+                 halt_tau=0.4)
 
 TOGGLES = {
     'plain': {},
@@ -75,14 +80,18 @@ TOGGLES = {
     'mask2_depth': dict(MASK_2, **DEPTH_GQA),
     'router': ROUTER,
     'router_depth': dict(ROUTER, **DEPTH_GQA),
+    'loop_norm': dict(LOOP, loop_norm=True),
+    'exit': EXIT,
+    'exit_gate': EXIT_GATE,
+    'exit_depth': dict(EXIT, **DEPTH_GQA),
 }
 
 # one toggle of each mechanism, for tests that take seconds
 ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop_depth', 'pause',
-            'gate', 'mask', 'router_depth')
+            'gate', 'mask', 'router_depth', 'exit_gate')
 
 
-def make(seed=0, **settings):
+def make(seed=0, kind=FastGPT, **settings):
     """A small float64 model in eval mode with weights large enough that every part matters."""
     torch.manual_seed(seed)
     small = dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32,
@@ -91,11 +100,11 @@ def make(seed=0, **settings):
         tokens = settings.get('block_size', 24) + 1
         thoughts = settings.get('ponder_steps', 3)
         small.update(n_layer=3, jacobi_iters=tokens * thoughts)  # exact for a full context
-    model = GPT(GPTConfig(**{**small, **settings})).double().eval()
+    model = kind(GPTConfig(**{**small, **settings})).double().eval()
     for name, p in model.named_parameters():
         if p.dim() != 1:
             continue
-        if name.startswith(('mechanism.gates.', 'mechanism.router.')):
+        if name.startswith(('mechanism.gate', 'mechanism.router.')):
             torch.nn.init.zeros_(p)  # some tokens halt, some do not
         else:
             torch.nn.init.uniform_(p, 0.5, 1.5)  # norm gains that are not all 1
@@ -122,6 +131,21 @@ def toggle(request):
     return TOGGLES[request.param]
 
 
+@pytest.fixture(params=[GPT, FastGPT])
+def kind(request):
+    """model.py alone, and with what engine/ puts in the place of some of its parts."""
+    return request.param
+
+
+def rows_of(model, prompts, n):
+    """Each prompt with n likeliest tokens more, from one batch."""
+    if isinstance(model, FastGPT):
+        return model.generate(prompts, n, temperature=0)
+    tokens, pad = left_pad(prompts, model.config, 'cpu')
+    rows = model.generate(tokens, n, temperature=0, pad=pad)
+    return [row[-n - len(prompt):] for row, prompt in zip(rows, prompts)]
+
+
 @pytest.fixture
 def idx():
     return torch.randint(0, 50, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -145,8 +169,8 @@ def save(folder, model, tokenizer='byte', **settings):
     folder's path.
     """
     os.makedirs(folder, exist_ok=True)
-    checkpoint = dict(version=CHECKPOINT_VERSION, model=model.float().state_dict(), optimizer={},
-                      step=7, config=asdict(model.config), settings=settings, tokenizer=tokenizer)
+    checkpoint = dict(model=model.float().state_dict(), optimizer={}, step=7,
+                      config=asdict(model.config), settings=settings, tokenizer=tokenizer)
     save_checkpoint(str(folder), checkpoint)
     return str(folder)
 

@@ -21,7 +21,7 @@ controls: a test that cannot tell them from the right one would prove nothing.
               'one cache'         embedding, loop: all passes share one
               'all visible'       chain, router: a slot reads steps that are still to come
               'own positions'     latent: thoughts have positions of their own
-              'norm between'      loop: the final norm after every loop
+              'norm between'      loop: the final norm after every loop, which is loop_norm
               'readout moves'     gate: a stopped token's hidden state goes on changing
               'keys move'         gate: its keys and values do
               'no fading'         mask: thoughts that are hardly needed count in full
@@ -265,12 +265,13 @@ def chain(gpt, x, t):
 def loop(gpt, x, t):
     """All blocks K + 1 times, the final norm once. Depth-Attention: earlier loops are sources."""
     earlier = []
+    norm_between = gpt.c.loop_norm != (gpt.wrong == 'norm between')
     for stack in gpt.stacks:
         x = stack.read(x, t, earlier=earlier)
-        if gpt.wrong == 'norm between':
+        if norm_between:
             x = stack.norm(x)
         earlier.append(stack.own)
-    return x if gpt.wrong == 'norm between' else gpt.stack.norm(x)
+    return x if norm_between else gpt.stack.norm(x)
 
 
 def pause(gpt, x, t):
@@ -353,7 +354,32 @@ def router(gpt, x, t):
         reach = reach * g                                                        # (4)
 
 
-HALTING = {'gate': gate, 'mask': mask, 'router': router}
+def leave(gpt, x, t):
+    """Ouro's exits, and those by confidence: the newest keys of a token that left are read."""
+    survival = 1.0                                                               # S_t
+    for k, stack in enumerate(gpt.stacks):
+        x = stack.read(x, t)
+        h = stack.norm(x)
+        if gpt.c.loop_norm:
+            x = h
+        if k == gpt.K:
+            return h, k + 1
+        if gpt.c.exit_by == 'gate':
+            survival *= 1 - sigmoid(gpt.own('gate.weight')[0] @ h + gpt.own('gate.bias')[0])
+            doubt = survival
+        else:
+            doubt = 1 - float(gpt.head(h)[:gpt.c.n_tokens].softmax(0).max())
+        if doubt < gpt.c.halt_tau:
+            break
+    for other in gpt.stacks[k + 1:]:
+        if gpt.wrong == 'keys move':
+            x = other.read(x, t)
+        else:
+            other.copy(stack)
+    return h, k + 1
+
+
+HALTING = {'gate': gate, 'mask': mask, 'router': router, 'exit': leave}
 
 
 # -------------------------------------------------------------------------------------------------

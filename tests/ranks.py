@@ -86,7 +86,7 @@ def run_train(args, output, errors, env):
     import torch
 
     import train
-    from engine.errors import run
+    from engine.files import run
     torch.set_num_threads(1)
     sys.argv = ['train.py', *args]
     run(train.main)

@@ -12,7 +12,7 @@ from conftest import close
 
 from engine import attention
 from engine.attention import Group, KeyBias, attend, two_matmuls
-from model import depth_attention
+from model import Attention
 
 B, HD = 2, 6
 
@@ -90,26 +90,22 @@ CASES = [
     ('none', 7, 7),
     ('none', 5, 7),
     ('none', 1, 7),
-    ('none', 1, 1),
-    ('seen', 7, 7),
     ('seen', 3, 7),
     ('seen', 1, 7),
     ('seen by all rows', 3, 7),
     ('seen by all rows', 1, 7),
     ('numbers', 7, 7),
-    ('numbers', 1, 7),
     ('numbers, some -inf', 3, 7),
     ('numbers, some -inf', 1, 7),
     ('key bias', 7, 7),
     ('key bias', 1, 1),
     ('key bias, some -inf', 7, 7),
-    ('groups', 7, 7),
     ('groups', 7, 9),
 ]
 
 
 @pytest.mark.parametrize('kind, S, N', CASES)
-@pytest.mark.parametrize('nkv', [1, 2, 4])
+@pytest.mark.parametrize('nkv', [2, 4])
 def test_attend_equals_plain_attention(kind, S, N, nkv):
     q, k, v = random_qkv(4, nkv, S, N)
     mask, scores = mask_and_scores(kind, S, N)
@@ -117,6 +113,17 @@ def test_attend_equals_plain_attention(kind, S, N, nkv):
     want = with_gradients(lambda q, k, v: plain_attention(q, k, v, scores), q, k, v)
     for a, b in zip(got, want):
         close(a, b, 1e-13)
+
+
+@pytest.mark.parametrize('kind, S, N', [
+    ('none', 7, 7),
+    ('seen', 3, 7),
+    ('numbers, some -inf', 3, 7),
+])
+def test_attention_in_model_py_equals_plain_attention(kind, S, N):
+    q, k, v = random_qkv(4, 2, S, N)
+    mask, scores = mask_and_scores(kind, S, N)
+    close(Attention.attend(q, k, v, mask, 0.0), plain_attention(q, k, v, scores), 1e-13)
 
 
 def test_a_key_bias_has_a_gradient():
@@ -148,12 +155,17 @@ def check_dropped(drawn, weights, dropout):
     close(there.double().mean(0), (weights > 0) * (1 - dropout), 0.1)
 
 
-@pytest.mark.parametrize('kind, S, N', CASES)
-@pytest.mark.parametrize('nkv', [1, 2, 4])
-def test_attend_drops_weights_as_plain_attention_does(kind, S, N, nkv):
+@pytest.mark.parametrize('kind, S, N', [
+    ('none', 7, 7),
+    ('none', 1, 7),
+    ('seen', 3, 7),
+    ('key bias', 7, 7),
+    ('groups', 7, 9),
+])
+def test_attend_drops_weights_as_plain_attention_does(kind, S, N):
     draws, dropout = 800, 0.3
-    q, k, _ = random_qkv(4, nkv, S, N, hd=9)
-    v = torch.eye(N, 9).double().expand(B, nkv, N, 9)   # what comes out is the weights themselves
+    q, k, _ = random_qkv(4, 2, S, N, hd=9)
+    v = torch.eye(N, 9).double().expand(B, 2, N, 9)     # what comes out is the weights themselves
     mask, scores = mask_and_scores(kind, S, N)
     weights = plain_attention(q, k, v, scores)
     torch.manual_seed(3)
@@ -188,12 +200,9 @@ def nearly(a, b):
 
 
 @pytest.mark.parametrize('kind, S, N', [
-    ('causal', 7, 7),
     ('causal', 5, 7),
     ('causal', 512, 512),
     ('seen', 3, 7),
-    ('seen', 7, 7),
-    ('seen', 1, 7),
 ])
 def test_two_matmuls_equals_pytorchs_attention(kind, S, N, no_pytorch_kernel):
     q, k, v = of_bf16(*random_qkv(4, 4, S, N))
@@ -258,8 +267,7 @@ def test_two_matmuls_leaves_the_rest_to_pytorch(what, monkeypatch):
 
 
 @pytest.mark.parametrize('kind, S, N', CASES)
-@pytest.mark.parametrize('nkv', [1, 2, 4])
-def test_attend_with_two_matmuls_as_its_kernel(kind, S, N, nkv, monkeypatch):
+def test_attend_with_two_matmuls_as_its_kernel(kind, S, N, monkeypatch):
     calls = []
 
     def watched(*args, **options):
@@ -267,7 +275,7 @@ def test_attend_with_two_matmuls_as_its_kernel(kind, S, N, nkv, monkeypatch):
         return two_matmuls(*args, **options)
 
     monkeypatch.setattr(attention, 'kernel', watched)
-    q, k, v = of_bf16(*random_qkv(4, nkv, S, N))
+    q, k, v = of_bf16(*random_qkv(4, 2, S, N))
     mask, scores = mask_and_scores(kind, S, N)
     if torch.is_tensor(mask) and mask.dtype != torch.bool:
         mask = mask.bfloat16()
@@ -278,44 +286,3 @@ def test_attend_with_two_matmuls_as_its_kernel(kind, S, N, nkv, monkeypatch):
     want = plain_attention(q.double(), k.double(), v.double(), scores)
     nearly(got, want)
     assert calls
-
-
-# Depth-Attention of one slot, which takes `attend`
-
-@pytest.mark.parametrize('number', [1, 2, 3])
-@pytest.mark.parametrize('nkv', [1, 2, 4])
-def test_depth_attention_of_one_slot_equals_that_of_many(number, nkv):
-    """A slot alone, and the same among others."""
-    S = 5
-    q, k, v = random_qkv(4, nkv, S, S)
-    below = list(torch.randn(2 * number, B, nkv, S, HD).double())
-
-    def together(q, k, v, *below):
-        return depth_attention(q, k, v, list(zip(below[::2], below[1::2])))
-
-    def one_by_one(*inputs):
-        slots = zip(*(x.split(1, dim=2) for x in inputs))
-        return torch.cat([together(*slot) for slot in slots], dim=2)
-
-    got = with_gradients(one_by_one, q, k, v, *below)
-    want = with_gradients(together, q, k, v, *below)
-    for a, b in zip(got, want):
-        close(a, b, 1e-13)
-
-
-@pytest.mark.parametrize('S', [1, 5])
-@pytest.mark.parametrize('nkv', [1, 2, 4])
-def test_depth_attention_is_attention_over_layers(S, nkv):
-    """Equation 2 and 3, one position and one head at a time."""
-    q, k, v = random_qkv(4, nkv, S, S)
-    below = torch.randn(3, 2, B, nkv, S, HD).double()
-    got = depth_attention(q, k, v, [(k_j, v_j) for k_j, v_j in below])
-    for b in range(B):
-        for head in range(nkv):
-            sharing = q[b].unflatten(0, (nkv, -1))[head]                # (nh / nkv, S, hd)
-            for s in range(S):
-                query = sharing[:, s].mean(0)
-                keys = torch.stack([*below[:, 0, b, head, s], k[b, head, s]])
-                values = torch.stack([*below[:, 1, b, head, s], v[b, head, s]])
-                weights = (keys @ query / math.sqrt(HD)).softmax(0)
-                close(got[b, head, s], weights @ values, 1e-13)

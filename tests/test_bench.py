@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from engine.errors import UserError
+from engine.files import UserError
 from model import GPT, GPTConfig
 from tools import bench, bench_halting
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from released import NEOX, TOKENIZER, added, write_json
 
 from engine.bpe import GPT2_WORDS, byte_letters, read_tokenizer
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import encode, get_tokenizer
 
 LLAMA_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

@@ -7,7 +7,7 @@ import torch
 from conftest import TOGGLES, make, save
 from released import PONDER, write_folder
 
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import get_tokenizer
 from prepare_data import write_dataset
 from tools import choices

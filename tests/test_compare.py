@@ -13,7 +13,7 @@ from conftest import ROOT
 import train
 from configurator import build, read
 from engine.checkpoint import load_checkpoint
-from engine.errors import UserError
+from engine.files import UserError
 from model import GPT, GPTConfig
 from tools import compare
 

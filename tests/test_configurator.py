@@ -12,7 +12,7 @@ from conftest import ROOT, program
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from configurator import build, describe, read
-from engine.errors import UserError, run
+from engine.files import UserError, run
 
 
 @dataclass

@@ -17,8 +17,7 @@ from conftest import program, refused
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 import prepare_data
-from engine.errors import UserError
-from engine.files import checksum
+from engine.files import UserError, checksum
 from engine.shards import HEADER_BYTES, MAGIC, get_tokenizer, open_shard, read_meta
 from engine.windows import Batch, Windows, shuffle
 from prepare_data import write_dataset

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings as hypothesis_settings, stra
 import prepare_data
 from engine import download, shards
 from engine.download import fetch
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import MAGIC, VERSION, get_tokenizer, read_meta
 from engine.windows import Windows
 

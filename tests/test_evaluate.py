@@ -12,7 +12,7 @@ import torch
 from conftest import make, save
 
 import prepare_data
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
 from tools import evaluate
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import TOGGLES, make, save
 
-from engine.errors import UserError
+from engine.files import UserError
 from engine.memory import CausalMemory
 from engine.shards import get_tokenizer, open_shard
 from model import GPTConfig, apply_rope, rope_table

@@ -11,7 +11,7 @@ from test_train import ALONE, CPU, log_of, same_weights, stopped_at
 
 import sample
 from engine.checkpoint import kept, load_checkpoint
-from engine.errors import UserError
+from engine.files import UserError
 from engine.output import Output, Stop
 from model import GPT
 from tools import evaluate

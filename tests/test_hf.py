@@ -11,7 +11,7 @@ from conftest import make
 
 import train
 from engine.checkpoint import load_checkpoint
-from engine.errors import UserError
+from engine.files import UserError
 from engine.hf_config import describe
 from engine.huggingface import load_state, read_description
 from model import GPTConfig

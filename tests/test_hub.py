@@ -11,7 +11,7 @@ from test_download import server  # noqa: F401  a fixture
 from test_released import write_shards
 
 from engine import download
-from engine.errors import UserError
+from engine.files import UserError
 from tools import hf
 from tools.hf import load_released
 

@@ -15,7 +15,7 @@ from conftest import ROOT, make, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import freqkv
-from engine.errors import UserError
+from engine.files import UserError
 from freqkv import (FreqKV, FreqKVSettings, LongGPT, Rotated, Truncated, contestants, dct_matrix,
                     filtered)
 

@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import geogalactica as lab
 import minerals
 from common import fit, loss_on, text_loss, warm_up
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import get_tokenizer
 
 EOT = 49  # in models with n_tokens=50

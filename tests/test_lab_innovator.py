@@ -15,7 +15,7 @@ from conftest import ROOT, make, save
 
 sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import innovator as lab
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import get_tokenizer
 
 G = 4

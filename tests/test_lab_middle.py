@@ -5,7 +5,7 @@ import torch
 from conftest import make
 
 import train
-from engine.errors import UserError
+from engine.files import UserError
 from exercises.labs import middle
 
 TINY = ['--n_layer=3', '--n_head=2', '--n_embd=16', '--mlp_hidden=16', '--block_size=16',

@@ -1,15 +1,17 @@
 """The head and the loss in parts: each function against the plain PyTorch that it equals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TOGGLES, close, make
+from test_promises import gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import loss
-from engine.loss import chunked_cross_entropy, in_parts, probability_of, recompute
-from model import mixture
+from engine.loss import chunked_cross_entropy, in_parts, recompute
+from model import GPT, mixture
 
 
 def gradients_of(function, *inputs):
@@ -28,44 +30,23 @@ def plain_loss(h, weight, targets, n_tokens):
     return F.cross_entropy(h @ weight[:n_tokens].T, targets, ignore_index=-1)
 
 
-@pytest.mark.parametrize('at_once', [2 ** 25, 7 * 64, 1])
-def test_chunked_loss_equals_plain_cross_entropy(at_once, monkeypatch):
-    monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', at_once)
-    model = make()
-    weight = model.lm_head.weight
-    h = torch.randn(4, 5, 32, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 50, (4, 5))
-    targets[0, :3] = -1
-
-    def loss_and_gradients(value):
-        h.grad = weight.grad = None
-        (3 * value).backward()
-        return value.detach(), h.grad, weight.grad
-
-    got = loss_and_gradients(model.loss(h, targets))
-    want = loss_and_gradients(plain_loss(h.view(20, 32), weight, targets.view(20), 50))
-    for a, b in zip(got, want):
-        assert torch.allclose(a, b, atol=1e-13, rtol=1e-12)
-    with torch.no_grad():
-        assert torch.equal(model.loss(h, targets), got[0])
-
-
 @pytest.mark.parametrize('at_once', [2 ** 25, 3 * 16, 1])
-@pytest.mark.parametrize('n_tokens', [16, 11])
-def test_the_function_itself_equals_plain_cross_entropy(at_once, n_tokens, monkeypatch):
+def test_chunked_loss_equals_plain_cross_entropy(at_once, monkeypatch):
     monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', at_once)
     torch.manual_seed(0)
     h, weight = torch.randn(10, 8).double(), torch.randn(16, 8).double()
-    targets = torch.randint(0, n_tokens, (10,))
+    targets = torch.randint(0, 11, (10,))
     targets[[2, 7]] = -1
-    got = gradients_of(lambda h, w: chunked_cross_entropy(h, w, targets, n_tokens), h, weight)
-    want = gradients_of(lambda h, w: plain_loss(h, w, targets, n_tokens), h, weight)
+    got = gradients_of(lambda h, w: chunked_cross_entropy(h, w, targets, 11), h, weight)
+    want = gradients_of(lambda h, w: plain_loss(h, w, targets, 11), h, weight)
     for a, b in zip(got, want):
         close(a, b, 1e-13)
+    with torch.no_grad():
+        assert torch.equal(chunked_cross_entropy(h, weight, targets, 11), got[0])
 
 
-def test_all_ignored_targets_give_zero():
-    model = make()
+def test_all_ignored_targets_give_zero(kind):
+    model = make(kind=kind)
     h = torch.randn(2, 3, 32, dtype=torch.float64, requires_grad=True)
     value = model.loss(h, torch.full((2, 3), -1))
     value.backward()
@@ -101,21 +82,23 @@ def test_loss_never_holds_all_logits(monkeypatch):
     assert max(sizes.seen) == 2 ** 17 < 4096 * 1024 / 4
 
 
-def test_logits_are_made_a_chunk_at_a_time(idx, monkeypatch):
+@pytest.mark.parametrize('name', ['embedding', 'router'])
+def test_a_model_makes_logits_a_chunk_at_a_time(name, idx, monkeypatch):
+    """And has the same loss and gradients."""
+    model = make(**TOGGLES[name]).train()
+    want = gradients(model, idx)
     monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', 7 * 64)
-    for toggle in 'embedding', 'router':
-        model = make(**TOGGLES[toggle]).train()
-        head = model.head
-        rows = []
+    monkeypatch.setattr(loss, 'LOGITS_KEPT', 0)
+    head, rows = model.head, []
 
-        def counting(h):
-            rows.append(h.shape[:-1].numel())
-            return head(h)
+    def counting(h):
+        rows.append(h.shape[:-1].numel())
+        return head(h)
 
-        model.head = counting
-        model(idx, idx)
-        assert rows
-        assert max(rows) <= 7
+    model.head = counting
+    for a, b in zip(gradients(model, idx), want):
+        close(a, b, 1e-12)
+    assert max(rows) == 7
 
 
 def test_under_autocast_probabilities_and_the_heads_gradient_are_fp32(monkeypatch):
@@ -147,68 +130,49 @@ def test_under_autocast_probabilities_and_the_heads_gradient_are_fp32(monkeypatc
 # other functions of rows
 
 @pytest.mark.parametrize('at_once', [2 ** 25, 4 * 16, 1])
-def test_in_parts_equals_the_function(at_once, monkeypatch):
+@pytest.mark.parametrize('kept', [2 ** 22, 0])
+def test_in_parts_equals_the_function(at_once, kept, monkeypatch):
     """The same value and gradients, of the weights that the function reads too."""
     monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', at_once)
+    monkeypatch.setattr(loss, 'LOGITS_KEPT', kept)
     torch.manual_seed(0)
     h, w = torch.randn(2, 5, 8).double(), torch.randn(16, 8).double()
     sizes = []
 
-    def mean_row(rows, w):
+    def gpt(w):
+        return SimpleNamespace(w=w, config=SimpleNamespace(vocab_size=16))
+
+    def mean_row(gpt, rows):
         sizes.append(rows.size(0))
         assert rows.dim() == 2
-        return (rows @ w.T).softmax(-1) @ w
+        return (rows @ gpt.w.T).softmax(-1) @ gpt.w
 
-    want = gradients_of(lambda h, w: mean_row(h.flatten(0, 1), w).view_as(h), h, w)
+    want = gradients_of(lambda h, w: mean_row(gpt(w), h.flatten(0, 1)).view_as(h), h, w)
     sizes.clear()
-    got = gradients_of(lambda h, w: in_parts(lambda rows: mean_row(rows, w), h, 16), h, w)
+    got = gradients_of(lambda h, w: in_parts(mean_row, gpt(w), h), h, w)
     for a, b in zip(got, want):
         close(a, b, 1e-14)
     assert max(sizes) == min(10, max(1, at_once // 16))
-    assert sum(sizes) == 20, "in backward every part is computed again"
+    assert sum(sizes) == (10 if kept else 20), "in backward, what was not kept is computed again"
 
     sizes.clear()
     with torch.no_grad():
-        close(in_parts(lambda rows: mean_row(rows, w), h, 16), want[0], 1e-14)
+        close(in_parts(mean_row, gpt(w), h), want[0], 1e-14)
     assert sum(sizes) == 10
 
 
-@pytest.mark.parametrize('at_once', [2 ** 25, 4 * 16, 1])
-def test_probability_of_equals_the_softmax_at_the_targets(at_once, monkeypatch):
+@pytest.mark.parametrize('at_once', [2 ** 25, 4 * 64, 1])
+def test_nats_in_parts_are_those_of_the_model(at_once, monkeypatch):
     monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', at_once)
-    torch.manual_seed(0)
-    head = nn.Linear(8, 16, bias=False)
-    h = torch.randn(2, 5, 8, requires_grad=True)
-    targets = torch.randint(0, 16, (2, 5))
-    got = probability_of(head, h, targets, 16)
-    want = head(h).softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
-    close(got, want.detach(), 1e-6)
-    assert not got.requires_grad, "a constant"
-    half = probability_of(head.bfloat16(), h.bfloat16(), targets, 16)
-    assert half.dtype == torch.float32
-
-
-def test_recompute_runs_again_in_backward():
-    torch.manual_seed(0)
-    x = torch.randn(4, 3).double()
-    layer = nn.Linear(3, 3).double()
-    calls = []
-
-    def two_results(x, factor):
-        calls.append(1)
-        y = layer(x).tanh()
-        return y * factor, y.exp()
-
-    def product(function, x):
-        a, b = function(x, 2.0)
-        return a * b
-
-    want = gradients_of(lambda x: product(two_results, x), x)
-    calls.clear()
-    got = gradients_of(lambda x: product(recompute(two_results), x), x)
-    for a, b in zip(got, want):
-        assert torch.equal(a, b)
-    assert len(calls) == 2
+    model = make()
+    targets = torch.randint(0, 50, (2, 5))
+    targets[0, :3] = -1
+    h = torch.randn(2, 5, 32).double()
+    want = GPT.nats(model, h, targets)
+    close(model.nats(h, targets), want.detach(), 1e-13)
+    assert (want == 0).tolist() == (targets < 0).tolist()
+    narrow = model.bfloat16()
+    assert narrow.nats(h.bfloat16(), targets).dtype == torch.float32
 
 
 def test_recompute_draws_the_same_dropout_again():

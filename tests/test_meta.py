@@ -13,7 +13,7 @@ from test_train import CPU, QUICK, SHAPE
 
 import prepare_data
 import train
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import HEADER_BYTES, get_tokenizer, open_shard, read_meta
 from engine.windows import Windows
 from prepare_data import write_dataset

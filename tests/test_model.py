@@ -16,12 +16,13 @@ from model import GPT, GPTConfig, RMSNorm, rope_table
     (dict(n_head=15, n_kv_head=4), ['n_head=15', 'n_kv_head=4']),
     (dict(n_tokens=60000), ['n_tokens=60000', 'vocab_size=50304']),
     (dict(n_layer=0), ['n_layer=0', 'positive']),
-    (dict(block_size=-1), ['block_size=-1']),
-    (dict(ponder='embedding', ponder_topk=0), ['ponder_topk=0']),
-    (dict(depth_mode='mean'), ["'mean'", "'softmax'", "'uniform'"]),
-    (dict(depth_stride=0), ['depth_stride=0']),
-    (dict(dropout=1.0), ['dropout=1.0']),
-    (dict(norm_eps=0.0), ['norm_eps']),
+    (dict(dropout=1.5), ['dropout=1.5', 'between 0 and 1']),
+    (dict(ponder='think'), ["'think'", "'embedding'", "'pause'"]),
+    (dict(ponder='embedding', ponder_topk=99999), ['ponder_topk=99999', 'n_tokens=50304']),
+    (dict(ponder='latent', ponder_steps=-1), ['ponder_steps=-1', 'negative']),
+    (dict(halting='gate'), ["halting='gate'", "ponder='none'", "ponder='embedding'"]),
+    (dict(ponder='embedding', halting='gate', halt_start=0.5),
+     ['halt_start=0.5', 'halt_full=0.48']),
 ])
 def test_impossible_settings_are_named(settings, words):
     with pytest.raises(ValueError) as error:
@@ -102,8 +103,8 @@ def test_initial_weights():
             assert abs(p.mean().item()) < 0.005, name
 
 
-def test_forward_with_and_without_targets(idx):
-    model = make()
+def test_forward_with_and_without_targets(idx, kind):
+    model = make(kind=kind)
     logits, loss = model(idx)
     assert loss is None
     assert logits.shape == (3, 13, 64)
@@ -133,7 +134,7 @@ def test_dropout_acts_at_each_of_its_places(place, idx):
     if place != 'embeddings':
         model.drop.p = 0.0
     if place != 'attention weights':
-        block.attn.dropout = 0.0
+        model.config.dropout = 0.0      # what attention reads; the others have read it
     if place in ('embeddings', 'MLP branch'):
         torch.nn.init.zeros_(block.attn.c_proj.weight)
     if place in ('embeddings', 'attention branch', 'attention weights'):

@@ -6,7 +6,7 @@ import os
 import pytest
 from test_plot import curves, final, labels, write_run
 
-from engine.errors import UserError
+from engine.files import UserError
 from tools import compare
 
 pytest.importorskip('matplotlib')

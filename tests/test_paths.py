@@ -20,8 +20,7 @@ import sample
 import train
 from configurator import read
 from engine.checkpoint import load_checkpoint
-from engine.errors import UserError
-from engine.files import checksum, plain_file, whole
+from engine.files import UserError, checksum, plain_file, whole
 from engine.huggingface import load_state
 from engine.shards import open_shard, read_meta
 from model import GPTConfig

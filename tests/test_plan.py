@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, save
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from configurator import build, read
-from engine.errors import UserError
+from engine.files import UserError
+from engine.fast import FastGPT
 from engine.hardware import Ranks
+from engine.loss import recompute_blocks
 from engine.plan import LiveBytes, activations, memory
 from model import GPT, GPTConfig
 from train import Settings, Trainer
@@ -62,20 +63,21 @@ def test_memory_is_what_the_allocator_says(small_data, tmp_path, size):
     profile.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())['traceEvents']
     allocated = [e['args']['Total Allocated'] for e in events if e['name'] == '[memory]']
-    planned = memory(GPT, trainer.config, s, torch.float32)
+    planned = memory(trainer.config, s, torch.float32)
     assert sum(planned.values()) == pytest.approx(max(allocated), rel=0.15)
 
 
-def planned_as_if_run(GPT, checkpointed, **settings):
+def planned_as_if_run(kind, checkpointed, **settings):
     """What is planned for a small model is what real tensors take."""
     config = GPTConfig(vocab_size=320, block_size=64, n_head=4, n_embd=64, mlp_hidden=128,
                        **settings)
     s = Settings(micro_batch=4, batch_tokens=256, device='cpu', checkpoint_activations=checkpointed)
-    planned = memory(GPT, config, s, torch.bfloat16)['activations']
+    planned = memory(config, s, torch.bfloat16)['activations']
 
     with LiveBytes() as live:  # real numbers
-        model = GPT(config).train()
-        model.checkpoint_activations = checkpointed
+        model = kind(config).train()
+        if checkpointed:
+            recompute_blocks(model)
         before = live.now
         x = torch.zeros(4, 64, dtype=torch.long)
         with torch.autocast('cpu', torch.bfloat16):
@@ -84,54 +86,49 @@ def planned_as_if_run(GPT, checkpointed, **settings):
     assert planned == pytest.approx(live.peak - before, rel=1e-3)
 
 
-class UpperHalfTwice(GPT):
+class UpperHalfTwice(FastGPT):
     """Some mechanism of the future: a second pass, through the last half of the blocks only."""
 
     def trunk(self, x, pos, memory=None):
         n_layer = self.config.n_layer
         x = super().trunk(x, pos)
-        x = self.blocks(x, pos, layers=range(n_layer // 2, n_layer))
-        return self.ln_f(x)
+        return super().trunk(x, pos, layers=range(n_layer // 2, n_layer))
 
 
-@pytest.mark.parametrize('GPT, checkpointed', [
-    (GPT, False),
-    (GPT, True),
+@pytest.mark.parametrize('kind, checkpointed', [
+    (FastGPT, False),
+    (FastGPT, True),
     (UpperHalfTwice, False),
 ])
-def test_a_deep_stack_is_planned_as_if_it_were_run(GPT, checkpointed):
-    planned_as_if_run(GPT, checkpointed, n_layer=10, depth_attn=True)
+def test_a_deep_stack_is_planned_as_if_it_were_run(kind, checkpointed):
+    planned_as_if_run(kind, checkpointed, n_layer=10, depth_attn=True)
 
 
 def test_norms_on_a_gpu_keep_their_input_alone():
     config = GPTConfig(vocab_size=320, block_size=64, n_layer=4, n_head=4, n_embd=64,
                        mlp_hidden=128)
     cpu, gpu = [Settings(micro_batch=4, device=device) for device in ('cpu', None)]
-    on_cpu, on_gpu = [activations(GPT, config, s, torch.float32, True) for s in (cpu, gpu)]
+    on_cpu, on_gpu = [activations(config, s, torch.float32, True) for s in (cpu, gpu)]
     # numbers per token: x / rms(x), and 1 / rms(x), of the two norms and of 4 queries and 4 keys
     layer = 2 * (64 + 1) + 2 * 4 * (16 + 1)
     assert on_cpu - on_gpu == (config.n_layer * layer + 64 + 1) * 4 * (4 * 64)
 
 
-def full_loss(model, h, y):
-    return F.cross_entropy(model.head(h).flatten(0, 1), y.flatten())
-
-
-def peak(loss):
-    """The most bytes that a loss takes forward and backward, at GPT-2's vocabulary."""
+def peak(kind):
+    """The most bytes that the loss takes forward and backward, at GPT-2's vocabulary."""
     with FakeTensorMode(), LiveBytes() as live:
-        model = GPT(GPTConfig(vocab_size=50304, n_layer=1, n_head=2, n_embd=64, mlp_hidden=64))
+        model = kind(GPTConfig(vocab_size=50304, n_layer=1, n_head=2, n_embd=64, mlp_hidden=64))
         h = torch.zeros(8, 2048, 64, requires_grad=True)
         y = torch.zeros(8, 2048, dtype=torch.long)
         before = live.now
-        loss(model, h, y).backward()
+        model.loss(h, y).backward()
     return live.peak - before
 
 
 def test_chunked_loss_takes_less_than_a_quarter_of_full_logits():
     logits = 8 * 2048 * 50304 * 4  # bytes in fp32
-    assert peak(full_loss) > logits  # to begin with
-    assert peak(GPT.loss) < logits / 4
+    assert peak(GPT) > logits  # to begin with
+    assert peak(FastGPT) < logits / 4
 
 
 def test_no_step_of_embedding_keeps_its_probabilities():
@@ -139,7 +136,7 @@ def test_no_step_of_embedding_keeps_its_probabilities():
     one_step = GPTConfig(vocab_size=8192, block_size=512, n_layer=2, n_head=2, n_embd=64,
                          mlp_hidden=64, ponder='embedding', ponder_steps=1)
     three_steps = replace(one_step, ponder_steps=3)
-    one, three = [activations(GPT, config, s, torch.float32, True)
+    one, three = [activations(config, s, torch.float32, True)
                   for config in (one_step, three_steps)]
     assert three - one < 16 * 512 * 8192 * 4  # (B,T,V) in fp32
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make, save
 
-from engine.errors import UserError
+from engine.files import UserError
 from engine.palette import SHADES, shade, terminal_shade
 from engine.shards import get_tokenizer, open_shard
 from model import GPT, GPTConfig

@@ -27,8 +27,9 @@ if sys.platform == 'win32':
 from ranks import finish, launch, launch_torchrun, wait_for
 
 run_train = test_train.run_train  # the fixture
-# the others have these in them: depth has plain, gate has embedding
-TWO_RANKS = [name for name in ONE_EACH if name not in ('plain', 'embedding')]
+# the others have these in them: depth has plain, gate has embedding, router has chain
+TWO_RANKS = [name for name in ONE_EACH
+             if name not in ('plain', 'embedding', 'chain_depth', 'loop_depth')]
 
 
 @pytest.fixture

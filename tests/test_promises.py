@@ -5,14 +5,15 @@ import math
 import naive
 import pytest
 import torch
-from conftest import ONE_EACH, TOGGLES, close, make
+from conftest import ONE_EACH, TOGGLES, close, make, rows_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.generate import left_pad
-from engine.hardware import compile_blocks
-from engine.memory import StepCache
-from model import HALTING, PONDER, GPT, GPTConfig
+from engine.compile import compile_blocks
+from engine.fast import FastGPT
+from engine.loss import recompute_blocks
+from model import HALTING, PONDER, GPT, GPTConfig, Memories
 
 
 def differ(a, b, by=1e-4):
@@ -48,11 +49,11 @@ def test_every_mechanism_is_under_these_tests(toggles):
     assert {toggle.get('halting', 'none') for toggle in toggles} == {'none', *HALTING}
 
 
-def test_initial_loss_and_gradients(toggle):
+def test_initial_loss_and_gradients(toggle, kind):
     torch.manual_seed(0)
     small = dict(vocab_size=320, n_tokens=257, block_size=64, n_layer=5, n_head=4, n_embd=64,
                  mlp_hidden=128)
-    model = GPT(GPTConfig(**{**small, **toggle})).train()
+    model = kind(GPTConfig(**{**small, **toggle})).train()
     model.mechanism.progress = 0.0  # halting adds its own term to the loss later in a run
     idx = torch.randint(0, 257, (8, 64))
     loss = model(idx, torch.randint(0, 257, (8, 64)))[1]
@@ -63,11 +64,11 @@ def test_initial_loss_and_gradients(toggle):
         assert p.grad.isfinite().all() and p.grad.abs().sum() > 0, name
 
 
-def test_causality(toggle, idx):
-    model = make(**toggle, block_size=13)
+def test_causality(toggle, idx, kind):
+    model = make(**toggle, block_size=13, kind=kind)
     # or later tokens that halt would change the shapes that earlier ones are computed in, and
     # their rounding
-    model.mechanism.dense = True
+    model.dense = True
     before, passes = model(idx)[0], model.mechanism.passes
     for t in (0, 5, 12):
         changed = idx.clone()
@@ -79,57 +80,60 @@ def test_causality(toggle, idx):
             assert torch.equal(passes[:, :t], model.mechanism.passes[:, :t])
 
 
-def slots_in(cache):
-    """Slots in a cache, of all three rows together."""
-    return cache.held() if isinstance(cache, StepCache) else 3 * cache.length
+def slots_in(memory):
+    """Slots in a Cache, or in those of all passes, of all three rows together."""
+    if isinstance(memory, Memories):
+        return sum(cache.held() for cache in memory.values())
+    return memory.held()
 
 
-def test_cached_equals_full_for_every_split(toggle, idx):
+def test_cached_equals_full_for_every_split(toggle, idx, kind):
     T = 9 if toggle.get('ponder') == 'latent' else 13  # a split costs 2 T sweeps there
     idx = idx[:, :T]
-    model = make(**toggle, block_size=T)
+    model = make(**toggle, block_size=T, kind=kind)
     mechanism = model.mechanism
     full, passes = model(idx)[0], mechanism.passes
 
     several = [5, 3, 1, 4] if T == 13 else [4, 3, 1, 1]
     for split in [[n, T - n] for n in range(1, T)] + [[1] * T, several]:
-        memory = model.new_memory(T)
+        memory = model.new_memory()
         logits, taken = [], []
-        for part in idx.split(split, dim=1):
-            logits.append(model.head(model.hidden(part, memory)))
-            taken.append(mechanism.passes)
+        with torch.no_grad():
+            for part in idx.split(split, dim=1):
+                logits.append(model.head(model.hidden(part, memory)))
+                taken.append(mechanism.passes)
         close(torch.cat(logits, 1), full)
-
-        held = sum(slots_in(cache) for cache in memory)
-        if passes is None:
-            slots = mechanism.steps + 1 if mechanism.one_cache else 1
-            assert held == 3 * T * slots * len(memory)
-        else:  # what a token did not compute is not in the cache
+        if passes is not None:
             assert torch.equal(torch.cat(taken, 1), passes)
-            assert held == passes.sum() < 3 * T * (model.config.ponder_steps + 1)
+
+        if kind is FastGPT and passes is None:
+            assert slots_in(memory) == 3 * T * (mechanism.K + 1)
+        elif kind is FastGPT:  # what a token did not compute is not in the cache
+            assert slots_in(memory) == passes.sum() < 3 * T * (mechanism.K + 1)
 
 
-def test_batch_of_unequal_prompts_equals_each_alone(toggle):
-    model = make(**toggle, block_size=16)
+def test_batch_of_unequal_prompts_equals_each_alone(toggle, kind):
+    model = make(**toggle, block_size=16, kind=kind)
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
-    together = model.generate(prompts, 10, temperature=0)
+    together = rows_of(model, prompts, 10)
     for prompt, row in zip(prompts, together):
         alone = model.generate(torch.tensor([prompt]), 10, temperature=0)[0]
         assert row.tolist() == alone.tolist()
         assert row[:len(prompt)].tolist() == prompt
     # the tokens could agree by luck: compare the logits behind a left-padded prefill and one
     # decoding step
-    tokens, start = left_pad(prompts, model.config.block_size, 'cpu')
-    memory = model.new_memory(8, start)
-    model.hidden(tokens, memory)
-    step = model.head(model.hidden(torch.tensor([[11]] * 3), memory))
-    for i, prompt in enumerate(prompts):
-        alone = model(torch.tensor([prompt + [11]]))[0]
-        close(step[i, 0], alone[0, -1])
+    tokens, pad = left_pad(prompts, model.config, 'cpu')
+    memory = model.new_memory(pad=pad)
+    with torch.no_grad():
+        model.hidden(tokens, memory)
+        step = model.head(model.hidden(torch.tensor([[11]] * 3), memory))
+        for i, prompt in enumerate(prompts):
+            alone = model(torch.tensor([prompt + [11]]))[0]
+            close(step[i, 0], alone[0, -1])
 
 
-def test_equals_the_naive_loop(toggle):
-    model = make(**toggle)
+def test_equals_the_naive_loop(toggle, kind):
+    model = make(**toggle, kind=kind)
     tokens = [3, 14, 15, 9, 26, 5, 35]
     passes = []
     got = model(torch.tensor([tokens]))[0][0]
@@ -145,24 +149,29 @@ def test_flops_agree_with_torch(toggle, training):
     small = dict(vocab_size=256, block_size=128, n_layer=3, n_head=4, n_embd=128, mlp_hidden=256)
     if 'halting' in toggle:
         toggle = {**toggle, 'halt_tau': 0.0}  # counted as if nobody halts
-    model = GPT(GPTConfig(**{**small, **toggle}))
+    # gate's keys are frozen in engine/, mask's widened: the plain form of the one is counted there
+    kind = GPT if toggle.get('halting') == 'mask' else FastGPT
+    model = kind(GPTConfig(**{**small, **toggle})).train(training)
     idx = torch.randint(0, 256, (1, 128))
-    # the math backend is the one whose matmuls torch counts on a CPU
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        if training:
-            model(idx, targets(idx))[1].backward()
-        else:
-            model(idx)
-    said = model.flops_per_token(None, training, model.config.jacobi_iters)
-    assert counter.get_total_flops() / idx.numel() == pytest.approx(said, rel=0.03)
+    counts = []
+    for model.mechanism.drawn in model.mechanism.draws():
+        # the math backend is the one whose matmuls torch counts on a CPU
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            if training:
+                model(idx, targets(idx))[1].backward()
+            else:
+                model(idx)
+        counts.append(counter.get_total_flops() / idx.numel())
+    said = model.flops_per_token(None, training)
+    assert sum(counts) / len(counts) == pytest.approx(said, rel=0.03)
 
 
 @pytest.mark.parametrize('name', [name for name in ONE_EACH if 'halting' not in TOGGLES[name]])
 def test_a_device_is_not_waited_for(name):
     """On the meta device, which has no numbers: to read one is an error, so is to mix devices."""
-    model = make(**TOGGLES[name]).to('meta')
+    model = make(**{**TOGGLES[name], **few_sweeps(TOGGLES[name])}).to('meta')
     idx = torch.zeros(3, 7, dtype=torch.long, device='meta')
-    assert model.hidden(idx, jacobi=1).shape == (3, 7, 32)
+    assert model.hidden(idx).shape == (3, 7, 32)
     # chain's cache counts slots, latent's prompt takes seconds here
     if model.config.ponder in ('none', 'embedding', 'loop', 'pause'):
         assert model.generate(idx, 3, temperature=0).shape == (3, 10)
@@ -180,12 +189,12 @@ def counted_penalty(toggle):
     return dict(halt_lambda=5.0, halt_share=0.5)
 
 
-def test_gradients_agree_with_finite_differences(toggle, idx):
+def test_gradients_agree_with_finite_differences(toggle, idx, kind):
     """
     Nothing is detached on the way: keys and values of earlier passes, sources, gates and biases
     all pass gradients on.
     """
-    model = make(**few_sweeps(toggle), **counted_penalty(toggle)).train()
+    model = make(**few_sweeps(toggle), **counted_penalty(toggle), kind=kind).train()
     params = list(model.parameters())
     generator = torch.Generator().manual_seed(3)
     ways = []
@@ -213,10 +222,10 @@ def test_gradients_agree_with_finite_differences(toggle, idx):
 def test_activation_checkpointing_changes_nothing(toggle, idx):
     model = make(**few_sweeps(toggle)).train()
     calls = []
-    model.h[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.h[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
     want = gradients(model, idx)
     plain_calls = len(calls)
-    model.checkpoint_activations = True
+    recompute_blocks(model)
     got = gradients(model, idx)
     assert len(calls) == 3 * plain_calls, "a pass was not recomputed"
     for a, b in zip(got, want):
@@ -231,24 +240,22 @@ class Compiler:
 
     def __init__(self):
         self.graphs = 0
-        self.fullgraph = False  # True: what is compiled must be one graph
-        self.compile_module = torch.nn.Module.compile
+        self.compile_function = torch.compile
 
     def __call__(self, graph, inputs):
         self.graphs += 1
         return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
 
-    def compile(self, block, **settings):
-        """Module.compile, with this backend."""
-        self.compile_module(block, backend=self, fullgraph=self.fullgraph, **settings)
+    def compile(self, function, **settings):
+        """torch.compile with this backend; what is compiled must be one graph."""
+        return self.compile_function(function, backend=self, fullgraph=True, **settings)
 
 
 @pytest.fixture
 def compiler(monkeypatch):
     torch._dynamo.reset()  # forget what other tests compiled
     compiler = Compiler()
-    # a function, not a bound method: a block looks it up and puts itself in front
-    monkeypatch.setattr(torch.nn.Module, 'compile', lambda *a, **how: compiler.compile(*a, **how))
+    monkeypatch.setattr(torch, 'compile', compiler.compile)
     # compile_blocks sets both, for all that follows
     with torch._dynamo.config.patch(recompile_limit=128, optimize_ddp=True):
         yield compiler
@@ -273,11 +280,11 @@ def second_pass(model, text):
     return (model.mechanism.passes > 1).sum(1).max()
 
 
-SLOW_TO_COMPILE = ('depth', 'loop_depth', 'latent2_depth', 'mask', 'router')
+SLOW_TO_COMPILE = ('depth', 'loop_depth', 'latent2_depth', 'mask', 'router_depth')
 
 
 @pytest.mark.parametrize('name, settings', [
-    *((name, one_step) for name in ONE_EACH[:-1] if name not in SLOW_TO_COMPILE),
+    *((name, one_step) for name in ONE_EACH if name not in SLOW_TO_COMPILE),
     *(pytest.param(name, one_step, marks=pytest.mark.slow) for name in SLOW_TO_COMPILE),
     *(pytest.param(name, all_steps, marks=pytest.mark.slow) for name in ONE_EACH),
 ])
@@ -288,8 +295,6 @@ def test_compiled_blocks_change_nothing(name, settings, idx, compiler):
         first, second = (second_pass(model, text) for text in texts)
         assert 0 < first < 13 and 0 < second < 13 and first != second
     want = [gradients(model, text) for text in texts]
-    # a memory that keeps what passes made is no part of the graph: chain, router, gate
-    compiler.fullgraph = model.config.ponder != 'chain' and model.config.halting != 'gate'
     compile_blocks(model)
     for text, grads in zip(texts, want):
         for a, b in zip(gradients(model, text), grads):
@@ -304,10 +309,11 @@ def test_one_graph_serves_all_blocks(name, idx, compiler):
     assert len(model.h) == 5 and compiler.graphs == 1
 
 
-def test_bf16_autocast_stays_close(toggle, idx):
+def test_bf16_autocast_stays_close(toggle, idx, kind):
     if 'ponder_topk' in toggle:  # which tokens are the likeliest may change: keep all
         toggle = {**toggle, 'ponder_topk': 50}
-    model = make(**toggle, block_size=13, init_std=0.05).float()
+    model = make(**toggle, block_size=13, init_std=0.05, kind=kind).float()
+    model.train(model.config.halting == 'exit')     # whose gate counts in training alone
     want = gradients(model, idx)
     got = gradients(model, idx, torch.bfloat16)
     assert got[0] == pytest.approx(want[0].item(), rel=0.01)
@@ -316,8 +322,8 @@ def test_bf16_autocast_stays_close(toggle, idx):
         assert torch.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.99
 
 
-def test_same_result_twice_and_rows_are_independent(toggle, idx):
-    model = make(**toggle, block_size=13)
+def test_same_result_twice_and_rows_are_independent(toggle, idx, kind):
+    model = make(**toggle, block_size=13, kind=kind)
     full = model(idx)[0]
     assert torch.equal(full, model(idx)[0])
     close(model(idx[1:2])[0], full[1:2])
@@ -336,6 +342,7 @@ OWN_PARAMETERS = {
     'mask2': {'mechanism.router.weight': (3, 32), 'mechanism.router.bias': (3,)},
     'router': {'mechanism.router.weight': (1, 32), 'mechanism.router.bias': (1,)},
     'gate': GATES,
+    'exit_gate': {'mechanism.gate.weight': (1, 32), 'mechanism.gate.bias': (1,)},
 }
 
 
@@ -361,17 +368,15 @@ def test_a_toggle_adds_no_parameters_but_its_own(name):
     ('chain', 'router'),
 ])
 @pytest.mark.parametrize('depth_attn', [False, True])
-def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx):
-    shared = dict(depth_attn=depth_attn, n_layer=3)
+def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx, kind):
+    shared = dict(depth_attn=depth_attn, n_layer=3, kind=kind)
     model = make(ponder=ponder, halting=halting, ponder_steps=0, **shared)
     plain = make(embed_scale=model.config.embed_scale, **shared)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(idx)[0], plain(idx)[0])
     assert model.flops_per_token() == plain.flops_per_token()
-    for prompts in idx[:, :5], [[3, 1, 4], [1], [5, 9]]:
-        got = model.generate(prompts, 30, temperature=0)
-        want = plain.generate(prompts, 30, temperature=0)
-        for a, b in zip(got, want):
+    for prompts in idx[:, :5].tolist(), [[3, 1, 4], [1], [5, 9]]:
+        for a, b in zip(rows_of(model, prompts, 15), rows_of(plain, prompts, 15)):
             assert torch.equal(a, b)
     loss = model.train()(idx, targets(idx))[1]
     loss.backward()

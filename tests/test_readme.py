@@ -13,7 +13,7 @@ import train
 from conftest import ROOT, make, save
 from configurator import read
 from engine import tasks
-from engine.errors import UserError
+from engine.files import UserError
 from model import HALTING, PONDER, GPT, GPTConfig
 from prepare_data import DataSettings
 from sample import SampleSettings

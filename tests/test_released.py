@@ -20,7 +20,7 @@ import sample
 import train
 from engine import room, tensors
 from engine.checkpoint import load_checkpoint
-from engine.errors import UserError
+from engine.files import UserError
 from engine.tensors import open_tensors
 from model import GPT, GPTConfig
 from tools import evaluate, explain, hf, plot

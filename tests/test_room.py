@@ -11,7 +11,7 @@ from test_train import ALONE, CPU, SHAPE
 import sample
 from configurator import build, read
 from engine import plan, room
-from engine.errors import UserError
+from engine.files import UserError
 from engine.hardware import Ranks, tune_cpu
 from model import GPT, GPTConfig
 from tools import evaluate

@@ -9,7 +9,7 @@ from conftest import ROOT, TOGGLES, make, program, refused, save
 
 import sample
 from engine.checkpoint import load_checkpoint, save_checkpoint
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import get_tokenizer
 from model import GPT
 from sample import encode_prompt

@@ -10,7 +10,7 @@ import test_train
 from conftest import ROOT, program, refused
 
 from engine import hardware
-from engine.errors import UserError
+from engine.files import UserError
 
 run_train = test_train.run_train    # the fixture
 ALL = ['-OO', '-I', '-W', 'error']

@@ -16,7 +16,7 @@ from test_train import QUICK, SHAPE
 import engine.state
 import train
 from engine.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from engine.errors import UserError
+from engine.files import UserError
 from model import GPT, GPTConfig
 from sample import load_model
 

@@ -11,8 +11,7 @@ from conftest import make, save
 import prepare_data
 import train
 from engine import tasks
-from engine.errors import UserError
-from engine.files import checksum
+from engine.files import UserError, checksum
 from engine.shards import encode, get_tokenizer, read_meta
 from engine.tasks import TASKS, check_context, problems
 from model import GPTConfig

@@ -9,7 +9,7 @@ import torch
 from browser import Browser, find_browser
 from conftest import ONE_EACH, TOGGLES, make, save
 
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import get_tokenizer
 from tools import explain, think
 

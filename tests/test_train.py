@@ -21,8 +21,7 @@ import train
 from configurator import build, read
 from engine import attention, hardware, log, output
 from engine.checkpoint import load_checkpoint, save_checkpoint
-from engine.errors import UserError
-from engine.files import alone
+from engine.files import UserError, alone
 from engine.hardware import Ranks
 from engine.log import Log
 from engine.output import Output, Stop

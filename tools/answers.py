@@ -18,7 +18,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from engine.errors import UserError
+from engine.files import UserError
 from engine.shards import open_shard, read_meta
 from engine.tasks import TASKS, task_of
 

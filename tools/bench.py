@@ -29,11 +29,12 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, read
-from engine.files import whole
-from engine.errors import UserError, run
-from engine.hardware import compile_blocks, compile_decoding, expect_new_lengths, tune_cpu
+from engine.files import UserError, run, whole
+from engine.compile import compile_blocks, compile_decoding
+from engine.hardware import expect_new_lengths, tune_cpu
 from engine.hardware import pick_compile, pick_device, pick_dtype
-from model import GPT, GPTConfig
+from engine.fast import FastGPT
+from model import GPTConfig
 from train import Settings
 
 
@@ -248,7 +249,7 @@ def first_step():
     given, _ = read([TINY], '', Settings, GPTConfig)
     config = build(GPTConfig, {**given, 'vocab_size': 320})
     idx = torch.randint(0, 320, (given['micro_batch'], config.block_size))
-    step = TrainingStep(GPT(config), own_loss, idx, pick_dtype(None, idx.device))
+    step = TrainingStep(FastGPT(config), own_loss, idx, pick_dtype(None, idx.device))
     step()
 
 
@@ -298,7 +299,7 @@ def training_steps(setup, models, idx):
     if pick_compile(setup.train.compile, setup.device):
         for compiled in models.values():
             compile_blocks(compiled)
-        candidates[f'{first}, not compiled'] = GPT(model.config).to(setup.device)
+        candidates[f'{first}, not compiled'] = FastGPT(model.config).to(setup.device)
     steps = {}
     for name, candidate in candidates.items():
         steps[name] = TrainingStep(candidate, own_loss, idx, setup.dtype)
@@ -430,7 +431,7 @@ def for_decoding(config, setup):
     on_gpu = setup.device.type == 'cuda'
     asked = setup.train.dtype is not None
     dtype = setup.dtype if asked or on_gpu else torch.float32  # no autocast: the weights' type
-    return GPT(config).to(setup.device, dtype).eval()
+    return FastGPT(config).to(setup.device, dtype).eval()
 
 
 def bench_models(setup, configs, matmul_rate, copy_rate):
@@ -439,7 +440,7 @@ def bench_models(setup, configs, matmul_rate, copy_rate):
     torch.manual_seed(0)
     if setup.device.type == 'cpu':
         tune_cpu()
-    models = {name: GPT(config).to(setup.device) for name, config in configs.items()}
+    models = {name: FastGPT(config).to(setup.device) for name, config in configs.items()}
     if setup.device.type == 'cpu':
         report['start'] = bench_start(setup.own.repeats)
     report['training'] = bench_training(setup, models, matmul_rate)

@@ -21,9 +21,10 @@ import torch.nn as nn
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build
-from engine.errors import UserError, run
+from engine.files import UserError, run
 from engine.hardware import expect_new_lengths, tune_cpu
-from model import GPT, GPTConfig
+from engine.fast import FastGPT
+from model import GPTConfig
 from tools.bench import TrainingStep, check_counts, decode, own_loss, seconds, set_up, take_turns
 from tools.bench import whole_numbers
 
@@ -88,7 +89,7 @@ def probability(depth, most=PASSES):
 
 def drawn(config, depth, device):
     """A model of this config whose tokens take `depth` passes on average."""
-    model = GPT(config).to(device)
+    model = FastGPT(config).to(device)
     mechanism, p = model.mechanism, probability(depth)
     if config.halting == 'gate':
         mechanism.gates = nn.ModuleList(Draw(p) for _ in mechanism.gates)
@@ -103,7 +104,7 @@ def make_models(setup, halting, **settings):
     """{'fixed': the model that always takes all passes, mean depth: one that halts, ..}."""
     all_passes = {**setup.given, 'ponder': MODES[halting], 'ponder_steps': PASSES - 1,
                   'halting': 'none'}  # whatever a config file says
-    models = {'fixed': GPT(build(GPTConfig, all_passes)).to(setup.device)}
+    models = {'fixed': FastGPT(build(GPTConfig, all_passes)).to(setup.device)}
     config = build(GPTConfig, {**all_passes, 'halting': halting, **settings})
     for depth in setup.own.depths.split(','):
         models[depth] = drawn(config, float(depth), setup.device)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import check_range
 from engine.checkpoint import change_steps
-from engine.errors import UserError, run
+from engine.files import UserError, run
 from engine.shards import read_meta
 from engine.windows import Windows
 from sample import data_dir_of, open_one
@@ -116,7 +116,7 @@ def obedient(model):
         mechanism.gates = nn.ModuleList(Told(gate, deal) for gate in mechanism.gates)
     else:
         mechanism.router = Told(mechanism.router, deal)
-        mechanism.dense = True
+        model.dense = True
     return model, deal
 
 
@@ -213,7 +213,7 @@ def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, ChoiceSettings,
                                              "python tools/choices.py out/halting_router")
     config = model.config
-    if model.mechanism.steps == 0:
+    if model.mechanism.K == 0:
         raise UserError(f"this model has ponder={config.ponder!r} and "
                         f"ponder_steps={config.ponder_steps}: name one with several passes")
     device = model.wte.weight.device

@@ -14,6 +14,7 @@ Writes OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in 
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -31,12 +32,11 @@ sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 from configurator import build, read
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
-from engine.errors import UserError, run
-from engine.files import on_disk, plain_file
+from engine.files import UserError, on_disk, run
 from engine.hardware import pick_device, stop_signals
-from engine.inputs import is_number
 from engine.shards import read_meta
 from engine.tasks import task_of
+from engine.fast import without_numbers
 from model import GPTConfig
 from sample import load_model
 from tools.answers import summary
@@ -85,6 +85,10 @@ BY_NAME = {
 PONDERLM = ('embedding', 'gate', 'pause')  # these start as plain_ponderlm
 
 
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def plain_of(name):
     """The plain run that starts as this one."""
     return 'plain_ponderlm' if name in PONDERLM else 'plain_scaled'
@@ -126,7 +130,7 @@ class Run:
 
 def training_flops(config):
     """Forward and backward FLOPs per token."""
-    return config.without_weights().flops_per_token()
+    return without_numbers(config).flops_per_token()
 
 
 def make_plan(name, common, asked):
@@ -191,7 +195,7 @@ def read_lines(path):
     """
     if not os.path.lexists(path):
         return []
-    with on_disk(path, 'read'), open(plain_file(path), encoding='utf-8', errors='replace') as f:
+    with on_disk(path, 'read'), open(path, encoding='utf-8', errors='replace') as f:
         lines = f.readlines()
     records = []
     for line in lines:

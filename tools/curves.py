@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configurator import build, read
-from engine.errors import UserError
+from engine.files import UserError
 from engine.palette import GREY, INK, LINES, ORANGE
 from model import GPTConfig
 from tools.compare import read_lines, training_flops

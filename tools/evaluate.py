@@ -33,8 +33,7 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, check_range, read
 from engine.checkpoint import CHECKPOINTS
-from engine.errors import UserError, run
-from engine.files import on_disk, plain_file, whole
+from engine.files import UserError, on_disk, run, whole
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.shards import count_tokens, encode, open_shard, read_meta
 from sample import data_dir_of, load_model, override
@@ -123,7 +122,7 @@ def token_arrays(path, tokenizer):
 def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
     try:
-        with open(plain_file(path), 'rb') as f:
+        with open(path, 'rb') as f:
             text = f.read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); "

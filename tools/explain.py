@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
 from configurator import read
-from engine.errors import UserError, run
+from engine.files import UserError, run
 from sample import encode_prompt, load_model, open_one
 from tools.evaluate import token_arrays
 from tools.think import check_length, model_data, write_page
@@ -66,7 +66,6 @@ class Seen:
     """
     steps: torch.Tensor             # (T,) long     the steps each token took
     logits: torch.Tensor            # (T,V)         the model's output
-    halting: list                   # [(T,), ..]    what its gates or router said (`decisions`)
     compared: list                  # [(T,), ..]    what must reach halt_tau for step 2, 3, ..
     after: torch.Tensor             # (n,T,V)       logits after each step, as if it were the last
     values: Optional[torch.Tensor]  # (T,L,L+1)     whose values each layer mixed
@@ -81,30 +80,38 @@ class Recorder:
         self.config = model.config
         self.outputs = []           # of each pass: (1,S,C)
         self.shares = []            # of each pass, with Depth-Attention: (1,S,L,L+1)
-        self.layer = None           # the block that runs
-        self.run_pass = model.blocks
+        self.layers = None          # whose values the block that runs now mixes
+        self.ln_f = model.ln_f
+        self.run_pass = model.trunk
+        self.find = library.depth_sources
         self.mix = library.depth_attention
 
-    def blocks(self, x, *args, **options):
-        """In the place of GPT.blocks."""
+    def trunk(self, x, pos, memory=None, layers=None, norm=True):
+        """In the place of GPT.trunk; what it keeps is normed."""
         if self.config.depth_attn:
-            L = self.config.n_layer
-            self.shares.append(x.new_zeros(*x.shape[:2], L, L + 1))
-        x = self.run_pass(x, *args, **options)
-        self.outputs.append(x)
+            self.shares.append(self.shares_before(x))
+        x = self.run_pass(x, pos, memory, layers, norm)
+        self.outputs.append(x if norm else self.ln_f(x))
         return x
 
-    def begin_block(self, block, args):
-        """A hook before each block."""
-        self.layer = block.attn.layer
+    def shares_before(self, x):
+        """What a pass over x (1,S,C) starts from: layers that it does not run keep theirs."""
+        if self.shares and self.shares[-1].size(1) == x.size(1):
+            return self.shares[-1].clone()
+        L = self.config.n_layer
+        return x.new_zeros(1, x.size(1), L, L + 1)
+
+    def depth_sources(self, layer, below, memory):
+        """In the place of model.depth_sources."""
+        loops = getattr(memory, 'loops', ())
+        self.layers = layer, len(loops), [j for j in below if j in memory.made]
+        return self.find(layer, below, memory)
 
     def depth_attention(self, q, k, v, sources, mode):
         """
         In the place of model.depth_attention. Mixing the rows of a unit matrix instead of values
         gives the weights themselves.
         """
-        if not self.config.depth_attn:
-            return v
         unit = torch.eye(len(sources) + 1, dtype=v.dtype, device=v.device)
         rows = [row.expand(*k.shape[:3], -1) for row in unit]               # (1,nkv,S,sources + 1)
         keys = [k_j for k_j, _ in sources]
@@ -113,12 +120,12 @@ class Recorder:
         return self.mix(q, k, v, sources, mode)
 
     def put_at_layers(self, weights):
-        """Weights of sources, in the order of GPT.blocks, in the columns of their layers."""
-        earlier = self.config.sources(self.layer)
-        loops = weights.size(-1) - 1 - len(earlier)                         # these come first
-        row = self.shares[-1][:, :, self.layer]                             # (1,S,L+1)
+        """Weights of sources, in the order of depth_sources, in the columns of their layers."""
+        layer, loops, below = self.layers
+        row = self.shares[-1][:, :, layer]                                  # (1,S,L+1)
+        row.zero_()
         row[..., -1] = weights[..., :loops].sum(-1)
-        row[..., [*earlier, self.layer]] = weights[..., loops:]
+        row[..., [*below, layer]] = weights[..., loops:]
 
 
 @torch.inference_mode()
@@ -127,24 +134,22 @@ def look(model, idx):
     T = len(idx)
     recorder = Recorder(model)
     mechanism = model.mechanism
-    mechanism.dense = True          # halting='router': all tokens in all passes
-    hooks = [block.register_forward_pre_hook(recorder.begin_block) for block in model.h]
+    model.dense = True              # halting='router': all tokens in all passes
     try:
         with mock.patch.object(library, 'depth_attention', recorder.depth_attention), \
-                mock.patch.object(model, 'blocks', recorder.blocks):
+                mock.patch.object(library, 'depth_sources', recorder.depth_sources), \
+                mock.patch.object(model, 'trunk', recorder.trunk):
             logits = model(idx[None])[0][0]                                 # (T,V)
     finally:
-        mechanism.dense = False
-        for hook in hooks:
-            hook.remove()
+        model.dense = False
 
-    after = model.head(model.ln_f(by_token(recorder.outputs, T)))           # (n,T,V)
+    after = model.head(by_token(recorder.outputs, T))                       # (n,T,V)
     steps = torch.full((T,), len(after), device=idx.device)
     position = torch.arange(T, device=idx.device)
-    halting = []
+    compared = []
     if mechanism.halts:
         steps = mechanism.passes[0]                                         # (T,)
-        halting = [decided[0] for decided in mechanism.decisions()]         # each (T,)
+        compared = [chance[0] for chance in mechanism.decisions()]          # each (T,)
     values = None
     if model.config.depth_attn:
         values = by_token(recorder.shares, T)                               # (n,T,L,L+1)
@@ -152,21 +157,7 @@ def look(model, idx):
     last = after[steps - 1, position]                                       # (T,V)
     mixed = ~torch.isclose(last, logits, atol=1e-3).all(-1)
     kind = 'pass' if recorder.outputs[-1].size(1) == T else 'slot'
-    compared = thresholded(halting, model.config.halting)
-    return Seen(steps, logits, halting, compared, after, values, mixed, kind)
-
-
-def thresholded(halting, kind):
-    """
-    Of what a model's gates or router said, [(T,), ..], what is compared with halt_tau before step
-    2, 3, ..: a gate itself, else the probability of getting there.
-    """
-    if not halting or kind == 'gate':
-        return halting
-    said = torch.stack(halting)                                             # (n,T)
-    if kind == 'mask':      # of needing exactly 0, 1, .. thoughts; at least k is a sum
-        return list(said.flip(0).cumsum(0).flip(0)[1:])
-    return list(said.cumprod(0))
+    return Seen(steps, logits, compared, after, values, mixed, kind)
 
 
 def by_token(passes, T):
@@ -182,12 +173,12 @@ def by_token(passes, T):
 
 # ---- showing -------------------------------------------------------------------------------------
 
-def show(seen, config, idx, tokenizer, top):
+def show(seen, mechanism, idx, tokenizer, top):
     """Print a paragraph for each position."""
-    top = min(top, config.n_tokens)
+    top = min(top, mechanism.config.n_tokens)
     for t, token in enumerate(idx.tolist()):
         n = seen.steps[t].item()
-        decided = decisions(seen.halting, t, n, config)
+        decided = decisions(seen.compared, t, mechanism)
         print(f"{t:4d} {word(token, tokenizer)}   {count(n, seen.kind)}{decided}")
         for k in range(n):
             words = likeliest(seen.after[k, t], tokenizer, top)
@@ -223,15 +214,11 @@ def likeliest(logits, tokenizer, top):
     return '   '.join(parts)
 
 
-def decisions(halting, t, n, config):
-    """What decided on the n steps of position t, in words; nothing without halting."""
-    if config.halting == 'none':
+def decisions(compared, t, mechanism):
+    """What was compared with halt_tau after the passes of position t, in words."""
+    if not compared:
         return ''
-    numbers = [f"{decided[t]:.4f}" for decided in halting]
-    if config.halting == 'mask':        # decided once, for all
-        return f"   probability of 0, 1, .. thoughts {' '.join(numbers)}"
-    name = 'gate' if config.halting == 'gate' else 'going on'
-    return f"   {name} {' '.join(numbers[:n])}"     # after the steps that were taken
+    return f"   {mechanism.decides} {' '.join(f'{chance[t]:.4f}' for chance in compared)}"
 
 
 def shares(values):
@@ -298,7 +285,7 @@ def main(argv):
         _, [folder] = read(argv, '', ExplainSettings)
         show_page(s, folder, model, idx, tokenizer)
     else:
-        show(look(model, idx), model.config, idx, tokenizer, s.top)
+        show(look(model, idx), model.mechanism, idx, tokenizer, s.top)
 
 
 if __name__ == '__main__':

@@ -18,13 +18,12 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import read
-from engine.checkpoint import new_model
-from engine.errors import UserError, run
-from engine.files import whole
+from engine.checkpoint import model_of
+from engine.files import UserError, run, whole
 from engine.hub import fetch_model
-from engine.huggingface import INSTALL, load_state, rename_from_hf, rename_to_hf
-from engine.variant import variant_of
-from model import GPT, GPTConfig
+from engine import huggingface
+from engine.huggingface import INSTALL, rename_from_hf, rename_to_hf
+from engine.variant import ReleasedConfig
 from sample import load_model
 
 __all__ = ['load_released', 'save_hf', 'rename_from_hf', 'rename_to_hf']
@@ -32,16 +31,15 @@ __all__ = ['load_released', 'save_hf', 'rename_from_hf', 'rename_to_hf']
 
 def load_released(folder, dtype=torch.float32):
     """
-    A GPT in eval mode with the weights of a Hugging Face folder, in `dtype`; UserError as in
-    `load_state`.
+    A FastGPT in eval mode with the weights of a Hugging Face folder, in `dtype`; UserError as in
+    engine/huggingface.py.
     """
-    state = load_state(folder, GPTConfig, dtype)
-    return new_model(state, GPT, GPTConfig).eval()
+    return model_of(huggingface.load_released(folder, dtype)).eval()
 
 
 def refuse_others(model):
     """UserError if this is no plain GPT: a stock model file would run its weights, and wrongly."""
-    if variant_of(model) is not None:
+    if isinstance(model.config, ReleasedConfig):
         raise UserError("this model came from a Hugging Face folder with another architecture: "
                         "only plain models are exported")
     config = model.config

@@ -32,8 +32,7 @@ from torch.nn import functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, read
 from engine.checkpoint import change_steps
-from engine.errors import UserError, run
-from engine.files import whole
+from engine.files import UserError, run, whole
 from engine.hardware import pick_device
 from engine.palette import BLUE, GREY, INK, ORANGE, SHADES, shade
 from sample import data_dir_of, encode_prompt, load_model

@@ -29,8 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from engine import palette
-from engine.errors import UserError
-from engine.files import on_disk, whole
+from engine.files import UserError, on_disk, whole
 
 TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'think.html')
 END = '∎'           # how the end of a text is shown; the template begins a new line after it
@@ -86,7 +85,6 @@ def model_data(seen, config, name, tokens, top):
         about=', '.join(about),
         kind=seen.kind,
         steps=seen.steps.tolist(),
-        halting=[rounded(decided, 6) for decided in seen.halting],
         compared=[rounded(decided, 6) for decided in seen.compared],
         tau=config.halt_tau if seen.compared else None,
         after=[reading(logits, tokens, top) for logits in seen.after],

@@ -11,7 +11,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 
-from engine.errors import UserError
+from engine.files import UserError
 from engine.hardware import tune_cpu
 from engine.shards import open_shard, read_meta
 from sample import load_model

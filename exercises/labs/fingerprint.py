@@ -75,8 +75,7 @@ import torch.nn.functional as F
 
 from common import fit, load_plain, loss_on, own_text, table, text_loss, warm_up, windows
 from configurator import build, read
-from engine.errors import UserError, run
-from engine.files import on_disk
+from engine.files import UserError, on_disk, run
 from model import RMSNorm
 
 

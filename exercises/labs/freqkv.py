@@ -61,7 +61,7 @@ import torch
 
 from common import fit, load_plain, loss_on, own_text, table, text_loss, warm_up, windows
 from configurator import build, read
-from engine.errors import UserError, run
+from engine.files import UserError, run
 from engine.memory import KVCache
 from model import GPT, apply_rope, rope_table
 

@@ -84,7 +84,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import fit, load_plain, loss_on, own_text, table, text_loss, warm_up, windows
 from configurator import build, read
-from engine.errors import UserError, run
+from engine.files import UserError, run
 from engine.shards import encode
 from prepare_data import walk
 

@@ -33,7 +33,7 @@ sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 
 import train
 from configurator import build, read
-from engine.errors import UserError, run
+from engine.files import UserError, run
 from engine.flops import Cost, Pass
 from exercises.labs.common import table
 from model import PONDER, GPTConfig, Mechanism

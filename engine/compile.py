@@ -1,0 +1,150 @@
+"""
+A model made ready for its device, and torch.compile: the blocks for training, a whole pass for
+decoding. Both are model.py's own code; what holds keys and values between blocks stays outside of
+the compiled code.
+"""
+
+import torch
+
+from engine.hardware import expect_new_lengths, explained, pick_compile, tune_cpu
+from engine.loss import recompute_blocks
+from engine.memory import Cache, TextPass
+
+
+def prepare(model, settings, device):
+    """Move a model to its device, for training with train.py's settings."""
+    torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
+    if device.type == 'cpu':
+        tune_cpu()
+    if model.mechanism.skips:
+        expect_new_lengths()    # tokens that stopped are left out of later passes
+    model.to(device)
+    if pick_compile(settings.compile, device):
+        compile_blocks(model)
+    if settings.checkpoint_activations:
+        recompute_blocks(model)
+
+
+def compile_blocks(model):
+    """torch.compile the blocks: one's code serves all, so compile time does not grow with depth."""
+    torch._dynamo.config.optimize_ddp = False   # it would cut blocks at the ends of DDP's buckets
+    torch._dynamo.config.recompile_limit = 128  # variants: of shapes, of Depth-Attention's sources
+    # where training skips tokens that stopped, shapes change from step to step
+    run = torch.compile(run_block, dynamic=None if model.mechanism.skips else False)
+    for block in model.h:
+        block.forward = CompiledBlock(block, run)
+
+
+class CompiledBlock:
+    """
+    In the place of a block's forward. What a pass holds stays outside of the compiled code, which
+    would else be compiled anew for each layer. With a cache, whose length changes, a block runs as
+    it is.
+    """
+
+    def __init__(self, block, run):
+        self.block = block
+        self.run = run
+
+    def __call__(self, x, rope, memory, mask):
+        if not isinstance(memory, TextPass):
+            return type(self.block).forward(self.block, x, rope, memory, mask)
+        layer = self.block.attn.layer
+        loops = [loop.made[layer] for loop in memory.loops]
+        reads = memory.join, memory.past(layer), memory.made, loops
+        x, made, read = self.run(self.block, x, rope, mask, *reads)
+        memory.keep(layer, made, read)
+        return x
+
+
+def run_block(block, x, rope, mask, join, past, made, loops):
+    """Block.forward as a function of tensors: x, and the keys and values that it made and read."""
+    memory = Reads(join, past, made, loops)
+    x = type(block).forward(block, x, rope, memory, mask)
+    return x, memory.new, memory.read
+
+
+class Reads:
+    """A TextPass for one block. made: {layer: (k, v)}; loops: (k, v) of this layer, of each."""
+
+    def __init__(self, join, past, made, loops):
+        self.join = join
+        self.past = past
+        self.made = made
+        self.loops = [Loop(of_layer) for of_layer in loops]
+
+    def update(self, layer, k, v):
+        self.new = k, v
+        self.read = self.join(self.past, k, v)
+        return self.read
+
+
+class Loop:
+    """An earlier loop, for one block."""
+
+    def __init__(self, of_layer):
+        self.made = AnyLayer(of_layer)
+
+
+class AnyLayer:
+    """{layer: (k, v)}, whatever the layer: its number would make compiled code another."""
+
+    def __init__(self, of_layer):
+        self.of_layer = of_layer
+
+    def __getitem__(self, layer):
+        return self.of_layer
+
+
+def compile_decoding(model):
+    """
+    Compile the pass that reads one new token, all blocks in one piece; on a GPU replay it as a CUDA
+    graph. For a model on its device, whose blocks are not compiled; caches are static from then on.
+    The first tokens wait for the compiler.
+    """
+    model.trunk = CompiledTrunk(model)
+    model.static_caches = True
+
+
+class CompiledTrunk:
+    """
+    GPT.trunk, compiled for the passes of new tokens; other passes run as they are. `loop` with
+    depth_attn does too: what earlier loops made would not outlast a CUDA graph's next replay.
+    """
+
+    def __init__(self, model):
+        self.cuda = model.wte.weight.is_cuda
+        self.plain = model.trunk
+        self.compiled = torch.compile(run_trunk, mode='reduce-overhead' if self.cuda else None)
+
+    def __call__(self, x, pos, memory=None, layers=None, norm=True):
+        is_new_token = isinstance(memory, Cache) and memory.compiled
+        if not is_new_token or memory.loops:
+            return self.plain(x, pos, memory, layers, norm)
+        mask = memory.mask(x.size(1), x.device)
+        if self.cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+            for held in memory.all_tensors():  # written in place, not copied in
+                torch._dynamo.mark_static_address(held, guard=False)
+        with explained():  # the next replay writes where this one did: hence the copy
+            return self.compiled(self.plain, x, pos, memory, mask, layers, norm).clone()
+
+
+def run_trunk(trunk, x, pos, cache, mask, layers, norm):
+    return trunk(x, pos, NewToken(cache, mask), layers, norm)
+
+
+class NewToken:
+    """A Cache whose pass has begun: its mask was made outside of the compiled code."""
+
+    def __init__(self, cache, mask):
+        self.cache = cache
+        self.ready_mask = mask
+        self.made, self.loops = {}, ()
+
+    def mask(self, S, device):
+        return self.ready_mask
+
+    def update(self, layer, k, v):
+        self.made[layer] = k, v
+        return self.cache.write_here(layer, k, v)

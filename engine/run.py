@@ -1,0 +1,250 @@
+"""
+What a run says and leaves behind, and what ends it early.
+
+    stop = Stop(ranks, device, max_seconds)     asked(): is the run to save and end?
+    log = Log(settings, model, ranks, device)   lines for people, and a JSON object for each
+    log.open(settings)                          the run's folder: settings.json, log.jsonl
+"""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+
+import torch
+
+from engine.checkpoint import CHECKPOINTS
+from engine.shards import get_tokenizer
+from engine.files import UserError, alone, whole
+from engine.hardware import PEAK_FLOPS, expect_new_lengths
+
+
+class Stop:
+    """Whether a run is to save and end before its last step: a signal, or no time left."""
+
+    def __init__(self, ranks, device, max_seconds=None):
+        self.ranks = ranks
+        self.device = device
+        self.deadline = time.monotonic() + (max_seconds or math.inf)
+        self.since = 0.0            # when this rank was told to stop; 0: it was not
+
+    def asked(self):
+        """Whether any rank was told to stop, or is out of time; all ranks get the same answer."""
+        stop = self.since > 0 or time.monotonic() > self.deadline
+        if self.ranks.world == 1:
+            return stop
+        return self.ranks.mean(torch.tensor([float(stop)], device=self.device)) > 0
+
+    def hear(self, number, frame):
+        """
+        The first signal asks for a stop. A second one ends the process, unless it is the first
+        again, passed on by torchrun.
+        """
+        if self.since and time.monotonic() - self.since > 0.5:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.since = self.since or time.monotonic()
+
+    @contextlib.contextmanager
+    def on_signals(self):
+        """Around the part of a run that Ctrl-C, SIGTERM and the terminal's end may ask to stop."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)   # Windows has none; nohup has it ignored
+        before = {number: signal.signal(number, self.hear) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Log:
+    """What rank 0 prints and writes to log.jsonl; the other ranks are silent."""
+
+    def __init__(self, settings, model, ranks, device):
+        self.settings = settings
+        self.model = model
+        self.ranks = ranks
+        self.device = device
+        self.closing = contextlib.ExitStack()
+        self.file = None            # log.jsonl, once it is open
+        # since the last line:
+        self.began = 0.0            # when that was, by the clock
+        self.losses = []            # of each step
+        self.passes = []            # of each micro-batch: shares of the tokens in each pass
+
+    @contextlib.contextmanager
+    def open(self, settings, resumed):
+        """
+        Around the run: makes its folder and locks out other runs; settings.json and log.jsonl are
+        in it. UserError if the folder cannot be written, or holds a checkpoint and is not resumed.
+        """
+        if self.ranks.rank > 0:
+            yield
+            return
+        folder = self.settings.out_dir
+        try:
+            self.closing.enter_context(alone(folder))
+            names = [os.path.join(folder, name) for name in CHECKPOINTS]
+            if not resumed and any(map(os.path.exists, names)):
+                raise UserError(f"{folder} holds a checkpoint: go on with --init_from=resume, or "
+                                "choose another --out_dir")
+            with whole(os.path.join(folder, 'settings.json')) as f:
+                json.dump(settings, f, indent=1)
+            path = os.path.join(folder, 'log.jsonl')
+            self.file = self.closing.enter_context(open(path, 'a+', encoding='utf-8'))
+            end_torn_line(self.file)
+        except OSError as error:
+            raise UserError(f"out_dir={folder}: cannot be written ({error.strerror}); choose "
+                            "another --out_dir") from None
+        with self.closing:
+            yield
+
+    def say(self, text, **record):
+        """Print `text`; `record` becomes a line of log.jsonl, if that is open."""
+        if self.ranks.rank > 0:
+            return
+        print(text, flush=True)
+        if record and self.file:
+            finite = {name: None if is_nan(value) else value for name, value in record.items()}
+            print(json.dumps(finite), file=self.file, flush=True)
+
+    # ---- steps
+
+    def start(self, accumulation, dtype):
+        """Say what is trained, and start the clock."""
+        s = self.settings
+        parameters = self.model.num_params() / 1e6
+        flops = self.model.flops_per_token() / 1e6
+        world = self.ranks.world
+        precision = str(dtype).removeprefix('torch.')
+        self.say(f"{parameters:.2f}M parameters, {flops:.1f} MFLOPs per token, "
+                 f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
+                 f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
+                 f"{world} x {self.device.type}")
+        self.began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def clock_stopped(self):
+        """Around what is no part of a step's time, such as saving and evaluating."""
+        begin = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - begin
+
+    def add_passes(self, passes):
+        """Count one forward. passes: that each token took, (B,T), or None without halting."""
+        if passes is not None:
+            most = self.model.config.ponder_steps + 1
+            shares = [(passes > k).float().mean() for k in range(most)]
+            self.passes.append(torch.stack(shares))                     # (most,)
+
+    def step(self, step, loss, norm, lr):
+        """Count a step that is done. Every log_interval steps, and after the first, say so."""
+        self.losses.append(loss)
+        if step != 1 and step % self.settings.log_interval > 0:
+            return
+        s = self.settings
+        now = time.perf_counter()
+        seconds = (now - self.began) / len(self.losses)
+        finite = [loss for loss in self.losses if math.isfinite(loss)] or [math.nan]
+        loss = statistics.fmean(finite)     # what is trained on: with halting's term
+        tokens, rate = step * s.batch_tokens, s.batch_tokens / seconds
+        mfu, shares = self.mfu(rate), self.shares()
+        left = round((s.max_steps - step) * seconds)
+        words = [
+            f"step {step:>5}/{s.max_steps}",
+            f"{tokens / 1e6:8.2f}M tokens",
+            f"loss {loss:.4f}",
+            f"lr {lr:.2e}",
+            f"grad norm {norm:.2f}",
+            f"{seconds * 1e3:.0f} ms",
+            f"{rate:,.0f} tokens/s",
+            f"MFU {mfu:.1%}" if mfu else '',
+            describe(shares) if shares else '',
+            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
+        ]
+        self.say(' | '.join(word for word in words if word), step=step, tokens=tokens, loss=loss,
+                 lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu,
+                 passes=shares)
+        self.began, self.losses = now, []
+
+    def mfu(self, rate):
+        """The share of the GPUs' peak that so many tokens per second need; None if not known."""
+        if self.device.type != 'cuda' or self.model.mechanism.skips:
+            return None     # skips: less is computed than flops_per_token says
+        gpu = torch.cuda.get_device_name(self.device)
+        for name, peak in PEAK_FLOPS.items():
+            if name in gpu:
+                return rate * self.model.flops_per_token() / (peak * self.ranks.world)
+        return None
+
+    def shares(self):
+        """Shares of the tokens in passes 1, 2, .. since the last line; None without halting."""
+        if not self.passes:
+            return None
+        mean = torch.stack(self.passes).mean(0)                         # (ponder_steps + 1,)
+        self.passes = []
+        return (self.ranks.sum(mean) / self.ranks.world).tolist()
+
+    def evaluation(self, step, loss, passes, meta):
+        """
+        Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. meta: the
+        data's description.
+        """
+        s = self.settings
+        per_byte = loss * meta['val']['tokens'] / meta['val']['bytes']
+        where = ''
+        if s.eval_only:
+            folder = s.out_dir if s.init_from == 'resume' else s.init_from
+            where = f"{folder} on {s.data_dir}, "
+        text = (f"{where}step {step}: validation loss {loss:.4f} nats per token, "
+                f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte")
+        if passes:
+            text += f", {passes:.3f} passes per token"
+        self.say(text, step=step, tokens=step * s.batch_tokens, val_loss=loss,
+                 val_nats_per_byte=per_byte, val_passes=passes)
+
+
+def describe(shares):
+    """The mean number of passes, and the share of tokens in each."""
+    return f"{sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)})"
+
+
+def is_nan(value):
+    """Whether it is a number that JSON has not."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def end_torn_line(file):
+    """End the last line of a log, if a full disk or a kill cut it short."""
+    file.seek(max(0, file.tell() - 1))
+    if file.read(1) not in ('', '\n'):
+        file.write('\n')
+
+
+def print_sample(model, data, tokenizer, settings, autocast):
+    """
+    Print a piece of the validation text, and how the model goes on. data: its Windows. tokenizer:
+    its name. autocast: makes the context that the model runs in.
+    """
+    try:
+        tokenizer = get_tokenizer(tokenizer)
+    except UserError as error:  # a vocabulary that has to be fetched; the run is complete
+        print(f"no sample: {error}", file=sys.stderr)
+        return
+    expect_new_lengths()
+    device = model.wte.weight.device
+    window, _ = data.get([data.n // 2], device)                         # (1,T)
+    prompt = window[:, :max(1, data.T // 4)]
+    with autocast():
+        out = model.generate(prompt, settings.sample_tokens, temperature=0.7, seed=settings.seed)
+    tokens = out[0].tolist()
+    given = tokenizer.decode(tokens[:prompt.size(1)])
+    new = tokenizer.decode(tokens[prompt.size(1):])
+    print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40,
+          f'\n{given}<|model|>{new}\n' + '-' * 133)

@@ -1,0 +1,47 @@
+"""
+model.py alone: a copy of it in an empty folder trains and generates, over every toggle, with
+nothing but PyTorch.
+"""
+
+import ast
+import json
+import os
+import shutil
+import sys
+
+from conftest import ROOT, TOGGLES, program
+
+MODEL = os.path.join(ROOT, 'model.py')
+
+
+def test_it_imports_pytorch_and_the_standard_library_alone():
+    with open(MODEL, encoding='utf-8') as f:
+        tree = ast.parse(f.read())
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition('.')[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "an import of its own folder"
+            imported.add(node.module.partition('.')[0])
+    assert imported - sys.stdlib_module_names == {'torch'}
+
+
+def test_a_copy_in_an_empty_folder_trains_and_generates(tmp_path):
+    """
+    A few steps lower the loss; then, in float64, tokens from a cache are those of the whole text
+    read anew for each of them, and so are prompts of unequal lengths in one batch.
+    """
+    shutil.copy(MODEL, tmp_path)
+    shutil.copy(os.path.join(ROOT, 'tests', 'alone.py'), tmp_path)
+    done = program('-E', 'alone.py', json.dumps(TOGGLES), cwd=tmp_path)  # -E: without PYTHONPATH
+    found = json.loads(done.stdout)
+
+    ours = {name.removesuffix('.py') for name in os.listdir(ROOT)}
+    assert ours & set(found.pop('modules')) == {'model'}
+    assert found.keys() == TOGGLES.keys()
+    for name, of in found.items():
+        assert of['after'] < of['before'] - 1, name
+        assert of['equal'] and of['error'] < 1e-9, name
+        halts = 'halting' in TOGGLES[name]
+        assert (len(of['passes']) > 1) == halts, f"{name}: some tokens stop, some do not"

@@ -1,0 +1,161 @@
+"""
+FastGPT, with what engine/ puts in the place of parts of model.py, equals GPT over every toggle: in
+training, in evaluation and in generation. And what both owe to those who train and copy them.
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import LATENT_2, MASK_2, close, make, rows_of
+from test_promises import differ, few_sweeps, targets
+
+from engine.fast import FastGPT
+from model import GPT
+from train import Trainer
+
+
+def both(toggle, **settings):
+    """A GPT and a FastGPT with the same weights; few sweeps, so that guesses are compared too."""
+    settings = {**few_sweeps(toggle), **settings}
+    plain, fast = [make(**settings, kind=kind) for kind in (GPT, FastGPT)]
+    fast.load_state_dict(plain.state_dict())
+    return plain, fast
+
+
+def losses_and_gradients(model, idx):
+    """{(progress, drawn): [loss, gradient of each parameter, passes]} of training."""
+    model.train()
+    mechanism = model.mechanism
+    y = targets(idx)
+    y[0, :5] = -1
+    found = {}
+    for mechanism.progress in (0.0, 0.45, 1.0) if mechanism.halts else (1.0,):
+        for mechanism.drawn in mechanism.draws():
+            model.zero_grad()
+            loss = model(idx, y)[1]
+            loss.backward()
+            results = [loss.detach()] + [p.grad.clone() for p in model.parameters()]
+            if mechanism.halts:
+                results.append(mechanism.passes.double())
+            found[mechanism.progress, mechanism.drawn] = results
+    return found
+
+
+def test_logits_and_passes(toggle, idx):
+    plain, fast = both(toggle)
+    close(fast(idx)[0], plain(idx)[0])
+    if plain.mechanism.halts:
+        assert torch.equal(fast.mechanism.passes, plain.mechanism.passes)
+    close(fast(idx, idx)[1], plain(idx, idx)[1])
+
+
+def test_gradients_of_the_training_loss(toggle, idx):
+    """At the beginning, on the ramp and at the end of halting's schedule; of all that is drawn."""
+    counts = dict(halt_lambda=1.0, halt_share=0.5) if 'halting' in toggle else {}
+    plain, fast = both(toggle, **counts)
+    want, got = losses_and_gradients(plain, idx), losses_and_gradients(fast, idx)
+    assert len(got) == (3 if 'halting' in toggle else 1) * len(plain.mechanism.draws())
+    for case, results in want.items():
+        for a, b in zip(got[case], results):
+            close(a, b)
+
+
+def test_greedy_tokens_of_unequal_prompts(toggle):
+    plain, fast = both(toggle)
+    prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
+    want = rows_of(plain, prompts, 15)
+    assert len({tuple(row.tolist()) for row in want}) == 3
+    for a, b in zip(rows_of(fast, prompts, 15), want):
+        assert torch.equal(a, b)
+
+
+def read(model, idx, split, pad):
+    """What comes out of a text in pieces, and the passes of its tokens."""
+    memory, hidden, passes = model.new_memory(pad=pad), [], []
+    with torch.no_grad():
+        for part in idx.split(split, dim=1):
+            hidden.append(model.hidden(part, memory))
+            passes.append(model.mechanism.passes)
+    return torch.cat(hidden, 1), torch.cat(passes, 1) if model.mechanism.halts else None
+
+
+@pytest.mark.parametrize('split, pad', [
+    ([5, 3, 1, 4], None),
+    ([6, 1, 1, 1, 4], torch.tensor([0, 3, 1])),
+])
+def test_texts_in_pieces(toggle, idx, split, pad):
+    plain, fast = both(toggle)
+    (want, want_passes), (got, passes) = [read(model, idx, split, pad) for model in (plain, fast)]
+    real = torch.arange(13).expand(3, 13) >= (0 if pad is None else pad[:, None])
+    close(got[real], want[real])
+    if plain.mechanism.halts:
+        assert torch.equal(passes[real], want_passes[real])
+
+
+def test_R_is_what_was_drawn_in_training_and_else_the_settings(idx, kind):
+    for toggle in LATENT_2, MASK_2:
+        model = make(**few_sweeps(toggle), kind=kind)
+        sweeps = []
+        model.h[0].register_forward_pre_hook(lambda *_: sweeps.append(1))
+
+        def count(*jacobi):
+            sweeps.clear()
+            model(idx, None, *jacobi)
+            return len(sweeps)
+
+        assert count() == 2 + 2 + 1
+        if kind is FastGPT:
+            assert count(5) == 2 + 5 + 1
+        model.train()
+        assert model.mechanism.draws() == [2, 1]
+        for model.mechanism.drawn in model.mechanism.draws():
+            assert count() == 2 + model.mechanism.drawn + 1
+
+
+def drawn_in_training(model, seed):
+    """What train.py draws for the first twenty of forty steps."""
+    drawn = []
+    for step in range(20):
+        settings = SimpleNamespace(seed=seed, max_steps=40)
+        Trainer.draw(SimpleNamespace(model=model, settings=settings, step=step))
+        assert model.mechanism.progress == step / 40
+        drawn.append(model.mechanism.drawn)
+    return drawn
+
+
+def test_a_step_draws_R_by_the_seed_and_its_number():
+    model = make(**few_sweeps(LATENT_2))
+    drawn = drawn_in_training(model, seed=1)
+    assert set(drawn) == {1, 2}
+    assert drawn == drawn_in_training(model, seed=1) != drawn_in_training(model, seed=2)
+
+
+def test_a_copy_computes_with_its_own_weights(toggle, idx, kind):
+    """It is made in the middle of a step, when there is a graph that no backward has used up."""
+    model = make(**few_sweeps(toggle), kind=kind).train()
+    model(idx, targets(idx))
+    copied = copy.deepcopy(model)
+    before = model(idx)[0].detach()
+    assert torch.equal(copied(idx)[0], before)
+
+    with torch.no_grad():
+        copied.h[1].mlp.c_fc.weight.mul_(2.0)
+    differ(copied(idx)[0], before)
+    assert torch.equal(model(idx)[0], before)
+    copied(idx, targets(idx))[1].backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize('settings', [dict(), dict(ponder='chain')])
+def test_a_second_pass_on_a_memory_has_to_be_opened(settings, idx):
+    model = make(**settings, kind=GPT)
+    memory = model.new_memory()
+    pos = memory.begin(3, 13, 'cpu')
+    if settings:
+        memory.open(0)
+    x = model.trunk(model.embed(idx), pos, memory)
+    with pytest.raises(AssertionError, match='block 0 runs twice in one pass'):
+        model.trunk(x, pos, memory)
