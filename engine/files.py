@@ -8,6 +8,7 @@ for what the user can mend, and an exit status that says so.
     with alone(folder):             keeps other processes out of a folder
     with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
     checksum(path)                  SHA-256
+    table(header, rows)             for a terminal, or a page
 """
 
 import contextlib
@@ -146,3 +147,16 @@ def checksum(path):
         while block := f.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def table(header, rows):
+    """Cells in aligned columns, as a terminal and Markdown show them; floats with 3 decimals."""
+    cells = [[f'{v:.3f}' if isinstance(v, float) else str(v) for v in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells)]
+    rule = ['-' * width for width in widths]
+    lines = []
+    for row in [header, rule, *cells]:
+        first, *others = row
+        padded = [first.ljust(widths[0])] + [c.rjust(w) for c, w in zip(others, widths[1:])]
+        lines.append('| ' + ' | '.join(padded) + ' |')
+    return '\n'.join(lines)

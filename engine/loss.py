@@ -115,3 +115,20 @@ def compute_dtype(h):
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return h.dtype
+
+
+@torch.no_grad()
+def token_nats(model, rows, batch_size=16):
+    """
+    -log p of each token of a text given those before it in its row, in eval mode: rows (n,T+1) to
+    (n,T); 0 where a token is -1, which counts for nothing.
+    """
+    was_training = model.training
+    model.eval()
+    losses = []
+    for part in rows.split(batch_size):
+        part = part.to(model.wte.weight.device)
+        h = model.hidden(part[:, :-1].clamp(min=0))
+        losses.append(model.nats(h, part[:, 1:]))
+    model.train(was_training)
+    return torch.cat(losses)
