@@ -212,7 +212,7 @@ class Memory:
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
-        assert k.size(2) == self.length, f"block {layer} must run once in each pass, all passes"
+        assert k.size(2) == self.length, f"block {layer} must run once in each pass"
         self.keys[layer], self.values[layer] = k, v
         return k, v
 

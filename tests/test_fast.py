@@ -157,5 +157,5 @@ def test_a_second_pass_on_a_memory_has_to_be_opened(settings, idx):
     if settings:
         memory.open(0)
     x = model.trunk(model.embed(idx), pos, memory)
-    with pytest.raises(AssertionError, match='block 0 runs twice in one pass'):
+    with pytest.raises(AssertionError, match='block 0 must run once'):
         model.trunk(x, pos, memory)

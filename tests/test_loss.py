@@ -26,8 +26,9 @@ def gradients_of(function, *inputs):
 
 # the loss
 
-def plain_loss(h, weight, targets, n_tokens):
-    return F.cross_entropy(h @ weight[:n_tokens].T, targets, ignore_index=-1)
+def plain_loss(h, weight, targets, factors, n_tokens):
+    nats = F.cross_entropy(h @ weight[:n_tokens].T, targets, ignore_index=-1, reduction='none')
+    return (nats * factors).sum() / (targets >= 0).sum()
 
 
 @pytest.mark.parametrize('at_once', [2 ** 25, 3 * 16, 1])
@@ -35,14 +36,16 @@ def test_chunked_loss_equals_plain_cross_entropy(at_once, monkeypatch):
     monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', at_once)
     torch.manual_seed(0)
     h, weight = torch.randn(10, 8).double(), torch.randn(16, 8).double()
+    factors = torch.rand(10).double()
     targets = torch.randint(0, 11, (10,))
     targets[[2, 7]] = -1
-    got = gradients_of(lambda h, w: chunked_cross_entropy(h, w, targets, 11), h, weight)
-    want = gradients_of(lambda h, w: plain_loss(h, w, targets, 11), h, weight)
+    inputs = h, weight, factors
+    got = gradients_of(lambda h, w, f: chunked_cross_entropy(h, w, targets, f, 11), *inputs)
+    want = gradients_of(lambda h, w, f: plain_loss(h, w, targets, f, 11), *inputs)
     for a, b in zip(got, want):
         close(a, b, 1e-13)
     with torch.no_grad():
-        assert torch.equal(chunked_cross_entropy(h, weight, targets, 11), got[0])
+        assert torch.equal(chunked_cross_entropy(h, weight, targets, factors, 11), got[0])
 
 
 def test_all_ignored_targets_give_zero(kind):
@@ -78,7 +81,7 @@ def test_loss_never_holds_all_logits(monkeypatch):
     h = torch.randn(4096, 8, requires_grad=True)
     targets = torch.randint(0, 1024, (4096,))
     with Sizes() as sizes:
-        chunked_cross_entropy(h, weight, targets, 1000).backward()
+        chunked_cross_entropy(h, weight, targets, 1.0, 1000).backward()
     assert max(sizes.seen) == 2 ** 17 < 4096 * 1024 / 4
 
 
@@ -109,7 +112,7 @@ def test_under_autocast_probabilities_and_the_heads_gradient_are_fp32(monkeypatc
     # many chunks: in bf16 their sum would be 3 % off
     monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', 64 * 4)
     with torch.autocast('cpu', torch.bfloat16):
-        chunked_cross_entropy(h, w, y, 64).backward()
+        chunked_cross_entropy(h, w, y, 1.0, 64).backward()
     [want] = torch.autograd.grad(F.cross_entropy(h @ w.t(), y), w)
     assert (w.grad - want).norm() < 0.01 * want.norm()
 

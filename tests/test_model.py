@@ -16,7 +16,7 @@ from model import GPT, GPTConfig, RMSNorm, rope_table
     (dict(n_head=15, n_kv_head=4), ['n_head=15', 'n_kv_head=4']),
     (dict(n_tokens=60000), ['n_tokens=60000', 'vocab_size=50304']),
     (dict(n_layer=0), ['n_layer=0', 'positive']),
-    (dict(dropout=1.5), ['dropout=1.5', 'between 0 and 1']),
+    (dict(dropout=1.5), ['dropout=1.5', 'below 1']),
     (dict(ponder='think'), ["'think'", "'embedding'", "'pause'"]),
     (dict(ponder='embedding', ponder_topk=99999), ['ponder_topk=99999', 'n_tokens=50304']),
     (dict(ponder='latent', ponder_steps=-1), ['ponder_steps=-1', 'negative']),

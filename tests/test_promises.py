@@ -37,7 +37,8 @@ def gradients(model, idx, autocast=None):
     with torch.autocast('cpu', autocast or torch.bfloat16, enabled=autocast is not None):
         loss = model(idx, targets(idx))[1]
     loss.backward()
-    return [loss.detach()] + [p.grad.clone() for p in model.parameters()]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return [loss.detach(), *(grad.clone() for grad in grads)]
 
 
 @pytest.mark.parametrize('toggles', [
