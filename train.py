@@ -283,7 +283,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self):
         """
-        Say the mean loss in nats per token, with halting also the mean passes, over the same
+        Say the mean loss in nats per target, with halting also the mean passes, over the same
         eval_tokens of the validation set each time, spread evenly over it. Nothing if the run is to
         stop.
         """
@@ -293,7 +293,7 @@ class Trainer:
         mine = (np.arange(n) * data.n // n)[rank::world]                # numbers of windows
         was_training = self.model.training
         self.model.eval()
-        total = torch.zeros(2, device=self.device)                      # of losses, of passes
+        total = torch.zeros(3, device=self.device)      # of losses, their targets, passes
         for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks
             if self.stop.asked():
                 self.model.train(was_training)
@@ -304,11 +304,14 @@ class Trainer:
             x, y = data.get(some, self.device)                          # each (len(some), T)
             with self.autocast():
                 _, loss = self.model(x, y)
-            total[0] += loss * len(some)
+            targets = (y >= 0).sum()
+            total[0] += loss * targets
+            total[1] += targets
             if self.model.mechanism.halts:
-                total[1] += self.model.mechanism.passes.float().mean() * len(some)
+                total[2] += self.model.mechanism.passes.float().mean() * len(some)
         self.model.train(was_training)
-        loss, passes = (self.ranks.sum(total) / n).tolist()
+        total = self.ranks.sum(total)
+        loss, passes = (total[0] / total[1]).item(), total[2].item() / n
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is not finite; lower "
                             "learning_rate, or take a wider dtype")

@@ -21,6 +21,7 @@ from engine.checkpoint import CHECKPOINTS
 from engine.shards import get_tokenizer
 from engine.files import UserError, alone, whole
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
+from engine.tasks import task_of
 
 
 class Stop:
@@ -193,17 +194,20 @@ class Log:
 
     def evaluation(self, step, loss, passes, meta):
         """
-        Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. meta: the
-        data's description.
+        Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. Of a made
+        task only the answers count. meta: the data's description.
         """
         s = self.settings
-        per_byte = loss * meta['val']['tokens'] / meta['val']['bytes']
+        per_byte, unit = loss, "nats per answer character"  # a character is a byte there
+        if task_of(meta) is None:
+            per_byte = loss * meta['val']['tokens'] / meta['val']['bytes']
+            bits = per_byte / math.log(2)
+            unit = f"nats per token, {per_byte:.4f} nats ({bits:.3f} bits) per byte"
         where = ''
         if s.eval_only:
             folder = s.out_dir if s.init_from == 'resume' else s.init_from
             where = f"{folder} on {s.data_dir}, "
-        text = (f"{where}step {step}: validation loss {loss:.4f} nats per token, "
-                f"{per_byte:.4f} nats ({per_byte / math.log(2):.3f} bits) per byte")
+        text = f"{where}step {step}: validation loss {loss:.4f} {unit}"
         if passes:
             text += f", {passes:.3f} passes per token"
         self.say(text, step=step, tokens=step * s.batch_tokens, val_loss=loss,

@@ -15,6 +15,8 @@ be read from the question.
 import random
 import re
 
+import numpy as np
+
 from engine.files import UserError
 
 
@@ -196,6 +198,18 @@ def task_of(meta):
         return None
     name, size = made[1], int(made[2])
     return (name, size) if 1 <= size <= TASKS[name].largest_size else None
+
+
+def in_answers(x, name, eot):
+    """
+    Which targets of inputs x (B,T) belong to an answer: (B,T). An answer goes from the end of its
+    question to the end-of-text token `eot`, which is part of it. Of a problem that began before the
+    window none do: nobody could know it.
+    """
+    place = np.arange(1, x.shape[1] + 1)
+    begin = np.maximum.accumulate(place * (x == eot), axis=1)                   # of the problem
+    ended = np.maximum.accumulate(place * (x == ord(TASKS[name].end)), axis=1)  # the question
+    return (0 < begin) & (begin < ended)
 
 
 def check_context(meta, block_size):

@@ -20,6 +20,7 @@ import torch  # slow to load: prepare_data.py starts without it, and without thi
 
 from engine.files import UserError, on_disk
 from engine.shards import HEADER_BYTES, open_shard, refuse_tokens
+from engine.tasks import in_answers, task_of
 
 
 def shuffle(i, n, key):
@@ -68,6 +69,8 @@ class Windows:
     def __init__(self, folder, split, meta, T):
         self.T = T
         self.n_tokens = meta['n_tokens']
+        self.eot = meta['eot']
+        self.task = task_of(meta)
         self.paths = []
         windows = []
         for shard in meta[split]['shards']:
@@ -111,9 +114,15 @@ class Windows:
         return self.split(self.read(windows, device), device)
 
     def split(self, tokens, device):
-        """Inputs and targets, each (B, T), of tokens (B, T + 1), on `device`."""
-        tokens = tokens.to(device, non_blocking=True)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        """
+        Inputs and targets, each (B, T), of tokens (B, T + 1), on `device`. In a made task targets
+        are -1, which do not count, but for the answers: questions are drawn at random.
+        """
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self.task is not None:
+            name, _ = self.task
+            y[~torch.from_numpy(in_answers(x.numpy(), name, self.eot))] = -1
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def read_batch(self, batch):
         """Tokens (count, T + 1) int64 of a Batch, in host memory."""

@@ -19,8 +19,9 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 import prepare_data
 from engine.files import UserError, checksum
 from engine.shards import HEADER_BYTES, MAGIC, get_tokenizer, open_shard, read_meta
+from engine.tasks import TASKS
 from engine.windows import Batch, Windows, shuffle
-from prepare_data import write_dataset
+from prepare_data import DataSettings, write_dataset
 
 CPU = torch.device('cpu')
 PROGRAM = os.path.join(os.path.dirname(prepare_data.__file__), 'prepare_data.py')
@@ -841,3 +842,33 @@ def test_data_that_vanishes_while_it_is_read(small_data, tmp_path):
     shutil.rmtree(folder)
     with pytest.raises(UserError, match='cannot be read'):
         data.sample(8, 4, 1, CPU, then=12)
+
+
+@pytest.mark.parametrize('name', TASKS)
+def test_of_a_task_only_answers_are_targets(tmp_path, name):
+    folder = str(tmp_path / 'd')
+    prepare_data.prepare_task(DataSettings(size=3, problems=200), name, folder)
+    data = Windows(folder, 'train', read_meta(folder), 50)
+    x, y = data.sample(0, data.n, 1, CPU)
+    whole, counted = 0, 0
+    for inputs, targets in zip(x.tolist(), y.tolist()):
+        text = bytes(token % 256 for token in inputs).decode('latin-1')     # end-of-text is NUL
+        question, started = False, False
+        for i, token in enumerate(inputs):
+            if token == 256:
+                started, question = True, False
+            if token == ord(TASKS[name].end):
+                question = started
+            if not question:
+                assert targets[i] == -1, text[:i]
+                continue
+            counted += 1
+            if i + 1 < len(inputs):
+                assert targets[i] == inputs[i + 1]
+            if targets[i] == 256:       # a problem that is whole: its answer is right
+                problem = text[:i + 1].rpartition('\0')[2]
+                asked, mark, answer = problem.partition(TASKS[name].end)
+                assert answer == TASKS[name].answer(asked + mark)
+                whole += 1
+    assert whole > 100
+    assert counted < y.numel() / 2
