@@ -23,9 +23,9 @@ ROOT = os.path.dirname(HERE)
 sys.path[:0] = [ROOT, os.path.join(HERE, 'labs')]
 import torch
 import torch.nn.functional as F
-from common import own_text, table, windows
+from common import own_text, windows
 
-from engine.files import UserError, run
+from engine.files import UserError, run, table
 from sample import load_model
 
 STEPS = 10

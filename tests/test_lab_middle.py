@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make
+from conftest import close, make
 
 import train
 from engine.files import UserError
@@ -16,27 +16,35 @@ TINY = ['--n_layer=3', '--n_head=2', '--n_embd=16', '--mlp_hidden=16', '--block_
 @pytest.fixture(autouse=True)
 def middle_for_this_test_only(monkeypatch):
     monkeypatch.setitem(middle.PONDER, 'middle', middle.LateMiddle)
-
-
-def test_the_middle_runs_twice_from_the_beginning_it_is_told(monkeypatch):
     monkeypatch.setattr(middle.LateMiddle, 'begin', 0.5)
-    gpt = make(ponder='middle', ponder_steps=1, n_layer=6)
-    idx = torch.randint(0, 50, (2, 9))
-    x = gpt.embed(idx)
-    pos = torch.arange(9)
-    first = gpt.blocks(x, pos, layers=range(2))
-    once = gpt.blocks(first, pos, layers=range(2, 4))
-    twice = gpt.blocks(once, pos, layers=range(2, 4))
+
+
+def test_the_middle_runs_twice_from_the_beginning_it_is_told(idx, kind):
+    """Step by step against the trunk; K = 0 is the plain model."""
+    gpt = make(ponder='middle', ponder_steps=1, n_layer=6, kind=kind)
+    x, pos = gpt.embed(idx), torch.arange(13)
+    first = gpt.trunk(x, pos, layers=range(2), norm=False)
+    once = gpt.trunk(first, pos, layers=range(2, 4), norm=False)
+    twice = gpt.trunk(once, pos, layers=range(2, 4), norm=False)
     for progress, inside in ((0.4, once), (0.5, twice), (1.0, twice)):
         gpt.mechanism.progress = progress
-        expected = gpt.ln_f(gpt.blocks(inside, pos, layers=range(4, 6)))
-        assert torch.allclose(gpt.hidden(idx), expected, atol=1e-12)
+        close(gpt.hidden(idx), gpt.trunk(inside, pos, layers=range(4, 6)), 1e-12)
+    gpt.config.ponder_steps = 0
+    close(gpt.hidden(idx), gpt.trunk(x, pos), 1e-12)
+
+
+def test_generation_with_memories_by_name_is_the_full_reading(idx, kind):
+    gpt = make(ponder='middle', ponder_steps=1, n_layer=6, kind=kind)
+    memory = gpt.new_memory()
+    parts = [gpt.hidden(part, memory) for part in idx.split([4, 1, 6, 1, 1], dim=1)]
+    close(torch.cat(parts, dim=1), gpt.hidden(idx))
 
 
 def test_a_finished_run_is_read_and_another_one_refused(small_data, tmp_path, monkeypatch, capsys):
     args = [*TINY, f'--data_dir={small_data}', '--seeds=1', f'--out={tmp_path}']
     middle.main(args)
     first = capsys.readouterr().out.splitlines()[-6:]
+    assert [line.split()[1] for line in first[2:]] == ['plain', 'late', 'whole', 'plain_longer']
     monkeypatch.setattr(train, 'main', None)    # nothing is trained again
     middle.main(args)
     assert capsys.readouterr().out.splitlines()[-6:] == first

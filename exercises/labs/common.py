@@ -1,6 +1,6 @@
 """
-What the labs share: a checkpoint and its text, a short training loop, a table. Read a lab first,
-this when you wonder.
+What the labs share: their start, a checkpoint and its text, a short training loop. Read a lab
+first, this when you wonder.
 """
 import os
 import sys
@@ -11,15 +11,26 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 
+from configurator import build, read
 from engine.files import UserError
 from engine.hardware import tune_cpu
+from engine.loss import token_nats
 from engine.shards import open_shard, read_meta
-from sample import load_model
+from sample import data_dir_of, load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
 
 
 # ---- a checkpoint and its text -------------------------------------------------------------------
+
+def start(argv, usage, block, folders=1):
+    """(the settings of `block`, the so many checkpoint folders) that arguments name."""
+    given, named = read(argv, usage, block)
+    if len(named) != folders:
+        raise UserError(f"name {folders} checkpoint folder(s), see --help; "
+                        f"make one with: {MAKE_ONE}")
+    return build(block, given), named
+
 
 def load_plain(folder, depth_attn=False):
     """
@@ -27,10 +38,9 @@ def load_plain(folder, depth_attn=False):
     UserError if there is none, or if its model thinks in a way that the labs do not treat.
     depth_attn=True: Depth-Attention is fine.
     """
-    model, tokenizer, settings = load_model(folder, torch.device('cpu'))
+    model, tokenizer, settings = load_model(folder, 'cpu')
     config = model.config
-    unwanted_depth = config.depth_attn and not depth_attn
-    if config.ponder != 'none' or unwanted_depth:
+    if config.ponder != 'none' or (config.depth_attn and not depth_attn):
         raise UserError(
             f"{folder}: this lab needs a plain GPT, and this one has ponder={config.ponder!r}, "
             f"depth_attn={config.depth_attn}; make one with: {MAKE_ONE}")
@@ -38,20 +48,17 @@ def load_plain(folder, depth_attn=False):
     return model, tokenizer, settings
 
 
-def own_text(settings, split, limit):
+def own_text(settings, split, limit, tokenizer=None):
     """
     The first `limit` tokens (n,) int64 of the 'train' or 'val' text that a checkpoint was made
-    with; `settings` are its own. UserError if the text is gone.
+    with; `settings` are its own. UserError if the text is gone, or has another tokenizer now.
     """
-    folder = settings['data_dir']
-    names = [shard['name'] for shard in read_meta(folder)[split]['shards']]
-    shards = [open_shard(os.path.join(folder, name)) for name in names]
-
-    parts = []
-    left = limit
-    for shard in shards:
-        parts.append(torch.from_numpy(shard[:left].astype('int64')))
-        left -= len(parts[-1])
+    folder = data_dir_of(settings)
+    parts, left = [], limit
+    for shard in read_meta(folder, tokenizer)[split]['shards']:
+        tokens = open_shard(os.path.join(folder, shard['name']))[:left]
+        parts.append(torch.from_numpy(tokens.astype('int64')))
+        left -= len(tokens)
     return torch.cat(parts)
 
 
@@ -73,16 +80,9 @@ def text_loss(model, rows):
     return loss
 
 
-@torch.no_grad()
-def loss_on(model, rows, batch_size=16):
-    """Mean -log p in nats per token over rows (n, T + 1), in eval mode; a float."""
-    was_training = model.training
-    model.eval()
-    total = 0.0
-    for part in rows.split(batch_size):
-        total += text_loss(model, part).item() * len(part)
-    model.train(was_training)
-    return total / len(rows)
+def loss_on(model, rows):
+    """The same in eval mode, of any number of rows; a float."""
+    return token_nats(model, rows).mean().item()
 
 
 def warm_up(peak, steps, share=0.1):
@@ -102,8 +102,7 @@ def fit(parameters, loss, rates, betas=(0.9, 0.95), weight_decay=0.1, name=''):
     losses = []
     last_report = time.perf_counter()
     for i, rate in enumerate(rates):
-        for group in optimizer.param_groups:
-            group['lr'] = rate
+        optimizer.param_groups[0]['lr'] = rate
         value = loss(i)
         optimizer.zero_grad()
         value.backward()
@@ -117,26 +116,3 @@ def fit(parameters, loss, rates, betas=(0.9, 0.95), weight_decay=0.1, name=''):
             print(report, file=sys.stderr, flush=True)
             last_report = time.perf_counter()
     return losses
-
-
-# ---- a table -------------------------------------------------------------------------------------
-
-def table(header, rows):
-    """Text in aligned columns; floats with 4 decimals."""
-    cells = [[as_text(value) for value in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    rule = ['-' * width for width in widths]
-    lines = [cells[0], rule, *cells[1:]]
-    return '\n'.join(aligned(line, widths) for line in lines)
-
-
-def as_text(value):
-    """What a cell says."""
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def aligned(cells, widths):
-    """One line of a table: the first cell to the left, the others to the right."""
-    first = cells[0].ljust(widths[0])
-    others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])]
-    return '  '.join([first, *others]).rstrip()

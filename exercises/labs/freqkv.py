@@ -59,11 +59,11 @@ from functools import partial
 
 import torch
 
-from common import fit, load_plain, loss_on, own_text, table, text_loss, warm_up, windows
-from configurator import build, read
-from engine.files import UserError, run
-from engine.memory import KVCache
-from model import GPT, apply_rope, rope_table
+from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from configurator import check_range
+from engine.fast import FastGPT
+from engine.files import UserError, run, table
+from model import Memory, apply_rope, rope_table
 
 
 @dataclass
@@ -76,11 +76,8 @@ class FreqKVSettings:
     seed: int = 1337      # of the texts that are drawn for fine-tuning, and of the sample
 
     def __post_init__(self):
-        if min(self.sinks, self.steps) < 0:
-            raise ValueError(
-                f"sinks={self.sinks} and steps={self.steps} must not be negative")
-        if self.windows < 1:
-            raise ValueError(f"windows={self.windows} must be at least 1")
+        check_range(self, 0, math.inf, 'sinks', 'steps')
+        check_range(self, 1, math.inf, 'windows')
 
 
 # ---- the filter ----------------------------------------------------------------------------------
@@ -107,38 +104,36 @@ def filtered(span, L, kept=slice(None)):
 
 # ---- the cache -----------------------------------------------------------------------------------
 
-class FreqKV(KVCache):
+class FreqKV(Memory):
     """
-    A memory for `GPT.trunk` that holds N entries at most. Who fills it calls `compress` when it is
-    full. The new tokens' positions are length, length + 1, ..: their places in the cache. Joins
-    tensors instead of writing into a buffer, so gradients reach the tokens that were compressed.
-    With Depth-Attention it holds the mixed values, as every cache.
+    A memory of N entries at most. Who fills it calls `compress` when it is full. The positions of
+    new tokens are their places in it. Gradients reach the tokens that were compressed. With
+    Depth-Attention it holds the mixed values, as every memory.
     """
 
-    def __init__(self, config, N, S, A):
-        super().__init__(config.n_layer, N)
+    def __init__(self, theta, N, S, A):
+        super().__init__()
+        self.theta = theta              # of the rotary positions
+        self.N = N
         self.S = S                      # sinks
         self.A = A                      # the filter, (L, N - S)
-        self.theta = config.rope_theta
 
-    def update(self, layer, k, v):
+    def compress(self):
         """
-        Append k, v (B, nkv, n, hd) of one layer; returns all that layer holds,
-        (B, nkv, length + n, hd).
+        N entries -> S + L. The DCT mixes places, so a key must lose its old place before, and gets
+        its new one after.
         """
-        if self.length + k.size(2) > self.capacity:
-            raise ValueError(
-                f"{self.length} + {k.size(2)} entries do not fit into a cache of {self.capacity}: "
-                "compress it first")
-        if self.length:
-            k = torch.cat((self.k[layer], k), 2)
-            v = torch.cat((self.v[layer], v), 2)
-        self.k[layer], self.v[layer] = k, v
-
-        is_last = layer == len(self.k) - 1      # the last layer closes the pass
-        if is_last:
-            self.length = k.size(2)
-        return k, v
+        S = self.S
+        for layer, k in self.keys.items():
+            v = self.values[layer]
+            A = self.A.to(k)                                        # (L, span)
+            unrotated = self.turn(k[:, :, S:], S, back=True)        # (B, nkv, span, hd)
+            keys = self.turn(A @ unrotated, S)                      # (B, nkv, L, hd)
+            values = A @ v[:, :, S:]                                # (B, nkv, L, hd)
+            self.keys[layer] = torch.cat((k[:, :, :S], keys), 2)    # (B, nkv, S + L, hd)
+            self.values[layer] = torch.cat((v[:, :, :S], values), 2)
+        self.tokens = self.length = S + len(self.A)
+        self.times = [torch.cat(self.times, dim=1)[:, :self.length]]
 
     def turn(self, k, first, back=False):
         """Keys (.., n, hd), turned by the angles of places first, first + 1, ..; or back."""
@@ -146,21 +141,6 @@ class FreqKV(KVCache):
         cos, sin = rope_table(places, k.size(-1), self.theta, k.dtype)
         cos, sin = cos[:, 0], sin[:, 0]                             # (n, 1, hd) -> (n, hd)
         return apply_rope(k, cos, -sin if back else sin)
-
-    def compress(self):
-        """
-        length -> S + L entries. The DCT mixes places, so a key must lose its old place before, and
-        gets its new one after.
-        """
-        S = self.S
-        A = self.A.to(self.k[0])                                    # (L, span)
-        for layer, (k, v) in enumerate(zip(self.k, self.v)):
-            unrotated = self.turn(k[:, :, S:], S, back=True)        # (B, nkv, span, hd)
-            keys = self.turn(A @ unrotated, S)                      # (B, nkv, L, hd)
-            values = A @ v[:, :, S:]                                # (B, nkv, L, hd)
-            self.k[layer] = torch.cat((k[:, :, :S], keys), 2)       # (B, nkv, W, hd)
-            self.v[layer] = torch.cat((v[:, :, :S], values), 2)
-        self.length = S + len(A)
 
 
 class Rotated(FreqKV):
@@ -172,52 +152,49 @@ class Rotated(FreqKV):
 
 # ---- models that read on -------------------------------------------------------------------------
 
-class LongGPT(GPT):
+class LongGPT(FastGPT):
     """
-    A copy of `gpt` whose forward, loss and generate take texts of any length. memory() makes the
-    cache for one text.
+    A copy of `gpt` whose forward, loss and generate take texts of any length. make_memory() makes
+    the cache for one text.
     """
 
-    def __init__(self, gpt, memory=None):
+    def __init__(self, gpt, make_memory=None):
         super().__init__(replace(gpt.config, block_size=2 ** 30))
         self.to(gpt.wte.weight.dtype)
         self.load_state_dict(gpt.state_dict())
         self.N = gpt.config.block_size
-        self.memory = memory
+        self.make_memory = make_memory
         self.peak = 0                   # the longest cache ever seen
 
-    def new_memory(self, capacity, start=None):
-        if start is not None:
-            raise ValueError(
-                "prompts of different lengths: a compressed cache cannot tell padding from text")
-        return [self.memory()]
+    def new_memory(self, tokens=None, pad=None):
+        assert pad is None, "a compressed cache cannot tell padding from text: give one length"
+        return self.make_memory()
 
-    def hidden(self, idx, memory=None, jacobi=None):
+    def hidden(self, idx, memory=None):
         """
         Tokens (B,T) -> hidden states (B,T,C): read until the cache is full, compress it, read on.
         """
         if memory is None:
-            memory = self.new_memory(None)
-        cache = memory[0]
+            memory = self.new_memory()
         out = []
         while idx.size(1):
-            if cache.length == cache.capacity:
-                cache.compress()
-            room = cache.capacity - cache.length
+            if memory.length == memory.N:
+                memory.compress()
+            room = memory.N - memory.length
             part, idx = idx[:, :room], idx[:, room:]
-            places = torch.arange(cache.length, cache.length + part.size(1))
-            out.append(self.trunk(self.embed(part), places, cache))
-            self.peak = max(self.peak, cache.length)
+            places = memory.begin(*part.shape, part.device)
+            out.append(self.trunk(self.embed(part), places, memory))
+            self.peak = max(self.peak, memory.length)
         return torch.cat(out, 1)
 
 
 class Truncated(LongGPT):
     """
-    What GPT.generate does past block_size: the newer half of a full window is read again as if it
-    were the whole text.
+    What FastGPT.generate does past block_size: the newer half of a full window is read again as if
+    it were the whole text.
     """
 
-    def hidden(self, idx, memory=None, jacobi=None):
+    def hidden(self, idx, memory=None):
         N = self.N
         old = N // 2 - 1                # tokens that a window shares with the one before
         out = []
@@ -233,8 +210,7 @@ class Truncated(LongGPT):
 
 def contestants(gpt, s):
     """{name: a model that reads on}. UserError if the settings leave nothing to compress."""
-    config = gpt.config
-    N, S = config.block_size, s.sinks
+    N, S, theta = gpt.config.block_size, s.sinks, gpt.config.rope_theta
     span = N - S
     L = int(s.keep * span)
     if not 0 < L < span:
@@ -246,14 +222,14 @@ def contestants(gpt, s):
     high = filtered(span, L, kept=slice(-L, None))
     newest = torch.eye(span)[-L:]
     memories = {
-        'no compression':            partial(FreqKV, config, 2 ** 30, 0, None),
-        'FreqKV':                    partial(FreqKV, config, N, S, low),
-        'FreqKV, high frequencies':  partial(FreqKV, config, N, S, high),
-        'FreqKV, keys left rotated': partial(Rotated, config, N, S, low),
-        'sinks + sliding window':    partial(FreqKV, config, N, S, newest),
+        'no compression':            partial(FreqKV, theta, 2 ** 30, 0, None),
+        'FreqKV':                    partial(FreqKV, theta, N, S, low),
+        'FreqKV, high frequencies':  partial(FreqKV, theta, N, S, high),
+        'FreqKV, keys left rotated': partial(Rotated, theta, N, S, low),
+        'sinks + sliding window':    partial(FreqKV, theta, N, S, newest),
     }
-    models = {name: LongGPT(gpt, memory) for name, memory in memories.items()}
-    models['truncation'] = Truncated(gpt)
+    models = {name: LongGPT(gpt, memory).eval() for name, memory in memories.items()}
+    models['truncation'] = Truncated(gpt).eval()
     return models
 
 
@@ -292,23 +268,18 @@ def print_losses(models, rows, N):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__, FreqKVSettings)
-    s = build(FreqKVSettings, given)
-    if len(folders) != 1:
-        raise UserError(
-            "name one checkpoint folder, such as: python exercises/labs/freqkv.py out/vanilla")
-    gpt, tokenizer, settings = load_plain(folders[0], depth_attn=True)
+    s, [folder] = start(argv, __doc__, FreqKVSettings)
+    gpt, tokenizer, settings = load_plain(folder, depth_attn=True)
     N = gpt.config.block_size
 
     # the same tokens in windows of three lengths
-    text = own_text(settings, 'val', s.windows * 4 * N + 1)
-    n = len(windows(text, 4 * N))
-    text = text[:n * 4 * N + 1]
+    text = own_text(settings, 'val', s.windows * 4 * N + 1, tokenizer)
+    text = text[:len(windows(text, 4 * N)) * 4 * N + 1]
     rows = {T: windows(text, T) for T in (N, 2 * N, 4 * N)}
 
     models = contestants(gpt, s)
     if s.steps:
-        train = windows(own_text(settings, 'train', 2 ** 20), 2 * N)
+        train = windows(own_text(settings, 'train', 2 ** 20, tokenizer), 2 * N)
         for name in ('no compression', 'FreqKV', 'sinks + sliding window'):
             models[name + ', tuned'] = tuned(models[name], train, s, name)
 

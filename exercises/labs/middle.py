@@ -10,7 +10,7 @@ Lab: the middle blocks twice, switched on late. Hours with the default seeds; st
 Public records for the speed of training small GPTs repeat two or three blocks in the middle once
 more, from a third or half of the run on, and report gains of 0.003 to 0.004 nats at equal time.
 The whole stack in a loop loses at equal FLOPs, see docs/results.md. This lab asks the same of the
-tiny recipe. Its class is the one of docs/architecture.md, "Adding a mechanism", with a start:
+tiny recipe. Its class is like the one of docs/architecture.md, "Adding a mechanism", with a start:
 
     before `start`    x = last(middle(first(x)))            the plain GPT
     from then on      x = last(middle(middle(first(x))))
@@ -32,12 +32,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 
 import train
-from configurator import build, read
-from engine.files import UserError, run
-from engine.flops import Cost, Pass
-from exercises.labs.common import table
+from configurator import build, check_range, read
+from engine.fast import without_numbers
+from engine.files import run, table
 from model import PONDER, GPTConfig, Mechanism
-from tools.compare import final_loss, training_flops
+from tools.compare import final_loss
 
 
 @dataclass
@@ -48,10 +47,7 @@ class LabSettings:
     out: str = 'out/middle'     # folder of the runs
 
     def __post_init__(self):
-        if not 0 <= self.start < 1:
-            raise ValueError(f"start={self.start} must be a share of the run, from 0 to below 1")
-        if not all(seed.isdecimal() for seed in self.seeds.split(',')):
-            raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
+        check_range(self, 0, 1, 'start')
 
 
 class LateMiddle(Mechanism):
@@ -61,28 +57,13 @@ class LateMiddle(Mechanism):
     """
     begin = 0.0     # share of the training steps
 
-    def rounds(self):
-        """How often the middle third runs now."""
-        return self.steps + 1 if self.progress >= self.begin else 1
-
-    def layers(self, step, rounds):
-        """The blocks of pass number `step`, 0 .. rounds - 1."""
-        n_layer = self.config.n_layer
-        third = n_layer // 3
-        first = 0 if step == 0 else third
-        end = n_layer if step == rounds - 1 else n_layer - third
-        return range(first, end)
-
     def forward(self, gpt, x, pos, memory):
-        rounds = self.rounds()
-        for step in range(rounds):
-            x = gpt.blocks(x, pos, memory[step], layers=self.layers(step, rounds))
-        return gpt.ln_f(x)
-
-    def cost(self, gpt, R):
-        """Of the model as it is used, after training."""
-        rounds = self.steps + 1
-        return Cost([Pass(layers=self.layers(step, rounds)) for step in range(rounds)])
+        n_layer, third = self.config.n_layer, self.config.n_layer // 3
+        rounds = self.K + 1 if self.progress >= self.begin else 1
+        x = gpt.trunk(x, pos, memory['first'], layers=range(third), norm=False)
+        for k in range(rounds):
+            x = gpt.trunk(x, pos, memory[k], layers=range(third, n_layer - third), norm=False)
+        return gpt.trunk(x, pos, memory['last'], layers=range(n_layer - third, n_layer))
 
 
 @dataclass
@@ -96,16 +77,15 @@ class Arm:
 
 def make_arms(common, start):
     """The four arms; common: train.py's arguments for all."""
-    given, rest = read(common, '', train.Settings, GPTConfig)
-    if rest:
-        raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
-                        ".json)")
+    given, _ = read(common, '', train.Settings, GPTConfig)
     config = {name: value for name, value in given.items() if name in vars(GPTConfig())}
     # the byte tokenizer: 256 bytes and the end of a text, padded to 320
     config.update(vocab_size=320, n_tokens=257, ponder='middle')
-    plain_flops = training_flops(build(GPTConfig, {**config, 'ponder_steps': 0}))
-    whole_flops = training_flops(build(GPTConfig, {**config, 'ponder_steps': 1}))
-    whole_cost = whole_flops / plain_flops
+    flops = []
+    for K in (0, 1):
+        gpt = without_numbers(build(GPTConfig, {**config, 'ponder_steps': K}))
+        flops.append(gpt.flops_per_token())
+    whole_cost = flops[1] / flops[0]
     late_cost = start + (1 - start) * whole_cost
     longer = round(build(train.Settings, given).max_steps * late_cost)
     plain = ['--ponder=middle', '--ponder_steps=0']
@@ -152,8 +132,8 @@ def main(argv):
     for arm in arms:
         differences = [loss - plain for loss, plain in zip(losses[arm.name], losses['plain'])]
         spread = f"{min(differences):+.4f} to {max(differences):+.4f}"
-        rows.append([arm.name, statistics.mean(losses[arm.name]), statistics.mean(differences),
-                     spread, arm.cost])
+        rows.append([arm.name, f"{statistics.mean(losses[arm.name]):.4f}",
+                     f"{statistics.mean(differences):+.4f}", spread, arm.cost])
     print(table(['run', 'nats per byte', 'minus plain', 'lowest to highest', 'x FLOPs'], rows))
 
 
