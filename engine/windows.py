@@ -118,7 +118,7 @@ class Windows:
         Inputs and targets, each (B, T), of tokens (B, T + 1), on `device`. In a made task targets
         are -1, which do not count, but for the answers: questions are drawn at random.
         """
-        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].clone() 
         if self.task is not None:
             name, _ = self.task
             y[~torch.from_numpy(in_answers(x.numpy(), name, self.eot))] = -1

@@ -872,3 +872,5 @@ def test_of_a_task_only_answers_are_targets(tmp_path, name):
                 whole += 1
     assert whole > 100
     assert counted < y.numel() / 2
+    one, _ = data.get([3], CPU)
+    assert one.min() >= 0, "inputs and targets do not share memory"
