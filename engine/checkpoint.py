@@ -14,7 +14,6 @@ import os
 import pickle
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -23,7 +22,7 @@ import torch
 
 from engine.fast import without_numbers
 from engine.files import UserError, whole
-from engine.huggingface import load_released
+from engine.released import load_released
 from engine.variant import config_of
 from model import require
 
@@ -121,68 +120,19 @@ def load_checkpoint(folder):
 
 def read_checkpoint(path):
     """The dict in one file; on a damaged or foreign one, nearly any error. Executes nothing."""
-    check_archive(path)
+    with zipfile.ZipFile(path) as archive:  # torch.load does not compare checksums
+        require(archive.testzip() is None, "a checksum is wrong")
     # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
     mapped = sys.platform != 'win32'
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:  # PyTorch's own text advises to trust the file
         raise ValueError("it holds more than tensors, numbers and texts") from None
+    require(state['version'] == VERSION, f"version {state['version']}, this program has {VERSION}")
     for name in PARTS:
         require(name in state, f"{name} is missing")
-    require(state['version'] == VERSION, f"version {state['version']}, this program has {VERSION}")
-    state = upgrade(state)
-    check_shapes(state)
-    check_finite(state)
+    config_of(state['config'])
     return state
-
-
-def check_archive(path):
-    """zipfile.BadZipFile if a checksum is wrong, which torch.load does not compare."""
-    with zipfile.ZipFile(path) as archive, ThreadPoolExecutor() as pool:
-        list(pool.map(partial(read_through, archive), archive.infolist()))  # list: it raises
-
-
-def read_through(archive, entry):
-    """Read a part of the archive to its end, where its checksum is compared."""
-    with archive.open(entry) as part:
-        while part.read(2 ** 20):
-            pass
-
-
-def upgrade(state):
-    """Of earlier programs: a released model's variant beside the config, a late norm's own name."""
-    config = dict(state['config'])
-    if state.get('variant'):
-        config['variant'] = state['variant']
-    weights = {name.replace('.k_norm_late.', '.k_norm.'): w for name, w in state['model'].items()}
-    return {**state, 'config': config, 'model': weights}
-
-
-def check_shapes(state):
-    """
-    ValueError unless weights and moments have the shapes that the config says: AdamW's fused kernel
-    would read past the end of others.
-    """
-    model = without_numbers(config_of(state['config']))
-    model.load_state_dict({name: w.to('meta') for name, w in state['model'].items()})
-    if not state['optimizer']:
-        return
-    groups = parameter_groups(model)
-    saved = state['optimizer']
-    require(len(saved['param_groups']) == len(groups), "the optimizer's groups are others")
-    for group, parameters in zip(saved['param_groups'], groups):
-        require(len(group['params']) == len(parameters), "the optimizer has other parameters")
-        for number, p in zip(group['params'], parameters):
-            for name, moment in saved['state'].get(number, {}).items():
-                require(name == 'step' or moment.shape == p.shape,
-                        f"{name} of parameter {number} has shape {tuple(moment.shape)}")
-
-
-def parameter_groups(model):
-    """[matrices, vectors]: weight decay is for the first. Norms have no reason to shrink."""
-    parameters = list(model.parameters())
-    return [[p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]]
 
 
 def model_of(state):
@@ -213,6 +163,11 @@ def load_optimizer(optimizer, saved):
     for now, then in zip(optimizer.param_groups, saved['param_groups']):
         groups.append({**now, 'params': then['params']})
     optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
+    for p, held in optimizer.state.items():
+        for name, moment in held.items():   # fused kernels would read past the end of a shorter one
+            if moment.dim() > 0 and moment.shape != p.shape:
+                raise UserError(f"the checkpoint's optimizer belongs to another model: {name} has "
+                                f"shape {tuple(moment.shape)}, its parameter {tuple(p.shape)}")
 
     if hasattr(optimizer, 'optim'):  # ZeroRedundancyOptimizer: its part is in there
         for p, held in optimizer.optim.state.items():

@@ -18,7 +18,6 @@ import re
 import numpy as np
 import tiktoken
 
-from engine.bpe import read_tokenizer
 from engine.files import UserError, shown
 from engine.tasks import task_of
 
@@ -61,7 +60,8 @@ def get_tokenizer(name):
     the name is unknown or the download fails.
     """
     if name.startswith('hf:'):
-        return read_tokenizer(name.removeprefix('hf:'))
+        from engine.released import FolderTokenizer     # it imports PyTorch, and takes a second
+        return FolderTokenizer(name.removeprefix('hf:'))
     if name == 'byte':
         single_bytes = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding('byte', pat_str=r'(?s:.)', mergeable_ranks=single_bytes,

@@ -15,7 +15,7 @@ from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.shards import knows_tokens
 from engine.fast import without_numbers
 from engine.files import UserError
-from engine.huggingface import describe
+from engine.released import describe
 from engine.tasks import check_context
 from engine.variant import config_of
 from model import GPTConfig

@@ -1,9 +1,8 @@
 """
-The parts of released models that model.py's GPT has not: GPT-NeoX's block (arXiv 2204.06745), which
-Pythia and the PonderLM models on it are made of, keys that are normed after the rotation, scaled
-embeddings. FastGPT puts them in where its config names a variant.
-
-The block has the call of model.py's Block. Attention is model.py's own, with biases.
+The blocks of released models that are not quite model.py's: GPT-NeoX's, which Pythia and the
+PonderLM models on it are made of (arXiv 2204.06745), Ouro's, keys that are normed after the
+rotation, scaled embeddings. FastGPT puts them in where its config names a variant. All have the
+call of model.py's Block, so every mechanism, cache and tool runs on them.
 """
 
 from dataclasses import dataclass
@@ -14,19 +13,21 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPTConfig, apply_rope, require
+import model
+from model import GPTConfig, RMSNorm, apply_rope
 
 
 @dataclass
 class Variant:
-    """Without arguments: model.py's GPT. The last four fields count only with neox."""
+    """Without arguments: model.py's GPT."""
     input_factor: float = 1.0       # multiplies the embeddings of tokens, not PonderLM's mixtures
     late_k_norm: bool = False       # keys are normed after the rotation, queries before it
+    sandwich: bool = False          # norms behind both branches too, as in Ouro
     neox: bool = False              # GPT-NeoX's blocks; the fields below are theirs
     parallel_residual: bool = True
     attention_bias: bool = True
     gelu: str = 'none'              # its approximation: 'none' (exact) or 'tanh'
-    rotary_dim: int = 0             # channels of a head that turn with the position
+    turning: int = 0                # so many channels of a head, the first, turn with the position
 
 
 @dataclass
@@ -42,21 +43,25 @@ def config_of(values):
     return ReleasedConfig(**values)
 
 
-def fit(model):
+def variant_of(config):
+    """The Variant of a GPTConfig."""
+    return Variant(**(getattr(config, 'variant', None) or {}))
+
+
+def fit(gpt):
     """Give a new GPT the parts of its config's variant."""
-    config = model.config
-    if not isinstance(config, ReleasedConfig):
-        return
-    v = Variant(**config.variant)
+    config = gpt.config
+    v = variant_of(config)
     if v.input_factor != 1:
-        model.wte.register_forward_hook(partial(multiply, v.input_factor))
+        gpt.wte.register_forward_hook(partial(multiply, v.input_factor))
     if v.late_k_norm:
-        for block in model.h:
-            block.attn.project = partial(project_with_late_norm, block.attn)
+        for block in gpt.h:
+            block.attn = LateNormAttention(config, block.attn.layer)
+    if v.sandwich:
+        gpt.h = nn.ModuleList(SandwichBlock(config, layer) for layer in range(config.n_layer))
     if v.neox:
-        require(config.n_kv_head == config.n_head, "GPT-NeoX has as many n_kv_head as n_head")
-        model.h = nn.ModuleList(Block(block.attn, config, v) for block in model.h)
-        model.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)
+        gpt.h = nn.ModuleList(NeoxBlock(config, layer, v) for layer in range(config.n_layer))
+        gpt.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)
 
 
 def multiply(factor, module, args, x):
@@ -64,30 +69,39 @@ def multiply(factor, module, args, x):
     return x * factor
 
 
-def project_with_late_norm(attention, x, rope):
-    """Attention.project of model.py, but for keys that are normed after the rotation."""
-    B, S, _ = x.shape
+def heads_of(attention, x):
+    """x (B,S,C) -> q (B,S,nh,hd), k and v (B,S,nkv,hd), neither normed nor rotated."""
     c = attention.config
-    heads = attention.c_attn(x).view(B, S, c.n_head + 2 * c.n_kv_head, c.head_dim)
-    q, k, v = heads.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
-    q = apply_rope(attention.q_norm(q), *rope)
-    k = attention.k_norm(apply_rope(k, *rope))
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    heads = attention.c_attn(x).unflatten(-1, (c.n_head + 2 * c.n_kv_head, c.head_dim))
+    return heads.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
 
 
-class MLP(nn.Module):
+class LateNormAttention(model.Attention):
+    """Keys are normed after the rotation, as in the code of Depth-Attention's authors."""
 
-    def __init__(self, config, gelu):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.mlp_hidden)
-        self.c_proj = nn.Linear(config.mlp_hidden, config.n_embd)
-        self.gelu = gelu            # 'none': with the error function; 'tanh': an approximation
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))
+    def project(self, x, rope):
+        q, k, v = heads_of(self, x)
+        q = apply_rope(self.q_norm(q), *rope)
+        k = self.k_norm(apply_rope(k, *rope))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-class Block(nn.Module):
+class SandwichBlock(model.Block):
+    """Each branch has a norm behind it, too."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.ln_1_out = RMSNorm(config.n_embd, config.norm_eps)
+        self.ln_2_out = RMSNorm(config.n_embd, config.norm_eps)
+
+    def forward(self, x, rope, memory, mask):
+        x = x + self.drop(self.ln_1_out(self.attn(self.ln_1(x), rope, memory, mask)))
+        return x + self.drop(self.ln_2_out(self.mlp(self.ln_2(x))))
+
+
+# ---- GPT-NeoX ------------------------------------------------------------------------------------
+
+class NeoxBlock(nn.Module):
     """
     LayerNorms and biases, GELU, rotary positions on some channels of a head, and two ways to add:
 
@@ -95,26 +109,16 @@ class Block(nn.Module):
         serial      x = x + attn(ln_1(x)), then x + mlp(ln_2(x))
     """
 
-    def __init__(self, attention, config, variant):
-        """attention: model.py's, of the same layer. variant: a Variant."""
+    def __init__(self, config, layer, variant):
         super().__init__()
-        C, width = config.n_embd, config.n_head * config.head_dim
-        attention.c_attn = nn.Linear(C, 3 * width, bias=variant.attention_bias)
-        attention.c_proj = nn.Linear(width, C, bias=variant.attention_bias)
-        self.ln_1 = nn.LayerNorm(C, config.norm_eps)
-        self.attn = attention
-        self.ln_2 = nn.LayerNorm(C, config.norm_eps)
-        self.mlp = MLP(config, variant.gelu)
+        self.ln_1 = nn.LayerNorm(config.n_embd, config.norm_eps)
+        self.attn = NeoxAttention(config, layer, variant)
+        self.ln_2 = nn.LayerNorm(config.n_embd, config.norm_eps)
+        self.mlp = NeoxMLP(config, variant.gelu)
         self.drop = nn.Dropout(config.dropout)
         self.parallel = variant.parallel_residual
-        still = torch.ones(config.head_dim, dtype=torch.bool, device='cpu')
-        still[turning_channels(config.head_dim, variant.rotary_dim)] = False
-        self.register_buffer('still', still, persistent=False)          # (hd,)
 
     def forward(self, x, rope, memory, mask):
-        """As Block.forward in model.py."""
-        cos, sin = rope
-        rope = cos.masked_fill(self.still, 1.0), sin.masked_fill(self.still, 0.0)
         y = self.drop(self.attn(self.ln_1(x), rope, memory, mask))
         if self.parallel:
             return x + y + self.drop(self.mlp(self.ln_2(x)))
@@ -122,35 +126,44 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
-# ---- rotary positions ----------------------------------------------------------------------------
-# With hd channels in a head, of which the first r turn, GPT-NeoX turns channel j < r/2 together
-# with j + r/2, by the angle p theta^(-2j / r) at position p. model.py turns channel c < hd/2
-# together with c + hd/2, by p theta^(-2c / hd). Both are the same for c = step j, if their channel
-# j stands at c here and theta is chosen for it. The step is 4 where a quarter turns.
+class NeoxAttention(model.Attention):
 
-def turning_channels(head_dim, rotary_dim):
-    """Where the first r channels of GPT-NeoX's heads stand here, in their order: a list of r."""
-    step = head_dim // rotary_dim
-    first = [step * j for j in range(rotary_dim // 2)]
-    return first + [head_dim // 2 + channel for channel in first]
+    def __init__(self, config, layer, variant):
+        super().__init__(config, layer)
+        C, width, bias = config.n_embd, config.n_head * config.head_dim, variant.attention_bias
+        self.c_attn = nn.Linear(C, 3 * width, bias=bias)
+        self.c_proj = nn.Linear(width, C, bias=bias)
+        self.turning = variant.turning
 
-
-def rope_theta(theta, head_dim, rotary_dim):
-    """The theta with which model.py's channels c = step j turn as GPT-NeoX's channels j."""
-    step = head_dim // rotary_dim
-    return theta ** (head_dim / (step * rotary_dim))
+    def project(self, x, rope):
+        q, k, v = heads_of(self, x)
+        q, k = (turn_first(self.turning, t, rope) for t in (q, k))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def rows_of_attention(n_head, head_dim, rotary_dim):
+def turn_first(n, x, rope):
     """
-    Their query_key_value has q, k and v of head 0, those of head 1, ..; c_attn has q of all heads,
-    k of all, v of all. -> (3 nh hd,): the number of their row for each row here.
+    Turn the first n channels of each head of x (B,S,heads,hd): j < n/2 and j + n/2 are a pair,
+    which turns by the angle that `rope` has for j. GPT-NeoX's angle at position p is
+    p theta^(-2j / n), that of model.py p theta^(-2j / hd): rope_theta gives the theta for which
+    they are the same.
     """
-    turning = turning_channels(head_dim, rotary_dim)
-    order = torch.empty(head_dim, dtype=torch.long)
-    order[turning] = torch.arange(rotary_dim)
-    others = [channel for channel in range(head_dim) if channel not in turning]
-    order[others] = torch.arange(rotary_dim, head_dim)
-    rows = torch.arange(3 * n_head * head_dim).view(n_head, 3, head_dim)
-    q, k, v = rows[:, 0, order], rows[:, 1, order], rows[:, 2]
-    return torch.cat((q.flatten(), k.flatten(), v.flatten()))
+    half, pairs = rope[0].size(-1) // 2, n // 2
+    rope = [torch.cat((t[..., :pairs], t[..., half:half + pairs]), dim=-1) for t in rope]
+    return torch.cat((apply_rope(x[..., :n], *rope), x[..., n:]), dim=-1)
+
+
+def rope_theta(theta, head_dim, turning):
+    return theta ** (head_dim / turning)
+
+
+class NeoxMLP(nn.Module):
+
+    def __init__(self, config, gelu):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.mlp_hidden)
+        self.c_proj = nn.Linear(config.mlp_hidden, config.n_embd)
+        self.gelu = gelu
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))

@@ -1,13 +1,9 @@
 """
-Hugging Face folders in and out.
+Write a plain checkpoint as a Hugging Face folder, a Llama or Qwen3:
 
-    python tools/hf.py fetch EleutherAI/pythia-410m models/pythia
-        download a model; HF_ENDPOINT=https://... before it names a mirror
     python tools/hf.py out/vanilla exported/vanilla
-        write a plain checkpoint as a Llama or Qwen3 folder (pip install safetensors)
 
-hf:FOLDER stands for a checkpoint: python sample.py hf:models/pythia --start="..". docs/released.md
-has the models that work.
+The other way needs no program: hf:FOLDER stands for a checkpoint, see docs/released.md.
 """
 
 import json
@@ -18,41 +14,15 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import read
-from engine.checkpoint import model_of
-from engine.files import UserError, run, whole
-from engine.hub import fetch_model
-from engine import huggingface
-from engine.huggingface import INSTALL, rename_from_hf, rename_to_hf
+from engine import released
+from engine.checkpoint import load_checkpoint, model_of
+from engine.files import UserError, on_disk, run, whole
 from engine.variant import ReleasedConfig
-from sample import load_model
-
-__all__ = ['load_released', 'save_hf', 'rename_from_hf', 'rename_to_hf']
 
 
 def load_released(folder, dtype=torch.float32):
-    """
-    A FastGPT in eval mode with the weights of a Hugging Face folder, in `dtype`; UserError as in
-    engine/huggingface.py.
-    """
-    return model_of(huggingface.load_released(folder, dtype)).eval()
-
-
-def refuse_others(model):
-    """UserError if this is no plain GPT: a stock model file would run its weights, and wrongly."""
-    if isinstance(model.config, ReleasedConfig):
-        raise UserError("this model came from a Hugging Face folder with another architecture: "
-                        "only plain models are exported")
-    config = model.config
-    on = {
-        'depth_attn': config.depth_attn,
-        'ponder': config.ponder != 'none' and config.ponder_steps > 0,
-        'embed_scale': config.embed_scale != 1,
-    }
-    for name, is_on in on.items():
-        if is_on:
-            raise UserError(f"{name}={getattr(config, name)}: only plain models are exported; "
-                            "Hugging Face's Llama and Qwen3 would load these weights and compute "
-                            "something else")
+    """A FastGPT in eval mode with the weights of a Hugging Face folder, in `dtype`."""
+    return model_of(released.load_released(folder)).to(dtype).eval()
 
 
 def config_to_hf(config):
@@ -78,50 +48,47 @@ def config_to_hf(config):
 
 def weights_to_hf(model):
     """{Hugging Face name: tensor} of a plain GPT, without the vocabulary's rows of padding."""
-    config = model.config
-    weights = model.state_dict()
-    for name in ('wte.weight', 'lm_head.weight'):
-        weights[name] = weights[name][:config.n_tokens]     # (n_tokens, C)
-    return rename_to_hf(weights, config)
+    c, out = model.config, {}
+    q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    rows = {'c_attn': [q, kv, kv], 'c_fc': c.mlp_hidden}    # of each of theirs
+    for ours, tensor in model.state_dict().items():
+        module = ours.split('.')[-2]
+        if module in ('wte', 'lm_head'):
+            tensor = tensor[:c.n_tokens]                    # (n_tokens, C)
+        parts = tensor.split(rows.get(module, len(tensor)))
+        for name, part in zip(released.their_names(ours, released.LLAMA), parts):
+            out[name] = part.clone()    # its own memory: safetensors takes no shared one
+    return out
 
 
 def save_hf(model, folder):
     """
-    Write a plain GPT as config.json and model.safetensors. Padding rows of the vocabulary are left
-    out, so the logits are the same. UserError if a mechanism is on.
+    Write a plain GPT as config.json and model.safetensors; the logits are the same. UserError for
+    other models: a stock model file would run their weights, and wrongly.
     """
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError:
-        raise UserError(INSTALL) from None
-
-    refuse_others(model)
-    weights = weights_to_hf(model)
-    config = config_to_hf(model.config)
-    try:
+        raise UserError(released.INSTALL) from None
+    c = model.config
+    if isinstance(c, ReleasedConfig) or c.depth_attn or c.ponder != 'none' or c.embed_scale != 1:
+        raise UserError("only plain models are exported: Hugging Face's Llama and Qwen3 would load "
+                        "the weights of this one and compute something else")
+    with on_disk(folder, 'written'):
         os.makedirs(folder, exist_ok=True)
         with whole(os.path.join(folder, 'model.safetensors'), 'wb') as f:
-            save_file(weights, f.name, metadata={'format': 'pt'})
+            f.write(save(weights_to_hf(model), metadata={'format': 'pt'}))
         with whole(os.path.join(folder, 'config.json')) as f:
-            json.dump(config, f, indent=1)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: cannot be written ({error})") from None
+            json.dump(config_to_hf(c), f, indent=1)
 
 
 def main(argv):
     _, folders = read(argv, __doc__)
-    if len(folders) == 3 and folders[0] == 'fetch':
-        _, repository, folder = folders
-        names = fetch_model(repository, folder)
-        print(f"{folder}: {', '.join(names)}; go on with: python sample.py hf:{folder}")
-        return
     if len(folders) != 2:
-        raise UserError("name a checkpoint folder and a folder to write (python tools/hf.py "
-                        "out/vanilla exported/vanilla), or: fetch OWNER/NAME FOLDER")
+        raise UserError("name a checkpoint folder and a folder to write: python tools/hf.py "
+                        "out/vanilla exported/vanilla")
     checkpoint, exported = folders
-    model, *_ = load_model(checkpoint, 'cpu')
-    save_hf(model, exported)
+    save_hf(model_of(load_checkpoint(checkpoint)).float(), exported)
     print(f"wrote {exported}")
 
 
