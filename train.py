@@ -1,25 +1,28 @@
 """
 Train a GPT on a laptop CPU, one GPU, or many.
 
-    python train.py config/depth_attn.py config/size/tiny.py
-        3 to 4 minutes on 2 CPU cores
-    python train.py config/depth_attn.py --data_dir=data/fineweb-edu
-        360M, one GPU
+    python train.py config/depth_attn.py
+        the paper's 360M on a GPU; without one config/size/tiny.py, 3 to 4 minutes on 2 CPU cores
+    python train.py config/depth_attn.py config/size/small.py --data_dir=data/fineweb-edu
+        other sizes and data
     torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu
-        360M, eight GPUs
+        eight GPUs
     python train.py --init_from=resume --out_dir=out
         resume after an interruption
     python train.py config/depth_attn.py --dry_run=True
         what it would take: memory, days
 
-Config files and --name=value apply from left to right; a mechanism's file alone means 360M. Ctrl-C,
-SIGTERM, SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
+Config files and --name=value apply from left to right. Where nobody names a size (a file of
+config/size/, n_layer, n_embd, ..) and there is no CUDA GPU, config/size/tiny.py stands behind the
+last file; dry_run plans the paper's size. Ctrl-C, SIGTERM, SIGHUP or max_seconds saves and stops at
+the next step; a second signal stops at once.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
 ones too: a config file) and log.jsonl (one JSON object per log line).
 """
 
 import contextlib
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import Optional
 
@@ -30,18 +33,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
 from configurator import build, check_range, read
-from engine.checkpoint import load_optimizer, optimizer_state, parameter_groups, save_checkpoint
+from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.compile import prepare
 from engine.fast import FastGPT
 from engine.files import UserError, run
-from engine.hardware import local_rank, pick_device, pick_dtype, process_group
-from engine.run import Log, Stop, print_sample
+from engine.hardware import best_device, local_rank, pick_device, pick_dtype, process_group
+from engine.run import Log, Stop, print_answers, print_sample
 from engine.shards import read_meta
 from engine.start import check_resume, checkpoint_of, settings_of, start_model
+from engine.tasks import task_of
 from engine.windows import Windows
 from model import GPTConfig
 
 BAD_STEPS = 5   # in a row that are not finite end a run
+PROBLEMS = 100  # of a made task, which each evaluation asks
+SIZE = {'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden', 'block_size'}
+TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'size', 'tiny.py')
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -119,7 +126,8 @@ def open_data(folder, ranks):
 
 def make_optimizer(s, model, ranks, device):
     """AdamW, in one piece or shared out among the ranks; weight decay on matrices only."""
-    matrices, vectors = parameter_groups(model)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=s.weight_decay),
               dict(params=vectors, weight_decay=0.0)]
     options = dict(lr=s.learning_rate, betas=(s.beta1, s.beta2),
@@ -164,6 +172,9 @@ class Trainer:
         self.meta = open_data(s.data_dir, ranks)
         self.model, self.step = start_model(FastGPT, s, given, self.meta, state, ranks, device)
         self.config = self.model.config
+        if self.model.mechanism.trains_alone:
+            self.model.requires_grad_(False)
+            self.model.mechanism.requires_grad_(True)
         T = self.config.block_size
         self.accumulation = None if s.eval_only else s.accumulation(T, ranks.world)
         self.train_data = Windows(s.data_dir, 'train', self.meta, T)
@@ -205,6 +216,7 @@ class Trainer:
                 self.scaler.scale(loss).backward()
             total += loss.detach()
             self.log.add_passes(self.model.mechanism.passes)
+            self.log.alive(f"step {self.step + 1}: micro-batch {micro + 1} of {self.accumulation}")
 
         # the update, unless the gradient is not finite
         self.scaler.unscale_(self.optimizer)
@@ -234,8 +246,7 @@ class Trainer:
         rank, world = self.ranks.rank, self.ranks.world
         per_step = s.batch_tokens // self.config.block_size
         first = self.step * per_step + (micro * world + rank) * s.micro_batch
-        following = first + world * s.micro_batch  # read while this one is computed
-        return self.train_data.sample(first, s.micro_batch, s.seed, self.device, then=following)
+        return self.train_data.sample(first, s.micro_batch, s.seed, self.device)
 
     def gradients_stay_here(self, more):
         """A context for forward and backward: while `more` follow, ranks do not add theirs up."""
@@ -309,13 +320,23 @@ class Trainer:
             total[1] += targets
             if self.model.mechanism.halts:
                 total[2] += self.model.mechanism.passes.float().mean() * len(some)
+            self.log.alive(f"evaluation: {world * (i + len(some))} of {n} windows")
         self.model.train(was_training)
         total = self.ranks.sum(total)
         loss, passes = (total[0] / total[1]).item(), total[2].item() / n
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is not finite; lower "
                             "learning_rate, or take a wider dtype")
-        self.log.evaluation(self.step, loss, passes or None, self.meta)
+        right = [outcome.right for outcome in self.answers()]
+        self.log.evaluation(self.step, loss, passes or None, right, self.meta)
+
+    def answers(self):
+        """What the model makes of some problems of a made task, [Outcome, ..]; [] of other data."""
+        if task_of(self.meta) is None or self.ranks.rank > 0:
+            return []
+        from tools.evaluate import answer_problems  # for tasks alone
+        with self.autocast():
+            return answer_problems(self.model, self.settings.data_dir, PROBLEMS)
 
     def save(self):
         """Checkpoint by rank 0."""
@@ -349,14 +370,31 @@ class Trainer:
         with self.log.open(settings, resumed=s.init_from == 'resume'), self.stop.on_signals():
             self.loop()
         complete = self.step == s.max_steps and not self.stop.since
-        if complete and s.sample_tokens and self.ranks.rank == 0:
+        if not complete or not s.sample_tokens or self.ranks.rank > 0:
+            return
+        if task_of(self.meta):
+            print_answers(self.answers())
+        else:
             print_sample(self.model, self.val_data, self.meta['tokenizer'], s, self.autocast)
 
 
 # ---- main ----------------------------------------------------------------------------------------
 
+def with_size(argv):
+    """The arguments, and config/size/tiny.py where they name no size and there is no GPU."""
+    given, _ = read(argv, __doc__, Settings, GPTConfig)
+    s = build(Settings, given)
+    on_gpu = (s.device or best_device()).startswith('cuda')
+    if on_gpu or s.dry_run or s.init_from != 'scratch' or given.keys() & SIZE:
+        return argv
+    files = [i for i, arg in enumerate(argv) if not arg.startswith('--')]
+    behind = files[-1] + 1 if files else 0
+    return [*argv[:behind], TINY, *argv[behind:]]
+
+
 def main(argv):
-    given, rest = read(argv, __doc__, Settings, GPTConfig)
+    args = with_size(argv)
+    given, rest = read(args, __doc__, Settings, GPTConfig)
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
@@ -371,6 +409,9 @@ def main(argv):
 
     device = pick_device(settings.device, local_rank())
     with process_group(device) as ranks:
+        if args != argv and ranks.rank == 0:
+            print("no size named, and no GPU here: config/size/tiny.py (the paper's size: add "
+                  "config/size/360m.py)", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         trainer.run()
         trainer.ddp = None  # release the process group while its threads can still be joined

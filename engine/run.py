@@ -18,10 +18,12 @@ import time
 import torch
 
 from engine.checkpoint import CHECKPOINTS
-from engine.shards import get_tokenizer
 from engine.files import UserError, alone, whole
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
+from engine.shards import get_tokenizer
 from engine.tasks import task_of
+
+SILENCE = 20    # seconds: no run is longer without a line
 
 
 class Stop:
@@ -74,7 +76,8 @@ class Log:
         self.device = device
         self.closing = contextlib.ExitStack()
         self.file = None            # log.jsonl, once it is open
-        # since the last line:
+        self.said = time.monotonic()
+        # since the last line of steps:
         self.began = 0.0            # when that was, by the clock
         self.losses = []            # of each step
         self.passes = []            # of each micro-batch: shares of the tokens in each pass
@@ -108,12 +111,21 @@ class Log:
 
     def say(self, text, **record):
         """Print `text`; `record` becomes a line of log.jsonl, if that is open."""
+        self.said = time.monotonic()
         if self.ranks.rank > 0:
             return
         print(text, flush=True)
         if record and self.file:
             finite = {name: None if is_nan(value) else value for name, value in record.items()}
             print(json.dumps(finite), file=self.file, flush=True)
+
+    def alive(self, text):
+        """Say how far it is, if nothing was said for a while."""
+        if self.silent():
+            self.say(text)
+
+    def silent(self):
+        return time.monotonic() - self.said > SILENCE
 
     # ---- steps
 
@@ -147,7 +159,7 @@ class Log:
     def step(self, step, loss, norm, lr):
         """Count a step that is done. Every log_interval steps, and after the first, say so."""
         self.losses.append(loss)
-        if step != 1 and step % self.settings.log_interval > 0:
+        if step != 1 and step % self.settings.log_interval > 0 and not self.silent():
             return
         s = self.settings
         now = time.perf_counter()
@@ -185,14 +197,16 @@ class Log:
         return None
 
     def shares(self):
-        """Shares of the tokens in passes 1, 2, .. since the last line; None without halting."""
+        """
+        Shares of this rank's tokens in passes 1, 2, .. since the last line; None without halting.
+        """
         if not self.passes:
             return None
         mean = torch.stack(self.passes).mean(0)                         # (ponder_steps + 1,)
         self.passes = []
-        return (self.ranks.sum(mean) / self.ranks.world).tolist()
+        return mean.tolist()
 
-    def evaluation(self, step, loss, passes, meta):
+    def evaluation(self, step, loss, passes, right, meta):
         """
         Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. Of a made
         task only the answers count. meta: the data's description.
@@ -210,8 +224,11 @@ class Log:
         text = f"{where}step {step}: validation loss {loss:.4f} {unit}"
         if passes:
             text += f", {passes:.3f} passes per token"
+        if right:
+            text += f", {sum(right)} of {len(right)} answers right"
         self.say(text, step=step, tokens=step * s.batch_tokens, val_loss=loss,
-                 val_nats_per_byte=per_byte, val_passes=passes)
+                 val_nats_per_byte=per_byte, val_passes=passes,
+                 val_right=sum(right) / len(right) if right else None)
 
 
 def describe(shares):
@@ -252,3 +269,11 @@ def print_sample(model, data, tokenizer, settings, autocast):
     new = tokenizer.decode(tokens[prompt.size(1):])
     print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40,
           f'\n{given}<|model|>{new}\n' + '-' * 133)
+
+
+def print_answers(outcomes, count=8):
+    """Print some problems of a made task, and what the model answered."""
+    print('-' * 40, 'problems, and what the model answers', '-' * 40)
+    for outcome in outcomes[::max(1, len(outcomes) // count)]:
+        mark = 'right' if outcome.right else f'wrong: {outcome.answer}'
+        print(f"{outcome.question}{outcome.text}   {mark}")
