@@ -18,21 +18,20 @@ Weights are out x in, E is the embedding table:
     AWM     RMSNorm lets one do nothing to the residual stream but permute it (P), flip signs (D)
             and scale it, so (the paper's theorems)
             E_B ~ c E_A P D  and  W_B ~ c' U W_A P D  for W = Wq, Wk, with U orthogonal
-            P, D: the assignment (LAP) of columns of E_A to columns of E_B with the largest sum
-            of |cosine|
+            P, D: the assignment (LAP) of columns of E_A to columns of E_B with a large sum of
+            |cosine|
             score = mean of |UCKA((W_A P D)^T, W_B^T)| over layers, Wq and Wk
             UCKA, unbiased linear CKA, sees no U and no c'
 
 It shows: copies of out/a that are disguised, fine-tuned, or both score as relatives; out/b, an
-independent seed, does not. "no LAP" is AWM without P and D. "gate*up" is the ICS with M_f as
-HuRef's release has it for gated MLPs: D squares away, and M_f is lost.
+independent seed, does not. "no LAP" is AWM without P and D.
 
-                                    loss     AWM  no LAP     ICS  gate*up     PCS
-    A                             1.6470  1.0000  1.0000  1.0000   1.0000  1.0000
-    A, 200 more steps             1.4366  0.9723  0.9723  0.8753   0.8712  0.9801
-    A, disguised                  1.6470  1.0000  0.0134  1.0000   0.6466  0.1284
-    A, 200 more steps, disguised  1.4366  0.9722  0.0130  0.8753   0.5654  0.1250
-    B                             1.6326  0.0366  0.0144  0.0061   0.0033  0.3091
+                                    loss     AWM  no LAP     ICS     PCS
+    A                             1.6470  1.0000  1.0000  1.0000  1.0000
+    A, 200 more steps             1.4366  0.9723  0.9723  0.8753  0.9801
+    A, disguised                  1.6470  1.0000  0.0134  1.0000  0.1284
+    A, 200 more steps, disguised  1.4366  0.9722  0.0130  0.8753  0.1250
+    B                             1.6326  0.0366  0.0144  0.0061  0.3091
 
 B's PCS is that high because all norm gains are near 1. Seeds 1337 and 1, one pair: 4 layers of
 width 128, 600 steps of 512 tokens by config/vanilla.py; 2026-11-21, 30 s of work for one of two
@@ -47,12 +46,15 @@ mirrored. It shows likeness to the eye, hides nothing, proves nothing.
 Other than in the papers and their code (LUMIA-Group/HuRef and /AWM; HuRef's text was not at hand,
 its equations are its code's):
 
+- M_f has Wup alone. HuRef's release multiplies gate and up, where D squares away: sign flips of the
+  residual stream then hide a copy.
 - Norm gains are folded into the weights that read them, as moving them there is free.
 - K is 64 of the tokens that occur, not 4096: a row that was never trained ties a model to its seed.
 - Absolute values of UCKA are the AWM paper's, not its code's.
 - Layers are always paired by a second assignment, in the code only if their numbers differ.
 - The verdict has two thresholds of ours, the paper a Z-score over 90 independent pairs.
-- `assign` is short enough to read, in place of SciPy, which would be one more package.
+- `assign` takes the best pair first, then the best of the rest. The papers take the pairs with the
+  largest sum of all, as SciPy has them: the same pairs for relatives, hardly other scores.
 
 Not shown: pruning, upcycling, long continued training, where AWM's paper finds ICS weak and AWM
 strong. Neither method sees distillation, a new embedding table, or theft of other matrices.
@@ -64,18 +66,14 @@ matrices without `gram`'s care for the diagonal?
 """
 import copy
 import math
-import os
-import struct
-import zlib
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import fit, load_plain, loss_on, own_text, table, text_loss, warm_up, windows
-from configurator import build, read
-from engine.files import UserError, on_disk, run
+from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from configurator import check_range
+from engine.files import UserError, run, table
 from model import RMSNorm
 
 
@@ -88,10 +86,8 @@ class FingerprintSettings:
     out: str = 'fingerprint.png'  # the picture
 
     def __post_init__(self):
-        if self.K < 2 or self.steps < 0:
-            raise ValueError(f"K={self.K} must be at least 2, steps={self.steps} not negative")
-        if not self.out.endswith('.png'):
-            raise ValueError(f"out={self.out!r} must end with .png")
+        check_range(self, 2, math.inf, 'K')
+        check_range(self, 0, math.inf, 'steps')
 
 
 # ---- what both methods read ----------------------------------------------------------------------
@@ -103,31 +99,29 @@ class Layer:
     k: torch.Tensor                     # (nh hd, C), each key head once for each of its query heads
     v: torch.Tensor                     # (nh hd, C), the same
     o: torch.Tensor                     # (C, nh hd)
-    gate: torch.Tensor                  # (mlp_hidden, C)
     up: torch.Tensor                    # (mlp_hidden, C)
     down: torch.Tensor                  # (C, mlp_hidden)
 
 
 def layers(gpt):
     """The matrices of all layers, a list of Layer."""
+    config = gpt.config
+    heads = (config.n_head, config.n_kv_head, config.n_kv_head)
     found = []
     for block in gpt.h:
-        attn, mlp = block.attn, block.mlp
-        qkv = attn.c_attn.weight * block.ln_1.weight
-        heads = (attn.n_head, attn.n_kv_head, attn.n_kv_head)
-        q, k, v = qkv.split([n * attn.head_dim for n in heads])
-        gate, up = (mlp.c_fc.weight * block.ln_2.weight).chunk(2)
+        qkv = block.attn.c_attn.weight * block.ln_1.weight
+        q, k, v = qkv.split([n * config.head_dim for n in heads])
+        _, up = (block.mlp.c_fc.weight * block.ln_2.weight).chunk(2)
         found.append(Layer(
-            q=q, k=for_each_query_head(k, attn), v=for_each_query_head(v, attn),
-            o=attn.c_proj.weight, gate=gate, up=up, down=mlp.c_proj.weight))
+            q=q, k=for_each_query_head(k, config), v=for_each_query_head(v, config),
+            o=block.attn.c_proj.weight, up=up, down=block.mlp.c_proj.weight))
     return found
 
 
-def for_each_query_head(W, attn):
+def for_each_query_head(W, config):
     """Key or value heads (nkv hd, C), each repeated for the query heads that read it."""
-    heads = W.unflatten(0, (attn.n_kv_head, -1))                            # (nkv, hd, C)
-    heads = heads.repeat_interleave(attn.n_head // attn.n_kv_head, 0)       # (nh, hd, C)
-    return heads.flatten(0, 1)                                              # (nh hd, C)
+    heads = W.unflatten(0, (config.n_kv_head, -1))                          # (nkv, hd, C)
+    return heads.repeat_interleave(config.n_head // config.n_kv_head, 0).flatten(0, 1)
 
 
 def cosine(x, y):
@@ -150,18 +144,14 @@ def rarest_first(text, n):
 
 # ---- HuRef ---------------------------------------------------------------------------------------
 
-def terms(gpt, tokens, product=False):
-    """
-    HuRef's invariant terms of the last two layers, standardised: (6, K, K) for K tokens.
-    product=True: gate*up in M_f, as in the release.
-    """
+def terms(gpt, tokens):
+    """HuRef's invariant terms of the last two layers, standardised: (6, K, K) for K tokens."""
     X = gpt.wte.weight[tokens]                                              # (K, C)
     M = []
     for layer in layers(gpt)[-2:]:
-        up = layer.gate * layer.up if product else layer.up
         W_a = layer.q.T @ layer.k                                           # (C, C): heads summed
         W_b = layer.v.T @ layer.o.T                                         # (C, C)
-        W_f = up.T @ layer.down.T                                           # (C, C)
+        W_f = layer.up.T @ layer.down.T                                           # (C, C)
         M += [X @ W_a @ X.T, X @ W_b @ X.T, X @ W_f @ X.T]
     M = torch.stack(M)                                                      # (6, K, K)
     mean = M.mean((1, 2), keepdim=True)
@@ -231,77 +221,35 @@ def awm(A, B, tokens, lap=True):
     return score, pairs
 
 
-# ---- the assignment ------------------------------------------------------------------------------
-
 def assign(cost):
     """
-    The assignment problem: cost (n, m) -> rows and columns, each (min(n, m),), none twice, with
-    the least sum of cost. The Hungarian method: rows enter one by one, each by the cheapest chain
-    of swaps. O(n^2 m).
+    Rows and columns of cost (n, m), each (min(n, m),), none twice: the cheapest pair first, then
+    the cheapest of those whose row and column are free.
     """
-    n, m = cost.shape
-    if n > m:
-        columns, rows = assign(cost.T)
-        return rows, columns
-
-    door = m                            # one more column, of cost 0, by which a row enters
-    cost = F.pad(cost.double(), (0, 1)).numpy()
-    u = np.zeros(n)                     # prices of rows
-    v = np.zeros(m + 1)                 # prices of columns
-    row_of = np.full(m + 1, -1)         # each column's row, -1: free
-    for row in range(n):
-        row_of[door] = row
-        column, before = cheapest_chain(cost, u, v, row_of)
-        while column != door:           # swap along the chain, back to the door
-            row_of[column] = row_of[before[column]]
-            column = before[column]
-
-    columns = np.flatnonzero(row_of[:m] >= 0)
-    return torch.from_numpy(row_of[columns]), torch.from_numpy(columns)
-
-
-def cheapest_chain(cost, u, v, row_of):
-    """
-    The way from the door, the last column, to the nearest free one, from each column to the next by
-    its row: Dijkstra over cost - u - v >= 0. Returns the free column, and for each column the one
-    before it on the way. The prices u and v change so that cost - u - v stays >= 0.
-    """
-    door = len(v) - 1
-    way = np.full(door + 1, np.inf)     # the shortest way to each column, measured from `column`
-    before = np.full(door + 1, door)    # the column before on that way
-    done = np.zeros(door + 1, bool)     # columns whose way is known for good
-    column = door
-    while row_of[column] >= 0:
-        done[column] = True
-        row = row_of[column]
-        step = cost[row] - u[row] - v
-        nearer = ~done & (step < way)
-        way[nearer] = step[nearer]
-        before[nearer] = column
-
-        column = np.where(done, np.inf, way).argmin()   # on to the nearest
-        low = way[column]
-        way[~done] -= low
-        v[done] -= low
-        u[row_of[done]] += low
-    return column, before
+    cost = cost.clone()
+    pairs = []
+    for _ in range(min(cost.shape)):
+        row, column = divmod(cost.argmin().item(), cost.size(1))
+        cost[row], cost[:, column] = math.inf, math.inf
+        pairs.append((row, column))
+    return torch.tensor(pairs).T
 
 
 # ---- the attack ----------------------------------------------------------------------------------
 
 @torch.no_grad()
-def disguise(gpt, seed=0, c=1.7):
+def disguise(gpt, seed=0):
     """
     A copy of a plain GPT with other weights and the same logits. The residual stream x becomes
     c x P D; inside a layer change what cancels: norm gain and readers, Wq and Wk, Wv and Wo, up and
     down. Exact, as norm_eps changes with c.
     """
     new = copy.deepcopy(gpt)
-    edit = Disguise(gpt, seed, c)
+    edit = Disguise(gpt, seed)
     edit.ends(new, gpt)
     edit.norms(new)
     for block, old in zip(new.h, gpt.h):
-        gains = edit.positive(2, gpt.config.n_embd)                         # (2, C)
+        gains = edit.normal(2, gpt.config.n_embd).mul(0.3).exp()            # (2, C), around 1
         block.ln_1.weight.copy_(old.ln_1.weight[edit.P] * gains[0])
         block.ln_2.weight.copy_(old.ln_2.weight[edit.P] * gains[1])
         edit.attention(block.attn, old.attn, gains[0])
@@ -311,21 +259,17 @@ def disguise(gpt, seed=0, c=1.7):
 
 class Disguise:
     """What one disguise draws: P and D for the whole model, and the rest part by part."""
+    c = 1.7
 
-    def __init__(self, gpt, seed, c):
+    def __init__(self, gpt, seed):
         self.config = gpt.config
         self.dtype = gpt.wte.weight.dtype
         self.draw = torch.Generator().manual_seed(seed)
-        self.c = c
         self.P = torch.randperm(self.config.n_embd, generator=self.draw)
         self.D = self.normal(self.config.n_embd).sign()
 
     def normal(self, *shape):
         return torch.randn(shape, generator=self.draw).to(self.dtype)
-
-    def positive(self, *shape):
-        """Factors around 1."""
-        return self.normal(*shape).mul(0.3).exp()
 
     def reads(self, W):
         """A matrix (out, C) that reads the residual stream -> W P D."""
@@ -377,7 +321,7 @@ class Disguise:
 
         # values: any R that can be inverted, and its inverse in the output projection
         rotation = torch.linalg.qr(self.normal(nkv, hd, hd))[0]
-        R = rotation * self.positive(nkv, 1, hd)                            # (nkv, hd, hd)
+        R = rotation * self.normal(nkv, 1, hd).mul(0.3).exp()               # (nkv, hd, hd)
         o = self.writes(old.c_proj.weight)                                  # (C, nh hd)
         o = o.unflatten(1, (nh, hd)).transpose(0, 1)                        # (nh, C, hd)
         o = o @ R.inverse().repeat_interleave(shared, 0)
@@ -469,23 +413,6 @@ def identicon(M):
     return pixels.repeat_interleave(8, 0).repeat_interleave(8, 1)
 
 
-def png(pixels):
-    """pixels (H, W, 3) uint8 -> the bytes of a PNG file."""
-    height, width, _ = pixels.shape
-    header = struct.pack('>2I5B', width, height, 8, 2, 0, 0, 0)             # 8 bits each of R, G, B
-    lines = b''.join(b'\0' + line.numpy().tobytes() for line in pixels)
-    return (b'\x89PNG\r\n\x1a\n'
-            + png_chunk(b'IHDR', header)
-            + png_chunk(b'IDAT', zlib.compress(lines))
-            + png_chunk(b'IEND', b''))
-
-
-def png_chunk(kind, body):
-    """Length, kind, body, checksum."""
-    checksum = zlib.crc32(kind + body)
-    return struct.pack('>I', len(body)) + kind + body + struct.pack('>I', checksum)
-
-
 # ---- the lab -------------------------------------------------------------------------------------
 
 @torch.no_grad()
@@ -498,7 +425,6 @@ def compare(models, tokens, rows, s):
     A, B = models[first], models[last]
     rarest = tokens[:s.K]
     M = {name: terms(gpt, rarest) for name, gpt in models.items()}
-    released = {name: terms(gpt, rarest, product=True) for name, gpt in models.items()}
 
     lines = []
     for name, gpt in models.items():
@@ -506,9 +432,8 @@ def compare(models, tokens, rows, s):
         score, _ = awm(A, gpt, tokens)
         unaligned, _ = awm(A, gpt, tokens, lap=False)
         ics = cosine(M[first], M[name])
-        ics_released = cosine(released[first], released[name])
-        lines.append((name, loss, score, unaligned, ics, ics_released, pcs(A, gpt)))
-    print(table(('', 'loss', 'AWM', 'no LAP', 'ICS', 'gate*up', 'PCS'), lines))
+        lines.append((name, loss, score, unaligned, ics, pcs(A, gpt)))
+    print(table(('', 'loss', 'AWM', 'no LAP', 'ICS', 'PCS'), lines))
 
     score, pairs = awm(A, B, tokens)
     ics = cosine(M[first], M[last])
@@ -516,31 +441,16 @@ def compare(models, tokens, rows, s):
     print(f"\nA and B: AWM {score:.4f}, ICS {ics:.4f}: {verdict(score, ics)}")
 
     icons = torch.cat([identicon(m) for m in M.values()], 1)
-    with on_disk(s.out, 'written'):
-        with open(s.out, 'wb') as f:
-            f.write(png(icons))
+    try:
+        from matplotlib.image import imsave
+    except ImportError:
+        raise UserError(f"{s.out}: pictures need pip install matplotlib") from None
+    imsave(s.out, icons.numpy())
     print(f"{s.out}: the identicons of the first table's rows, from left to right")
 
 
-def check_models(folders, A, B):
-    """UserError if one of the two models cannot be compared."""
-    for folder, gpt in zip(folders, (A, B)):
-        if gpt.config.n_layer < 2:
-            raise UserError(
-                f"{folder}: has one layer, and HuRef compares the last two; give deeper models")
-        if not all(p.isfinite().all() for p in gpt.parameters()):
-            raise UserError(
-                f"{folder}: some weights are infinite or not a number; take an earlier checkpoint")
-
-
 def main(argv):
-    given, folders = read(argv, __doc__, FingerprintSettings)
-    s = build(FingerprintSettings, given)
-    if len(folders) != 2:
-        raise UserError(
-            "name two checkpoint folders, as in: python exercises/labs/fingerprint.py out/a out/b")
-    if not os.path.isdir(os.path.dirname(s.out) or '.'):
-        raise UserError(f"out={s.out}: there is no such folder; make it first")
+    s, folders = start(argv, __doc__, FingerprintSettings, folders=2)
 
     # two models of one tokenizer
     A, tokenizer, settings = load_plain(folders[0])
@@ -551,18 +461,11 @@ def main(argv):
             f"{folders[0]} has {n} tokens of {tokenizer.name}, "
             f"{folders[1]} {B.config.n_tokens} of {other.name}: "
             "give two checkpoints of one tokenizer")
-    check_models(folders, A, B)
 
-    # A's text
+    # A's text; one half of the validation text to fine-tune on, the loss is that of the other half
     T = min(A.config.block_size, B.config.block_size)
-    text = own_text(settings, 'train', 2 ** 20)
-    rows = windows(own_text(settings, 'val', 2 ** 16), T)                   # (n, T + 1)
-    if max(text.max(), rows.max()) >= n:
-        raise UserError(
-            f"{settings['data_dir']}: has tokens beyond the {n} of {folders[0]}; "
-            "prepare its training data again")
-
-    # one half of the validation text to fine-tune on; the loss is that of the other half
+    text = own_text(settings, 'train', 2 ** 20, tokenizer)
+    rows = windows(own_text(settings, 'val', 2 ** 16, tokenizer), T)        # (n, T + 1)
     half = len(rows) // 2
     models = relatives(A, rows[:max(1, half)], s)
     models['B: ' + folders[1]] = B.double()
