@@ -1,9 +1,7 @@
 """
-The right answers, written from the equations at the top of each exercise. Write your own first.
-
-marker.py compares what came out of a student's code with what comes out of these, and an exercise
-that refuses these says that model.py was changed. To learn from, read model.py: it does the same,
-and says why it does it so.
+The right answers, for the programs that check: marker.py compares what came out of a student's code
+with what comes out of these, and an exercise that refuses these says that model.py was changed.
+This is a module and no program. To learn from, read model.py: it says why it does the same so.
 """
 import math
 
@@ -174,10 +172,7 @@ def ponder_flops(c, T):
 
 
 def fair_tokens(c, T, tokens):
-    trunk, head = trunk_and_head(c, T)
-    s = c.ponder_steps
-    pondering = 3 * ((s + 1) * trunk + head) + 4 * s * (head + head)
-    return tokens * pondering / (3 * forward_flops(c, T))
+    return tokens * ponder_flops(c, T) / forward_flops(c, T)  # 3 times both in training
 
 
 ANSWERS = {  # of each exercise: {what the student writes: a right one}

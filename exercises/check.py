@@ -1,16 +1,14 @@
 """
 Checks exercises, and says in words what is not right yet. You need not read this file to solve one.
 
+    python exercises/attention.py                one of them, here and now
+    python exercises/attention.py --hint         a hint; --hint=2 and --hint=3 say more
     python exercises/check.py                    all eight, one line each;
                                                  exit status 0 if all are right, else 1
     python exercises/check.py FOLDER [FOLDER ..] the exercises in other folders, each file in a
                                                  process of its own; several folders give a table
-        --seconds=60    the time that one file may take
-        --seed=N        draws shapes and numbers (otherwise they are new ones in each run)
-        --json=FILE     everything: points per part, seconds, sentences, what was printed
-    python exercises/attention.py                one of them, here and now
-    python exercises/attention.py --hint         a hint; --hint=2 and --hint=3 say more
 """
+import ast
 import contextlib
 import importlib.util
 import os
@@ -23,10 +21,9 @@ from unittest.mock import patch
 import torch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
-from borrowed import borrowed, students_lines
-
-from engine.files import UserError, run as run_program
+sys.path.insert(0, os.path.dirname(HERE))   # from here on exercises find the project's modules
+from configurator import build, read
+from engine.files import UserError, one_line, run as run_program
 from model import GPT, GPTConfig
 
 NAMES = (
@@ -58,6 +55,7 @@ ADVICE = {  # words in an error message: what they usually mean here
     'shape|size|dimension|broadcast|unpack':
         "Shapes do not fit: print(x.shape) in the line before shows them.",
 }
+torch.set_num_threads(1)  # the models here are far too small for more
 notes = []  # of the part that is being checked, see `record`
 
 
@@ -196,8 +194,8 @@ def shaped(name, got, shape, axes):
     expect(len(wrong) == 0,
            f"{name} is NaN or infinite in {len(wrong)} of {got.numel()} places, first at "
            f"{wrong[:1].flatten().tolist()}: a softmax over nothing but -inf does that (does it "
-           "run over the right axis, and may each position read itself?), and so does a division "
-           "by 0")
+           "run over the right axis, and may each position read itself?), and so do -inf times a "
+           "number, exp() of a large one, and a division by 0")
 
 
 def pairs(n):
@@ -242,11 +240,11 @@ def tensors(x):
     return []
 
 
-def forbid(owner, name, by_way_of=None):
-    """A patch: while it lasts, calling owner.name is NotYet; by_way_of: of what it is made."""
+def forbid(owner, name):
+    """A patch: while it lasts, calling owner.name is NotYet."""
     def stop(*args, **options):
         raise NotYet(f"{name}() is what you are to write yourself: use its parts instead")
-    return patch.object(owner, by_way_of or name, stop)
+    return patch.object(owner, name, stop)
 
 
 def causal(name, function, x, axis=1):
@@ -313,6 +311,84 @@ def gradients(name, gpt, got, want):
 
 
 # -------------------------------------------------------------------------------------------------
+# whose code it is. This reminds, and names the line; it is no fence, as the answers are public.
+
+PROJECT = ('model', 'engine', 'check', 'answers', 'marker', 'attempt', 'sample', 'train', 'tools',
+           'tests')
+LIBRARY = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory',   # of a model, and of torch
+           'scaled_dot_product_attention', 'multi_head_attention_forward', 'MultiheadAttention')
+THE_CHECK = '\n# the check'
+
+
+def text_of(path):
+    """An exercise as text, as any editor writes it: bytes that are not UTF-8 are replaced."""
+    with open(path, encoding='utf-8-sig', errors='replace') as f:
+        return f.read()
+
+
+def students_part(path):
+    """The lines above `# the check`, as text."""
+    return text_of(path).partition(THE_CHECK)[0]
+
+
+def borrowed(path, given=()):
+    """
+    A sentence if the student's part of this file uses an answer by its name: of the project, of
+    torch, or of the check below. None if not, and if it cannot be read.
+    given: names that may be imported from the project.
+    """
+    source, _, below = text_of(path).partition(THE_CHECK)
+    if '\nPARTS = {' in source:
+        return "the line `# the check` is gone: put it back above what you were not to change"
+    try:
+        tree = ast.parse(source)
+        of_the_check = names_bound(ast.parse(below)) - names_bound(tree)
+    except (SyntaxError, ValueError):
+        return None  # told elsewhere
+    for node in ast.walk(tree):
+        what = taken(node, of_the_check, given)
+        if what:
+            return (f"line {node.lineno} uses {what}: the answer is in there, and it is to be "
+                    "yours")
+    return None
+
+
+def names_bound(tree):
+    """All names that are assigned, imported, defined or arguments somewhere in this code."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition('.')[0])
+    return names
+
+
+def taken(node, of_the_check, given):
+    """The name of an answer, if this node of the student's code takes one; or None."""
+    if isinstance(node, ast.Name) and node.id in of_the_check:
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = ast.unparse(node.value)
+        if owner == 'check' or (node.attr in LIBRARY and owner != 'self'):
+            return f"{owner}.{node.attr}"
+    imported = []
+    if isinstance(node, ast.Import):
+        imported = [alias.name for alias in node.names if alias.name != 'check']
+    if isinstance(node, ast.ImportFrom):
+        imported = [f"{node.module}.{one.name}" for one in node.names if one.name not in given]
+    for name in imported:
+        first, *_, last = name.split('.') + ['']
+        if first in PROJECT or name.split('.')[-1] in LIBRARY:
+            return name
+    return None
+
+
+# -------------------------------------------------------------------------------------------------
 # what is said in the end
 
 @dataclass
@@ -331,11 +407,10 @@ def verdict(exercise):
     words = borrowed(exercise.__file__, getattr(exercise, 'GIVEN', ()))
     if words:
         return False, words
-    for part in exercise.PARTS.values():
+    for part in [*exercise.PARTS.values(), exercise.conclusion]:
         outcome = judge(part, exercise.__file__)
         if not outcome.right:
-            return False, outcome.words
-    outcome = judge(exercise.conclusion, exercise.__file__)
+            break
     return outcome.right, outcome.words
 
 
@@ -354,40 +429,27 @@ def judge(part, path, seed=0):
         return Outcome(False, str(problem))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # exit() too, and exceptions that a student made
+    except BaseException as error:  # exit() too
         return Outcome(False, explain(error, path))
 
 
 def explain(error, path):
     """An exception in words: the student's line that it came through, and what helps."""
-    text = text_of(error)
-    if isinstance(error, NotImplementedError) and 'is still empty' in text:
-        return text
+    if isinstance(error, NotImplementedError) and 'is still empty' in str(error):
+        return str(error)
     if isinstance(error, SyntaxError) and error.lineno:
         return f"line {error.lineno} is not Python ({error.msg})"
-    if not os.path.exists(path):
-        return f"{path} is not there"
-    message = f"{type(error).__name__}: {text}"[:300].rstrip(': .')
+    message = one_line(f"{type(error).__name__}: {error}")[:300].rstrip(': .')
     return f"{where(error, path)} {message}.{advice(message)}"
-
-
-def text_of(error):
-    """What an exception says, on one line; nothing if a student's __str__ fails."""
-    try:
-        return ' '.join(str(error).split())
-    except BaseException:
-        return ''
 
 
 def where(error, path):
     """The beginning of the sentence: the last line of the student's that the error came through."""
-    path, above_the_check = os.path.abspath(path), students_lines(path)
-    lines = traceback.extract_tb(error.__traceback__)
-    lines = [line for line in lines if os.path.abspath(line.filename) == path]
-    own = [line for line in lines if line.lineno <= above_the_check]
-    if not own:
-        return "what your code returns cannot be used:"
-    return f"line {own[-1].lineno}, `{own[-1].line}`, stops with"
+    end = students_part(path).count('\n') + 1
+    for line in reversed(traceback.extract_tb(error.__traceback__)):
+        if os.path.abspath(line.filename) == os.path.abspath(path) and line.lineno <= end:
+            return f"line {line.lineno}, `{line.line}`, stops with"
+    return "what your code returns cannot be used:"
 
 
 def advice(message):
@@ -401,6 +463,12 @@ def advice(message):
 # -------------------------------------------------------------------------------------------------
 # the programs
 
+@dataclass
+class ExerciseSettings:
+    """without any, your answer is checked"""
+    hint: int = 0       # print so many of the hints; --hint is the first
+
+
 def run(name):
     """What an exercise file does when it is started; name: of its module."""
     run_program(lambda argv: main(argv, sys.modules[name]))
@@ -408,37 +476,28 @@ def run(name):
 
 def main(argv, exercise):
     """One exercise, as a module: check it, or print hints."""
-    if not argv:
-        right, words = verdict(exercise)
-        if right:
-            print(f"right. {words}")
-        else:
-            print(f"not yet: {words}")
-            print(f"(python {os.path.relpath(exercise.__file__)} --hint gives a hint)")
-            if changed(exercise):
-                print("(a right answer is refused here too: model.py or engine/ is not what this "
-                      "exercise was written for. Check yours in an unchanged copy.)")
-        sys.exit(0 if right else 1)
-    elif argv in (['-h'], ['--help']):
-        print(exercise.__doc__.strip())
-    else:
-        for i, hint in enumerate(chosen(argv, exercise.HINTS), 1):
-            print(f"hint {i} of {len(exercise.HINTS)}: {hint}")
+    argv = ['--hint=1' if word == '--hint' else word for word in argv]
+    given, rest = read(argv, exercise.__doc__, ExerciseSettings)
+    n = build(ExerciseSettings, given).hint
+    if rest or not 0 <= n <= len(exercise.HINTS):
+        raise UserError(f"{' '.join(argv)}: there are --hint=1 to --hint={len(exercise.HINTS)}")
+    for i, hint in enumerate(exercise.HINTS[:n], 1):
+        print(f"hint {i} of {len(exercise.HINTS)}: {hint}")
+    if n > 0:
+        return
 
-
-def chosen(argv, hints):
-    """The hints that --hint or --hint=N asks for."""
-    wanted = re.fullmatch(r'--hint(?:=(\d+))?', argv[0]) if len(argv) == 1 else None
-    if not wanted:
-        raise UserError(f"{' '.join(argv)}: only --hint, --hint=2 and so on are understood here")
-    n = int(wanted[1] or 1)
-    if not 1 <= n <= len(hints):
-        raise UserError(f"{argv[0]}: choose --hint=1 to --hint={len(hints)}")
-    return hints[:n]
+    right, words = verdict(exercise)
+    print(f"right. {words}" if right else f"not yet: {words}")
+    if not right:
+        print(f"(python {os.path.relpath(exercise.__file__)} --hint gives a hint)")
+        if changed(exercise):
+            print("(a right answer is refused here too: model.py is not what this exercise was "
+                  "written for. Check yours in an unchanged copy.)")
+    sys.exit(0 if right else 1)
 
 
 def changed(exercise):
-    """Whether the right answer is refused too: somebody has changed model.py, or engine/."""
+    """Whether the right answer is refused too: somebody has changed model.py."""
     name = os.path.basename(exercise.__file__)[:-3]
     return name in NAMES and not all(outcome.right for outcome in solved(name, exercise).values())
 
@@ -468,5 +527,4 @@ def load(path):
 
 if __name__ == '__main__':
     import marker  # it imports this file as `check`, as the exercises do
-    marker.stop_as_by_ctrl_c()
     run_program(marker.main)

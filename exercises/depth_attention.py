@@ -25,6 +25,7 @@ are averaged first, and the scale stays 1 / sqrt(hd).
 You are compared with what the real model computes in a real pass. Afterwards, think about this:
 why does the cache of exercise 3 need not one byte more for a model with Depth-Attention?
 """
+import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
 
 
@@ -46,15 +47,10 @@ def mix_all(layers, stride):
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
-import sys
 from dataclasses import dataclass
 from unittest.mock import patch
 
-try:
-    from check import call, compare, difference, draw, expect, inside, run, same, tiny
-except ModuleNotFoundError:
-    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
-    sys.exit(2)
+from check import call, compare, difference, draw, expect, inside, same, tiny
 
 import model
 from model import depth_attention as library
@@ -256,4 +252,4 @@ PARTS = {
 
 
 if __name__ == '__main__':
-    run(__name__)
+    check.run(__name__)

@@ -20,13 +20,13 @@ custom, though the causal mask hides half.
 
 With ponder='embedding' and s steps (exercise 5), the trunk runs s + 1 times and the head after
 each of these passes; and s times, probabilities (V) meet the embedding table (V, C). Training: the
-backward pass takes twice the FLOPs of the forward pass, so 3 in all. But the head and the mixture
-of a step are not kept, backward computes them once more first: 4 for those.
+backward pass takes twice the FLOPs of the forward pass, so 3 times as many in all.
 
 The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv), head_dim (hd),
 mlp_hidden, vocab_size (V), ponder_steps (s). You are compared with GPT.flops_per_token, which the
 tests compare with PyTorch's own counter.
 """
+import check  # in a folder of your own: python exercises/check.py FOLDER
 
 
 def forward_flops(c, T):
@@ -52,17 +52,10 @@ def fair_tokens(c, T, tokens):
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
-import functools
-import sys
 from dataclasses import replace
 
-try:
-    from check import NotYet, call, draw, expect, record, run
-except ModuleNotFoundError:
-    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
-    sys.exit(2)
+from check import NotYet, call, draw, expect, record
 
-from engine.shapes import shapes_only
 from model import GPT, GPTConfig
 
 HINTS = (
@@ -72,25 +65,19 @@ HINTS = (
     "ponder_flops: take forward_flops apart into trunk and head. (s + 1) trunks, s + 1 heads, and "
     "s mixtures of 2 V C.",
 
-    "fair_tokens: training FLOPs per token are 3 forward_flops for the plain model. For pondering "
-    "they are 3 times (s + 1 trunks and one head), and 4 times (s heads and s mixtures).",
+    "fair_tokens: tokens times the training FLOPs of one is the work, the same for both models. So "
+    "the one whose token costs less gets more of them, by the ratio of the two costs.",
 )
 TINY = dict(  # config/size/tiny.py with bytes
     vocab_size=320, n_layer=6, n_head=3, n_embd=192, mlp_hidden=512, block_size=256)
 SMALL = {**TINY, 'n_layer': 3}
 GROUPED = dict(
-    vocab_size=448, n_layer=3, n_head=8, n_kv_head=2, n_embd=128, head_dim=32, mlp_hidden=384)
+    vocab_size=448, n_layer=3, n_head=8, n_kv_head=2, n_embd=128, head_dim=24, mlp_hidden=384)
 
 
-def library(c):
-    """The real model on torch's meta device: shapes without numbers are enough to count."""
-    return library_of(tuple(vars(c).items()))
-
-
-@functools.cache
-def library_of(fields):
-    with shapes_only():
-        return GPT(GPTConfig(**dict(fields)))
+def library(c, T):
+    """What model.py says of the forward pass."""
+    return GPT(c).flops_per_token(T, training=False)
 
 
 def parts(c, T):
@@ -148,7 +135,7 @@ def beside(name, got, want):
 def check_forward(c, T):
     kind = "grouped queries" if c.n_kv_head < c.n_head else "as many key/value heads as query heads"
     name = f"forward_flops(), for {kind} and T = {T},"
-    want = library(c).flops_per_token(T, training=False)
+    want = library(c, T)
     got = call(forward_flops, c, T)
     if check_number(name, got, want, forward_mistakes(c, T, want)):
         return
@@ -162,7 +149,9 @@ def forward_mistakes(c, T, right):
     """{what forward_flops() does: what it gives then}"""
     terms = parts(c, T)
     scores, head, keys = terms['the scores with T keys'], terms['the head'], terms['the keys']
+    projections = terms['the queries'] + terms["the projection of the heads' results"]
     share = c.n_kv_head / c.n_head
+    too_much = 1 - c.n_embd / (c.n_head * c.head_dim)   # of the width of all heads, against C
     return {
         "counts the embedding as a matmul; it is a look-up":
             right + head,
@@ -181,12 +170,18 @@ def forward_mistakes(c, T, right):
             right + 2 * keys * (1 / share - 1),
         "counts n_kv_head heads in attention too; every query head meets T keys and T values":
             right - 2 * scores * (1 - share),
+        "takes C for the width of all heads in attention; it is n_head * head_dim":
+            right - 2 * scores * too_much,
+        "takes C for the width of all heads; it is n_head * head_dim":
+            right - projections * too_much,
+        "takes C for the width of all heads, in attention too; it is n_head * head_dim":
+            right - (projections + 2 * scores) * too_much,
     }
 
 
 def check_ponder(c, T):
     name = f"ponder_flops() with ponder_steps={c.ponder_steps}"
-    want = library(c).flops_per_token(T, training=False)
+    want = library(c, T)
     got = call(ponder_flops, c, T)
     if not check_number(name, got, want, ponder_mistakes(c, T, want)):
         expect(c.ponder_steps > 0,
@@ -221,8 +216,7 @@ def ponder_mistakes(c, T, right):
 
 def check_fair(c, T, tokens):
     name = f"fair_tokens() for {tokens:,.0f} tokens"
-    plain = 3 * sum(parts(c, T).values())
-    want = tokens * library(c).flops_per_token(T) / plain
+    want = tokens * library(c, T) / sum(parts(c, T).values())
     got = call(fair_tokens, c, T, tokens)
     if not check_number(name, got, want, fair_mistakes(c, T, tokens, want)):
         raise NotYet(beside(name, got, want))
@@ -230,17 +224,10 @@ def check_fair(c, T, tokens):
 
 def fair_mistakes(c, T, tokens, right):
     """{what fair_tokens() does: what it gives then}"""
-    terms, s = parts(c, T), c.ponder_steps
-    plain, head = sum(terms.values()), terms['the head']
+    plain, s = sum(parts(c, T).values()), c.ponder_steps
     return {
-        "counts the forward pass alone: in training the heads and mixtures of steps weigh 4, the "
-        "rest 3":
-            tokens * ponder_flops(c, T) / plain,
-        "weighs everything of pondering with 4; only heads and mixtures of steps are computed once "
-        "more":
-            tokens * 4 / 3 * ponder_flops(c, T) / plain,
-        "weighs the last head with 4 too; its logits are those of the loss, as in the plain model":
-            right + tokens * head / (3 * plain),
+        "compares training with the forward pass alone; both models are trained":
+            3 * right,
         "has the ratio upside down: pondering costs more, so the plain model gets more tokens":
             tokens ** 2 / right,
         "gives the plain model as many tokens as the other: what about the work?":
@@ -248,9 +235,9 @@ def fair_mistakes(c, T, tokens, right):
         "counts passes only; steps have heads and mixtures too":
             (s + 1) * tokens,
         "gives the FLOPs; asked for are tokens":
-            right * 3 * plain,
+            3 * right * plain,
         "counts 3 steps; c.ponder_steps says how many":
-            tokens * library(replace(c, ponder_steps=3)).flops_per_token(T) / (3 * plain),
+            tokens * library(replace(c, ponder_steps=3), T) / plain,
     }
 
 
@@ -292,4 +279,4 @@ PARTS = {
 
 
 if __name__ == '__main__':
-    run(__name__)
+    check.run(__name__)

@@ -30,6 +30,7 @@ all three frozen, would it matter if a halted token's E moved on?
     shape letters    B rows    T positions    C width of the model
                      nkv key/value heads    hd width of a head
 """
+import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
 
 from model import mixture
@@ -74,17 +75,12 @@ def think(gpt, gates, x, pos, tau):
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
-import sys
 from dataclasses import dataclass, field
 
-try:
-    from check import (NotYet, call, compare, difference, draw, expect, gradients, record, run,
-                       same, shaped, tiny)
-except ModuleNotFoundError:
-    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
-    sys.exit(2)
+from check import (NotYet, call, compare, difference, draw, expect, gradients, record,
+                   same, shaped, tiny)
 
-from engine.memory import KVCache
+from model import Memory
 
 GIVEN = ('mixture',)  # what may be imported from the project
 HINTS = (
@@ -173,35 +169,34 @@ def check_read(i, what, new, got, stored):
 def one_by_one(gpt, gates, x, pos, tau):
     """
     What generation does: each token in turn, one cache per pass, and no further pass once the gate
-    is shut.
+    is shut. Returns readout, passes, and the readout of those who halt by a gate one pass too soon.
     """
     B, T, _ = x.shape
-    readout = torch.zeros_like(x)
+    readout, too_soon = torch.zeros_like(x), torch.zeros_like(x)
     passes = torch.zeros(B, T, dtype=torch.long)
     for row in range(B):
-        caches = [KVCache(gpt.config.n_layer, T) for _ in range(len(gates) + 1)]
+        caches = [Memory() for _ in range(len(gates) + 1)]
         for t in range(T):
+            for cache in caches:
+                cache.begin(1, 1, x.device)  # one position more
             e = x[row:row + 1, t:t + 1]  # (1,1,C)
+            outputs = []
             for i, cache in enumerate(caches):
                 h = gpt.trunk(e, pos[t:t + 1], cache)
+                outputs.append(h[0, 0])
                 if i == len(gates):
                     break
                 g = gates[i](h).sigmoid()
                 if g < tau:
                     break
                 e = e + g * mixture(gpt, h)
-            hand_on(caches, i, t)
-            readout[row, t] = h[0, 0]
+            for later in caches[i + 1:]:  # which find the keys and values of its last pass
+                for layer, (k, v) in caches[i].made.items():
+                    later.update(layer, k, v)
+            readout[row, t] = outputs[i]
+            too_soon[row, t] = outputs[i] if i == len(gates) else outputs[max(0, i - 1)]
             passes[row, t] = i + 1
-    return readout, passes
-
-
-def hand_on(caches, i, t):
-    """Passes that token t does not take find the keys and values of its last pass, i."""
-    for later in caches[i + 1:]:
-        later.mask(1, None)  # one slot more
-        for layer, (k, v) in enumerate(zip(caches[i].k, caches[i].v)):
-            later.update(layer, k[:, :, t:t + 1], v[:, :, t:t + 1])
+    return readout, passes, too_soon
 
 
 @dataclass
@@ -275,8 +270,13 @@ def check_think(gpt, x, case):
            "the second result of think() counts passes, in dtype=torch.long, and not in "
            f"{passes.dtype}")
 
-    right_readout, right_passes = one_by_one(gpt, case.gates, x, pos, case.tau)
+    right_readout, right_passes, too_soon = one_by_one(gpt, case.gates, x, pos, case.tau)
     check_passes(case, passes, right_passes)
+    late_m = (f"with {case.what}, think() takes the readout with the m after the gate: who halts "
+              "after a pass was active in it. Take the m that the pass began with")
+    case.mistakes[late_m] = too_soon
+    case.mistakes[f"{late_m}; in the first one all are active"] = (
+        too_soon * (right_passes > 1)[..., None])
     check_readout(case, readout, right_readout, right_passes)
 
 
@@ -360,4 +360,4 @@ PARTS = {
 
 
 if __name__ == '__main__':
-    run(__name__)
+    check.run(__name__)

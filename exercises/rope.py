@@ -24,6 +24,7 @@ You are compared with rope_table and apply_rope of model.py. Afterwards, think a
 thoughts of `ponder='latent'` sit in slots of their own, yet all slots of a token share its
 position. What would change if they counted on?
 """
+import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
 
 
@@ -47,14 +48,9 @@ def rotate(x, pos, theta):
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
-import sys
 from unittest.mock import patch
 
-try:
-    from check import call, compare, difference, draw, expect, inside, run, same, tiny
-except ModuleNotFoundError:
-    print("error: run the project's check.py: python exercises/check.py FOLDER", file=sys.stderr)
-    sys.exit(2)
+from check import call, compare, difference, draw, expect, inside, same, tiny
 
 import model
 from model import apply_rope, rope_table
@@ -180,4 +176,4 @@ PARTS = {
 
 
 if __name__ == '__main__':
-    run(__name__)
+    check.run(__name__)
