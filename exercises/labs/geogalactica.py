@@ -46,8 +46,8 @@ computing, 2026-11-21):
     stage                    old text      new text      asked         held out      never told
     checkpoint               1.85 (1.83)   2.93 (3.05)   0    (0)      0    (0)      0    (0)
     no replay                5.32 (5.50)   0.15 (0.16)   0    (0)      0    (0)      0    (0)
-    replay 0.2               1.94 (1.92)   0.19 (0.19)   0    (0)      0    (0)      0    (0)
-    replay 0.2, fine-tuned   2.45 (2.65)   0.77 (1.14)   1.00 (1.00)   0.31 (0.12)   0.12 (0.25)
+    replay                   1.94 (1.92)   0.19 (0.19)   0    (0)      0    (0)      0    (0)
+    replay, fine-tuned       2.45 (2.65)   0.77 (1.14)   1.00 (1.00)   0.31 (0.12)   0.12 (0.25)
 
 Replay takes away 97 % of the forgetting for 0.03 nats of the new text; it is the very text the
 checkpoint knows, which flatters it. At the full rate (--peak=1, one seed) 0.25 nats are forgotten
@@ -61,15 +61,15 @@ of it, in the ten looked at). GeoGalactica reports 46.6 against its base's 41.2 
 field, and the general ability kept; here fine-tuning forgets too.
 """
 import copy
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from common import fit, load_plain, loss_on, own_text, table, text_loss, warm_up, windows
-from configurator import build, read
-from engine.files import UserError, run
-from engine.shards import read_meta
+from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from configurator import check_range
+from engine.files import UserError, run, table
 from minerals import completion, documents, question, world
 
 
@@ -86,19 +86,12 @@ class Settings:
     seed: int = 1337                    # the minerals, the texts, the order of all batches
 
     def __post_init__(self):
-        for name in ('steps', 'batch', 'peak', 'sft_steps'):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if not 2 <= self.minerals <= 200:
-            raise ValueError(f"minerals={self.minerals} must be between 2 and 200")
-        if not 0 < self.replay < 1:
-            raise ValueError(
-                f"replay={self.replay} must be between 0 and 1; one run has none anyway")
+        check_range(self, 1, math.inf, 'steps', 'batch', 'sft_steps')
+        check_range(self, 2, 200, 'minerals')
         n_old = self.batch * self.replay
-        if round(n_old) < 1 or abs(n_old - round(n_old)) > 1e-9:
-            raise ValueError(
-                f"batch={self.batch} times replay={self.replay} is not a whole number of rows: "
-                "change one of them")
+        if not 0 < n_old < self.batch or abs(n_old - round(n_old)) > 1e-9:
+            raise ValueError(f"batch={self.batch} times replay={self.replay} must be a whole "
+                             "number of rows, and not all of them: change one")
 
 
 # ---- further pretraining -------------------------------------------------------------------------
@@ -123,15 +116,10 @@ def pretrain_further(model, sources, counts, rates, seed, name=''):
     Train on counts[j] rows of sources[j] (rows, T + 1) in every batch, with a fresh optimizer;
     returns the losses.
     """
-    rows = torch.cat(list(sources))                                         # one below the other
-    lengths = [len(source) for source in sources]
-    chosen = []
-    first = 0
-    for order, length in zip(orders(lengths, counts, len(rates), seed), lengths):
-        chosen.append(first + order)
-        first += length
-    chosen = torch.cat(chosen, 1)                                           # (steps, B)
-    return fit(model.parameters(), lambda i: text_loss(model, rows[chosen[i]]), rates, name=name)
+    chosen = orders([len(source) for source in sources], counts, len(rates), seed)
+    parts = [source[order] for source, order in zip(sources, chosen)]       # (steps, .., T + 1)
+    batches = torch.cat(parts, dim=1)                                       # (steps, B, T + 1)
+    return fit(model.parameters(), lambda i: text_loss(model, batches[i]), rates, name=name)
 
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
@@ -211,34 +199,19 @@ def pack(texts, tokenizer):
     return torch.tensor(tokens)
 
 
-def old_rows(settings, tokenizer, T):
-    """
-    Rows (n, T + 1) of the text the checkpoint was trained on, and 64 from all over its validation
-    text.
-    """
-    name = read_meta(settings['data_dir'])['tokenizer']
-    if name != tokenizer.name:
-        raise UserError(
-            f"{settings['data_dir']}: its tokens are {name}, the checkpoint's {tokenizer.name}: "
-            "prepare that data again")
-    train = windows(own_text(settings, 'train', 2 ** 21), T)
-    val = windows(own_text(settings, 'val', 2 ** 21), T)
-    return train, val[::max(1, len(val) // 64)][:64]
-
-
 def make_texts(told, base, tokenizer, s, T):
     """
     The new texts tell the facts `told`; the old ones are those that the checkpoint's settings
-    `base` name.
+    `base` name, 64 rows from all over its validation text.
     """
     new = documents(told, 100 * s.minerals, s.seed)
     new_val = documents(told, 8 * s.minerals, s.seed + 1)
-    old, old_val = old_rows(base, tokenizer, T)
+    old_val = windows(own_text(base, 'val', 2 ** 21, tokenizer), T)
     return Texts(
         new=windows(pack(new, tokenizer), T),
         new_val=windows(pack(new_val, tokenizer), T),
-        old=old,
-        old_val=old_val)
+        old=windows(own_text(base, 'train', 2 ** 21, tokenizer), T),
+        old_val=old_val[::max(1, len(old_val) // 64)][:64])
 
 
 def make_exam(asked, held_out, untold, tokenizer):
@@ -283,11 +256,6 @@ def measure(stage, model, texts, exam):
         untold=exact_match(model, exam.untold, exam.eot))
 
 
-def replay_stage(s):
-    """The name of the run with replay."""
-    return f"replay {s.replay:g}"
-
-
 def experiment(model, tokenizer, base, s):
     """All runs from one checkpoint; `base` are its settings. Returns a list of Row."""
     # what is asked, and what is read
@@ -306,7 +274,7 @@ def experiment(model, tokenizer, base, s):
     mixes = {
         "untaught": None,
         "no replay": (s.batch, 0),
-        replay_stage(s): (s.batch - n_old, n_old),
+        "replay": (s.batch - n_old, n_old),
     }
 
     peak = s.peak * base['learning_rate']
@@ -335,7 +303,7 @@ def report(rows, base, s):
     by_stage = {row.stage: row for row in rows}
     before = by_stage["checkpoint"]
     without = by_stage["no replay"]
-    replayed = by_stage[replay_stage(s)]
+    replayed = by_stage["replay"]
     print(f"\nforgetting {without.old - before.old:.4f} without replay, "
           f"{replayed.old - before.old:.4f} with; "
           f"gain {before.new - without.new:.4f} and {before.new - replayed.new:.4f}")
@@ -344,16 +312,8 @@ def report(rows, base, s):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__, Settings)
-    s = build(Settings, given)
-    if len(folders) != 1:
-        raise UserError(
-            "name one checkpoint folder: python exercises/labs/geogalactica.py out/vanilla")
-    model, tokenizer, base = load_plain(folders[0])
-    if not {'data_dir', 'learning_rate'} <= set(base):
-        raise UserError(
-            f"{folders[0]}: its settings name no data_dir and learning_rate; "
-            "take a checkpoint that train.py made")
+    s, [folder] = start(argv, __doc__, Settings)
+    model, tokenizer, base = load_plain(folder)
     report(experiment(model, tokenizer, base, s), base, s)
 
 
