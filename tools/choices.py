@@ -145,7 +145,7 @@ def read_rows(data_dir, tokenizer, block_size, tokens, device):
     """As many windows (n,block_size+1) of the validation set as hold so many tokens."""
     windows = Windows(data_dir, 'val', read_meta(data_dir, tokenizer), block_size)
     n = min(windows.n, -(-tokens // block_size))
-    return windows.read(range(n), device).to(device)
+    return torch.from_numpy(windows.read(range(n))).to(device)
 
 
 def print_taus(model, rows, s):
