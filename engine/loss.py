@@ -42,11 +42,14 @@ def in_parts(function, gpt, h):
 def nats_in_parts(head, h, targets, width):
     """GPT.nats of model.py without gradients, some rows at a time: only where targets count."""
     result = h.new_zeros(targets.numel(), dtype=torch.promote_types(h.dtype, torch.float32))
-    counts = (targets.flatten() >= 0).nonzero()[:, 0]
-    for some in counts.split(max(1, LOGITS_AT_ONCE // width)):
+    for some in rows_that_count(targets.flatten()).split(max(1, LOGITS_AT_ONCE // width)):
         logits = head(h.flatten(0, -2)[some]).to(result.dtype)          # (n,V)
         result[some] = F.cross_entropy(logits, targets.flatten()[some], reduction='none')
     return result.view(targets.shape)
+
+
+def rows_that_count(targets):
+    return (targets >= 0).nonzero()[:, 0]
 
 
 def chunked_cross_entropy(h, weight, targets, weights, n_tokens):

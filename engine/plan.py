@@ -22,12 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine import loss
 from engine.fast import FastGPT, without_numbers
 from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
-from engine.loss import recompute_blocks
 from engine.shards import read_meta
 from engine.start import asked_of_model, old_config, start_config
-from model import GPTConfig
 
 WORLDS = (1, 8, 64)  # numbers of GPUs to plan for
 DAY = 24 * 60 * 60
@@ -91,12 +90,12 @@ def activations(config, settings, dtype, accumulates):
     `accumulates` gradients are there before it starts, and are not counted.
     """
     rms_norm = F.rms_norm if settings.device == 'cpu' else NormOnGPU.apply
-    with FakeTensorMode(), LiveBytes() as live, mock.patch.object(F, 'rms_norm', rms_norm):
+    with FakeTensorMode(), LiveBytes() as live, mock.patch.object(F, 'rms_norm', rms_norm), \
+            mock.patch.object(loss, 'rows_that_count', all_rows):
         model = FastGPT(config).train()
-        # Which tokens halt depends on numbers, and there are none: count as if none did.
-        model.dense = True
+        model.dense = True      # who halts depends on numbers, and there are none: as if none did
         if settings.checkpoint_activations:
-            recompute_blocks(model)
+            loss.recompute_blocks(model)
         if accumulates:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
@@ -104,9 +103,13 @@ def activations(config, settings, dtype, accumulates):
         x = torch.zeros(settings.micro_batch, config.block_size, dtype=torch.long)
         # 'cpu' stands for any device
         with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
-            _, loss = model(x, x)
-        loss.backward()
+            _, result = model(x, x)
+        result.backward()
     return live.peak - before
+
+
+def all_rows(targets):
+    return torch.arange(len(targets))
 
 
 def memory(config, settings, dtype):
@@ -149,7 +152,7 @@ def print_plan(settings, given, builtin, state):
     tokens = settings.max_steps * settings.batch_tokens
     flops = per_token * tokens
     print(f"parameters  {model.num_params() / 1e6:,.2f}M, vocabulary {config.vocab_size:,} "
-          f"({vocabulary}){with_full_vocabulary(model)}")
+          f"({vocabulary})")
     print(f"compute     {per_token / 1e6:,.1f} MFLOPs per token, forward and backward; "
           f"{flops:.3g} FLOPs in all")
     print(f"tokens      {tokens / 1e6:,.1f}M: {settings.max_steps:,} steps of "
@@ -168,17 +171,6 @@ def planned_vocabulary(data_dir, builtin):
     if data_dir in builtin:
         return 257, f'of {data_dir}'
     return None, f'{data_dir} is not there: the default'
-
-
-def with_full_vocabulary(model):
-    """The number of parameters with GPT-2's vocabulary, which the papers use, if it has another."""
-    config = model.config
-    full = GPTConfig.vocab_size
-    if config.vocab_size == full:
-        return ''
-    tables = 1 if config.tie_embeddings else 2
-    parameters = model.num_params() + tables * (full - config.vocab_size) * config.n_embd
-    return f"; {parameters / 1e6:,.2f}M with {full:,}"
 
 
 def print_memory(config, settings, dtype, worlds):

@@ -12,20 +12,20 @@ from dataclasses import fields
 import torch
 
 from engine.checkpoint import change_steps, load_checkpoint, load_weights
-from engine.shards import knows_tokens
 from engine.fast import without_numbers
 from engine.files import UserError
 from engine.released import describe
+from engine.shards import knows_tokens
 from engine.tasks import check_context
 from engine.variant import config_of
 from model import GPTConfig
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
-        'halt_full', 'halt_share', 'halt_beta')
-# those that a new run from its weights may change
-START = (*FREE, 'block_size', 'rope_theta', 'depth_attn', 'depth_stride', 'depth_mode', 'ponder',
-         'ponder_topk', 'halting')
+        'halt_full', 'halt_share', 'halt_beta', 'exit_by')
+# those that not even a new run from its weights may change
+FIXED = ('vocab_size', 'n_tokens', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
+         'mlp_hidden', 'norm_eps', 'qk_norm', 'tie_embeddings', 'embed_scale', 'init_std')
 
 
 def start_model(kind, settings, given, meta, state, ranks, device):
@@ -80,12 +80,11 @@ def start_config(settings, asked, n_tokens, old):
         if old is None:
             vocabulary = vocabulary_of(n_tokens) if n_tokens else {}
             return GPTConfig(**{**vocabulary, **asked})
-        new, changed = is_new(settings), {}
-        for name in START if new else FREE:
-            # None is the default again in a new run; otherwise it changes nothing
-            if name in asked and (new or asked[name] is not None):
-                changed[name] = asked[name]
-        if settings.eval_only:      # the model has the steps of its weights, then takes others
+        if is_new(settings):    # None is the default again
+            changed = {name: asked[name] for name in asked if name not in FIXED}
+        else:
+            changed = {name: asked[name] for name in FREE if asked.get(name) is not None}
+        if settings.eval_only:  # the model has the steps of its weights, then takes others
             changed.pop('ponder_steps', None)
         return config_of({**old, **changed})
     except ValueError as error:
@@ -119,11 +118,10 @@ def check_memory(config, settings, ranks, device):
     UserError if weights, gradients and moments take more memory than there is: Linux would kill the
     program without a word. On a GPU, PyTorch says so itself.
     """
-    copies = 1 if settings.eval_only else 4
-    processes = int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world))
-    needs = copies * processes * 4 * without_numbers(config).num_params()
     if device.type != 'cpu' or not os.path.exists('/proc/meminfo'):
         return
+    copies = 1 if settings.eval_only else 4
+    needs = copies * ranks.world * 4 * without_numbers(config).num_params()
     with open('/proc/meminfo', encoding='ascii') as f:
         kilobytes = dict(line.split(':') for line in f)['MemAvailable'].split()[0]
     has = 1024 * int(kilobytes)
@@ -160,10 +158,10 @@ def idle_settings(model, asked):
     on = {  # beginning of a name: whether settings of such names do something
         'depth_': config.depth_attn,
         'halt_': config.halting != 'none',
-        'ponder_steps': 'ponder_steps' in read,
-        'ponder_topk': 'ponder_topk' in read,
-        'jacobi_iters': 'jacobi_iters' in read,
+        'exit_': config.halting == 'exit',
     }
+    for name in ('ponder_steps', 'ponder_topk', 'jacobi_iters', 'loop_norm'):
+        on[name] = name in read
     off = tuple(name for name, used in on.items() if not used)
     idle = []
     for name, value in asked.items():
@@ -203,16 +201,9 @@ def checkpoint_of(settings):
 
 
 def settings_of(state, Settings):
-    """
-    All settings of the run that left a checkpoint; names those that are not known here, and those
-    that it lacks. Settings: train.py's class.
-    """
-    saved = state['settings']
+    """All settings of the run that left a checkpoint. Settings: train.py's class."""
     known = {field.name: field.default for field in fields(Settings)}
-    gone, missing = saved.keys() - known, known.keys() - saved
+    gone = sorted(state['settings'].keys() - known)
     if gone:
-        print(f"warning: no longer settings: {', '.join(sorted(gone))}", file=sys.stderr)
-    if missing:
-        print(f"warning: not in the checkpoint, so at their defaults unless set: "
-              f"{', '.join(sorted(missing))}", file=sys.stderr)
-    return {**known, **saved}
+        print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
+    return {**known, **state['settings']}
