@@ -67,13 +67,11 @@ share one attention), and every number of steps are choices made here. What it d
 science, benchmarks. The loop computes no idle expert, as the FLOPs say, but gathering the tokens of
 each takes time that they do not count.
 """
-import contextlib
 import copy
-import os
+import math
 import random
 import unicodedata
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,9 +80,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import fit, load_plain, loss_on, own_text, table, text_loss, warm_up, windows
-from configurator import build, read
-from engine.files import UserError, run
+from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from configurator import check_range
+from engine.files import UserError, run, table
 from engine.shards import encode
 from prepare_data import walk
 
@@ -104,16 +102,10 @@ class InnovatorSettings:
     seed: int = 1337             # draws rows, and the router
 
     def __post_init__(self):
-        positive = ('shards', 'induce_steps', 'route_steps', 'joint_steps', 'batch_size',
-                    'learning_rate')
-        for name in positive:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        check_range(self, 1, math.inf, 'shards', 'induce_steps', 'route_steps', 'joint_steps')
         if self.batch_size % 4:
             raise ValueError(
                 f"batch_size={self.batch_size} must be a multiple of 4: a mix is quarters")
-        if self.alpha < 0:
-            raise ValueError(f"alpha={self.alpha} must not be negative")
 
 
 # ---- the mixture of experts ----------------------------------------------------------------------
@@ -148,6 +140,7 @@ class MoE(nn.Module):
     def __init__(self, mlp, specialists, G):
         super().__init__()
         self.K = G
+        self.r = None                       # the router's logits of the last text (n, N)
         self.shared = mlp
         shards = [split(specialist, G) for specialist in specialists]
         self.fc = nn.Parameter(torch.cat([fc for fc, _ in shards]))         # (N, 2f/G, C)
@@ -163,7 +156,8 @@ class MoE(nn.Module):
 
     def forward(self, x):
         tokens = x.flatten(0, 1)                                            # (n, C), n = B T
-        gates, top = route(self.router(tokens), self.K)                     # (n, K), (n, K)
+        self.r = self.router(tokens)                                        # (n, N)
+        gates, top = route(self.r, self.K)                                  # (n, K), (n, K)
         routed = torch.zeros_like(tokens)
         for e, (fc, proj) in enumerate(zip(self.fc, self.proj)):
             # each expert sees its tokens only
@@ -209,36 +203,12 @@ def balance(r, K):
     return (loads(r, K) * P).sum()
 
 
-@contextlib.contextmanager
-def routers_of(model):
-    """
-    A list that collects (logits r (n, N), K) of every MoE that runs meanwhile; the model itself
-    keeps no graph.
-    """
-    seen = []
-    hooks = []
-    for mixture in mixtures(model):
-        hook = partial(collect, seen, mixture.K)
-        hooks.append(mixture.router.register_forward_hook(hook))
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def collect(seen, K, router, inputs, r):
-    """What PyTorch calls after a router has made its logits r."""
-    seen.append((r, K))
-
-
 # ---- training ------------------------------------------------------------------------------------
 
 def objective(model, rows, alpha):
     """Mean loss on rows (B, T + 1), and the balance term of every layer."""
-    with routers_of(model) as seen:
-        loss = text_loss(model, rows)
-    return loss + alpha * sum(balance(r, K) for r, K in seen)
+    loss = text_loss(model, rows)
+    return loss + alpha * sum(balance(mixture.r, mixture.K) for mixture in mixtures(model))
 
 
 def flops(call):
@@ -262,61 +232,14 @@ def train(model, parameters, batches, rate, alpha, name):
         p.requires_grad_(True)
 
     # K experts per token: all steps cost the same
-    first_loss = partial(objective, model, batches[0], alpha)
-    step_cost = flops(lambda: torch.autograd.grad(first_loss(), parameters))
-
+    step_cost = flops(lambda: torch.autograd.grad(objective(model, batches[0], alpha), parameters))
     rates = warm_up(rate, len(batches))
     fit(parameters, lambda i: objective(model, batches[i], alpha), rates, name=name)
     model.eval()
     return len(batches) * step_cost
 
 
-def ffn_parameters(model):
-    """What learns in stage 1."""
-    return [p for block in model.h for p in block.mlp.parameters()]
-
-
-def router_parameters(model):
-    """What learns in stage 3."""
-    return [p for mixture in mixtures(model) for p in (mixture.router.weight, mixture.a)]
-
-
-def open_gates(model, a):
-    """From here on the routed experts count."""
-    for mixture in mixtures(model):
-        mixture.a.data.fill_(a)
-
-
 # ---- the stages ----------------------------------------------------------------------------------
-
-@dataclass
-class Batches:
-    """What all models are trained on: lists of batches (B, T + 1)."""
-    single: dict                 # stage 1: {domain: batches of its rows}
-    routing: list                # stage 3: batches of all domains
-    joint: list                  # stage 4: batches of all domains
-    same: list                   # for a dense model: all these rows, shuffled
-    only_new: list               # for another one: as many rows, of the new domains alone
-
-
-def draw_batches(data, s, generator):
-    """data {domain: rows (n, T + 1)}, the checkpoint's own domain first -> Batches."""
-    new = list(data)[1:]
-    single = {}
-    for domain in new:
-        single[domain] = [draw(data[domain], s.batch_size, generator)
-                          for _ in range(s.induce_steps)]
-    routing = [draw_mix(data, s, generator) for _ in range(s.route_steps)]
-    joint = [draw_mix(data, s, generator) for _ in range(s.joint_steps)]
-
-    every_single = [batch for batches in single.values() for batch in batches]
-    same = torch.cat([*every_single, *routing, *joint])             # (rows, T + 1)
-    only_new = torch.cat([draw(data[domain], len(same) // 2, generator) for domain in new])
-    return Batches(
-        single, routing, joint,
-        same=shuffled(same, generator).split(s.batch_size),
-        only_new=shuffled(only_new, generator).split(s.batch_size))
-
 
 def draw(rows, n, generator):
     """n of the rows, with replacement."""
@@ -341,46 +264,56 @@ def stages(base, data, s, generator):
     All models of the table as they come: yields (name, model, FLOPs of its training).
     data: {domain: rows (.., T + 1)}, the checkpoint's own first.
     """
-    batches = draw_batches(data, s, generator)
+    _, *new = data
     rate = s.learning_rate
+    seen = []                           # batches that the mixture or its parts were trained on
     yield "the checkpoint", base, 0
 
     # 1, induction: a specialist for each new domain, whose FFNs alone learn
     specialists = []
     cost = 0
-    for domain, own_batches in batches.single.items():
+    for domain in new:
+        batches = [draw(data[domain], s.batch_size, generator) for _ in range(s.induce_steps)]
         specialist = copy.deepcopy(base)
-        learning = ffn_parameters(specialist)
-        spent = train(specialist, learning, own_batches, rate, 0.0, f"stage 1, {domain}")
+        learning = [p for block in specialist.h for p in block.mlp.parameters()]
+        spent = train(specialist, learning, batches, rate, 0.0, f"stage 1, {domain}")
         yield f"1  specialist, {domain}", specialist, spent
         specialists.append(specialist)
+        seen += batches
         cost += spent
 
     # 2, splitting: the specialists' FFNs become shards of one model
     model = upcycle(base, specialists, s.shards)
     yield "2  mixture, a = 0", model, cost
-    open_gates(model, 0.5)
+    for mixture in mixtures(model):
+        mixture.a.data.fill_(0.5)       # from here on the routed experts count
     yield "   mixture, a = 0.5", model, cost
 
     # 3, routing: the routers and `a` learn
-    learning = router_parameters(model)
-    cost += train(model, learning, batches.routing, 10 * rate, s.alpha, "stage 3")
+    batches = [draw_mix(data, s, generator) for _ in range(s.route_steps)]
+    learning = [p for mixture in mixtures(model) for p in (mixture.router.weight, mixture.a)]
+    cost += train(model, learning, batches, 10 * rate, s.alpha, "stage 3")
     yield "3  router trained", model, cost
+    seen += batches
 
     # 4, joint: everything learns
-    cost += train(model, model.parameters(), batches.joint, rate, s.alpha, "stage 4")
+    batches = [draw_mix(data, s, generator) for _ in range(s.joint_steps)]
+    cost += train(model, model.parameters(), batches, rate, s.alpha, "stage 4")
     yield "4  all trained", model, cost
+    seen += batches
 
-    # what it competes with
-    yield dense(base, batches.same, rate, "dense, the same rows")
-    yield dense(base, batches.only_new, rate, "dense, new domains only")
+    # what it competes with: all these rows, and as many of the new domains alone
+    same = torch.cat(seen)                                          # (rows, T + 1)
+    only_new = torch.cat([draw(data[domain], len(same) // 2, generator) for domain in new])
+    yield dense(base, same, s, generator, "dense, the same rows")
+    yield dense(base, only_new, s, generator, "dense, new domains only")
 
 
-def dense(base, batches, rate, name):
-    """(name, a copy of base that is trained on these batches as it is, the FLOPs of that)."""
+def dense(base, rows, s, generator, name):
+    """(name, a copy of base that is trained on these rows as it is, the FLOPs of that)."""
     model = copy.deepcopy(base)
-    cost = train(model, model.parameters(), batches, rate, 0.0, name)
-    return name, model, cost
+    batches = shuffled(rows, generator).split(s.batch_size)
+    return name, model, train(model, model.parameters(), batches, s.learning_rate, 0.0, name)
 
 
 # ---- the domains ---------------------------------------------------------------------------------
@@ -390,10 +323,7 @@ def new_texts():
     {domain: documents}: the headers of PyTorch's core library; lines such as
     00E9 LATIN SMALL LETTER E WITH ACUTE, shuffled.
     """
-    folder = os.path.join(os.path.dirname(torch.__file__), 'include', 'c10')
-    if not os.path.isdir(folder):
-        raise UserError(
-            f"{folder}: PyTorch's C++ headers, a domain here, are missing; install it with pip")
+    folder = Path(torch.__file__).parent / 'include' / 'c10'
     headers = [Path(path).read_bytes() for path in walk(folder)]
 
     lines = []
@@ -412,8 +342,8 @@ def domains(settings, tokenizer, T, generator):
     {domain: rows to train on}, {domain: 64 held-out rows}; rows (.., T + 1). The first domain is
     the checkpoint's own text.
     """
-    data = {OWN_TEXT: windows(own_text(settings, 'train', 2 ** 22), T)}
-    held_out = {OWN_TEXT: windows(own_text(settings, 'val', 2 ** 22), T)}
+    data = {OWN_TEXT: windows(own_text(settings, 'train', 2 ** 22, tokenizer), T)}
+    held_out = {OWN_TEXT: windows(own_text(settings, 'val', 2 ** 22, tokenizer), T)}
     for name, documents in new_texts().items():
         tokens = [torch.from_numpy(encode(tokenizer, text).astype('int64')) for text in documents]
         every_tenth = tokens[::10]
@@ -439,7 +369,7 @@ def sizes(model):
 @torch.no_grad()
 def measure(name, model, cost, held_out):
     """A row of the first table."""
-    losses = [loss_on(model, rows, batch_size=32) for rows in held_out.values()]
+    losses = [loss_on(model, rows) for rows in held_out.values()]
     total, active = sizes(model)
     row = held_out[OWN_TEXT][:1, :-1]                               # (1, T)
     per_token = flops(lambda: model(row)) / row.numel()
@@ -459,17 +389,16 @@ def load_table(model, held_out):
     lines = []
     total = 0
     for name, rows in held_out.items():
-        with routers_of(model) as seen:
-            model.hidden(rows[:, :-1])
-        f = torch.stack([loads(r, K) for r, K in seen])             # (L, N)
-        _, K = seen[0]
+        model.hidden(rows[:, :-1])
+        f = torch.stack([loads(mixture.r, mixture.K) for mixture in mixtures(model)])   # (L, N)
+        K = model.h[0].mlp.K
         shares = f[:, :K].sum(1) / f.size(1)                        # (L,): its shards come first
         lines.append([name, *two_decimals(shares)])
         total = total + f / len(held_out)
     lines.append(["load of the busiest expert over all, 1 is even", *two_decimals(total.amax(1))])
 
     first_specialist = list(held_out)[1]
-    header = [f"share of {first_specialist} experts in layer", *range(len(total))]
+    header = [f"share of {first_specialist} experts in layer", *map(str, range(len(total)))]
     return table(header, lines)
 
 
@@ -478,12 +407,8 @@ def two_decimals(numbers):
 
 
 def main(argv):
-    given, folders = read(argv, __doc__, InnovatorSettings)
-    s = build(InnovatorSettings, given)
-    if len(folders) != 1:
-        raise UserError(
-            "name one checkpoint folder, such as: python exercises/labs/innovator.py out/vanilla")
-    base, tokenizer, settings = load_plain(folders[0])
+    s, [folder] = start(argv, __doc__, InnovatorSettings)
+    base, tokenizer, settings = load_plain(folder)
     if base.config.mlp_hidden % s.shards:
         raise UserError(
             f"shards={s.shards} does not divide the checkpoint's "
