@@ -36,7 +36,7 @@ from configurator import build, check_range, read
 from engine.fast import without_numbers
 from engine.files import run, table
 from model import PONDER, GPTConfig, Mechanism
-from tools.compare import final_loss
+from tools.compare import final_loss, keep_recipe
 
 
 @dataclass
@@ -99,17 +99,15 @@ def make_arms(common, start):
 
 
 def train_arm(arm, seed, common, out):
-    """The final loss of one run, which is made unless it is there; UserError if it is another."""
+    """The final loss of one run, which is made unless it is there."""
     folder = os.path.join(out, f'{arm.name}-from{arm.begin:g}-s{seed}')
     args = [*common, *arm.options]
     given, _ = read(args, '', train.Settings, GPTConfig)
     settings = {'max_steps': train.Settings.max_steps, **given}
-    loss = final_loss(folder, settings)
-    if loss is not None:
-        return loss
-    LateMiddle.begin = arm.begin    # train.main makes the model, and has no such setting
-    resume = ['--init_from=resume'] if os.path.exists(os.path.join(folder, 'ckpt.pt')) else []
-    train.main([*args, *resume, f'--seed={seed}', f'--out_dir={folder}'])
+    if final_loss(folder, settings) is None:
+        LateMiddle.begin = arm.begin    # train.main makes the model, and has no such setting
+        resume = ['--init_from=resume'] if os.path.exists(os.path.join(folder, 'ckpt.pt')) else []
+        train.main([*args, *resume, f'--seed={seed}', f'--out_dir={folder}'])
     loss = final_loss(folder, settings)
     if loss is None:
         raise SystemExit(130)   # stopped; the same command goes on
@@ -122,6 +120,7 @@ def main(argv):
     ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     common = [arg for arg in argv if arg not in ours]
     s = build(LabSettings, read(ours, __doc__, LabSettings)[0])
+    keep_recipe(s.out, [*common, f'--start={s.start}'])     # UserError if runs there had another
     arms = make_arms(common, s.start)
     losses = {arm.name: [] for arm in arms}
     for seed in s.seeds.split(','):
