@@ -15,40 +15,39 @@ Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokeni
 last, so a folder with meta.json is complete.
 
 A document is a file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into
-many at line ends. Documents end with an end-of-text token, and go to train or val by a hash of
-their content: adding files moves no other document, and a copy never lands on the other side. (Too
-few documents are cut into pieces, until there are more.) Whatever is interrupted goes on, or starts
-over, with the same command.
+many at line ends, and so are all if there are fewer than 100 files. Documents end with an
+end-of-text token, and go to train or val by a hash of their content: adding files moves no other
+document, and a copy never lands on the other side. Whatever is interrupted goes on, or starts over,
+with the same command.
 """
 
-import collections
 import contextlib
 import hashlib
 import io
+import itertools
 import json
-import math
 import os
 import shutil
-import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Optional
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # python -I leaves this out
-from configurator import build, path_of, read
+from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.files import UserError, alone, checksum, on_disk, run
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
-from engine.shards import count_tokens, encode, get_tokenizer, open_shard, read_meta
+from engine.shards import encode, get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
-DOCUMENT_BYTES = 2 ** 20     # longer texts are cut, into 32 pieces of at most this size, or more
-SHORTEST = 16                # bytes of a piece
+DOCUMENT_BYTES = 2 ** 20     # longer texts are cut
+FEW_FILES = 100              # below this all texts are cut, or validation might get nothing
+PIECES = 128                 # of a text that is cut, or more: none is longer than DOCUMENT_BYTES
 
 # what train.py makes by itself: the folder, and the paths to prepare it from
 BUILTIN = {'data/python': (), **{f'data/{name}': (name,) for name in TASKS}}
@@ -71,7 +70,7 @@ def main(argv):
     if argv[:1] == ['--check']:
         if len(argv) != 2:
             raise UserError("--check: name one data folder, as in --check data/mine")
-        check(path_of(argv[1]))
+        check(argv[1])
         return
     given, paths = read(argv, __doc__, DataSettings, files=False)  # a .py file is text here
     prepare(build(DataSettings, given), paths)
@@ -81,13 +80,15 @@ def prepare(settings, paths=()):
     """Do what the command line asked for; see the top of this file."""
     start = time.time()
     folder = choose_folder(settings, paths)
-    made = len(paths) == 1 and paths[0] in TASKS
-    if settings.size is not None and not made:
+    name = paths[0] if len(paths) == 1 else None
+    if settings.size is not None and name not in TASKS:
         raise UserError(f"--size is for made tasks: {', '.join(TASKS)}")
-    if len(paths) == 1 and paths[0] in FINEWEB:
-        meta = prepare_fineweb(settings, paths[0], folder)
-    elif made:
-        meta = prepare_task(settings, paths[0], folder)
+    if name in FINEWEB:
+        with workshop(folder) as work:
+            meta = fineweb(name, settings.shards, settings.tokenizer, folder)
+            publish(work, folder, meta)
+    elif name in TASKS:
+        meta = prepare_task(settings, name, folder)
     else:
         meta = prepare_text(settings, paths, folder)
     train, val = meta['train']['tokens'], meta['val']['tokens']
@@ -126,20 +127,11 @@ def choose_folder(settings, paths):
     return os.path.join('data', name)
 
 
-def prepare_fineweb(settings, kind, folder):
-    """Download shards, which are tokens already. Returns the meta dictionary."""
-    with workshop(folder) as work:
-        meta = fineweb(kind, settings.shards, settings.tokenizer, folder)
-        publish(work, folder, meta)
-    return meta
-
-
 def prepare_task(settings, name, folder):
     """Make the problems of a task. Returns the meta dictionary."""
     size = TASKS[name].default_size if settings.size is None else settings.size
     check_task(name, size, settings.problems)
     source = f'{name} --size={size} --problems={settings.problems} --seed={settings.seed}'
-    refuse_other(settings, folder, source)
     texts = problems(name, size, settings.problems, settings.seed)
     return write_dataset(folder, texts, get_tokenizer('byte'), settings.val_fraction, source)
 
@@ -150,80 +142,33 @@ def prepare_text(settings, paths, folder):
     if list(paths) == ['shakespeare']:
         with workshop(folder):
             paths = [shakespeare(folder)]
-    refuse_mistakes(settings, paths, folder)
-    try:
-        return tokenise(settings, paths, folder, tokenizer, DOCUMENT_BYTES)
-    except BadSplit:
-        print(f"{folder}: too few documents to keep whole ones for validation; "
-              "all are cut into pieces, until there are more")
-    return tokenise(settings, paths, folder, tokenizer, 0)
-
-
-def refuse_mistakes(settings, paths, folder):
-    """UserError for a data set in place of a text, and as in refuse_other."""
     for path in paths:
-        if made_from(path) is not None:
-            raise UserError(f"{path}: a data set, no text; "
-                            f"to see whether it is whole: --check {path}")
-    refuse_other(settings, folder, source_of(paths))
-
-
-def refuse_other(settings, folder, source):
-    """UserError for a data set that would be replaced by another, unless --name asks for it."""
-    before = made_from(folder)
-    if settings.name is None and before not in (None, source):
-        same_name = f"--name={os.path.basename(folder)}"
-        raise UserError(f"{folder} was made from {before}: "
-                        f"give another --name, or {same_name} to replace it")
-
-
-def made_from(folder):
-    """What the data set in a folder was made from; None if there is none."""
-    try:
-        return read_meta(folder)['source']
-    except UserError:
-        return None
-
-
-def source_of(paths):
-    """How meta.json names what the texts come from."""
-    return ' '.join(paths) or 'Python source'
-
-
-def tokenise(settings, paths, folder, tokenizer, longest):
-    """One data set from all texts; those longer than `longest` bytes are cut."""
-    total = sum(os.path.getsize(file) for path in paths for file in walk(path))
-    with Progress(folder, total) as progress:
-        if paths:
-            texts = your_texts(paths, longest, progress, settings.val_fraction)
-        else:
-            texts = python_sources(settings.packages)
-        return write_dataset(folder, texts, tokenizer, settings.val_fraction, source_of(paths))
+        if os.path.exists(os.path.join(path, 'meta.json')):
+            raise UserError(f"{path}: a data set, no text; to see whether it is whole: "
+                            f"--check {path}")
+    source = ' '.join(paths) or 'Python source'
+    texts = python_sources(settings.packages)
+    if paths:
+        texts = your_texts([file for path in paths for file in walk(path)], folder)
+    return write_dataset(folder, texts, tokenizer, settings.val_fraction, source)
 
 
 def check(folder):
     """Compare all shards of a data folder with its meta.json; UserError at the first difference."""
     meta = read_meta(folder)
     for split in ('train', 'val'):
-        counts = np.zeros(meta['n_tokens'], np.int64)
-        for shard in meta[split]['shards']:
+        shards = meta[split]['shards']
+        for shard in shards:
             path = os.path.join(folder, shard['name'])
             open_shard(path, shard['tokens'])
-            counts += count_tokens(path, meta['n_tokens'])
             if checksum(path) != shard['sha256']:
                 raise UserError(f"{path}: not the file that {folder}/meta.json describes; "
                                 "prepare the data again")
-        text = counts.sum() - counts[meta['eot']]
-        if meta['tokenizer'] == 'byte' and text != meta[split]['bytes']:
-            raise UserError(f"{folder}/meta.json: {split}.bytes={meta[split]['bytes']}, but its "
-                            f"shards hold {text} bytes of text; prepare the data again")
-        tokens, shards = meta[split]['tokens'], len(meta[split]['shards'])
-        print(f"{folder}: {split} is whole, {tokens:,} tokens, {shards} shard(s)")
+        print(f"{folder}: {split} is whole, {meta[split]['tokens']:,} tokens, "
+              f"{len(shards)} shard(s)")
 
 
-# --------------------------------------------------------------------------------------------------
-# reading texts
-
+# ---- reading texts -------------------------------------------------------------------------------
 
 def walk(root, skip=()):
     """
@@ -240,9 +185,7 @@ def walk(root, skip=()):
         subfolders[:] = sorted(visible(subfolders) - set(skip))
         for name in sorted(visible(files)):
             path = os.path.join(folder, name)
-            is_file = os.path.isfile(path)        # no pipe, no broken link
-            vanished = not os.path.lexists(path)  # an error, for whoever opens it
-            if is_file or vanished:
+            if os.path.isfile(path):    # no pipe, no broken link
                 yield path
 
 
@@ -251,7 +194,7 @@ def visible(names):
 
 
 def refuse_folder(error):
-    """os.walk calls this for a folder it cannot list."""
+    """os.walk calls this for a folder it cannot list; without it such a folder is left out."""
     raise UserError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
@@ -276,81 +219,48 @@ def python_sources(packages):
                     yield f.read().replace(b'\r\n', b'\n')
 
 
-def your_texts(paths, longest, progress, val_fraction=DataSettings.val_fraction):
+def your_texts(files, folder):
     """
-    The documents of your files and folders; of a folder all but hidden files and those with a NUL
-    byte. Texts longer than `longest` bytes are cut. progress(n) is called with the bytes read so
-    far.
+    The documents of your files, but for those with a NUL byte. folder: what is made of them, for
+    the line that says how far it is.
     """
+    few = len(files) < FEW_FILES and not any(path.endswith('.jsonl') for path in files)
+    longest = 0 if few else DOCUMENT_BYTES
+    progress = Progress(folder, sum(map(os.path.getsize, files)))
     done = 0
-    for root in paths:
-        for path in walk(root):
-            with on_disk(path, 'read'), open(path, 'rb') as f:
-                size = os.path.getsize(path)
-                if path == root or b'\0' not in f.peek(8192):
-                    for text in documents(f, path, longest, val_fraction):
-                        yield text
-                        progress(done + f.tell())
-                done += size
+    for path in files:
+        with on_disk(path, 'read'), open(path, 'rb') as f:
+            if b'\0' not in f.peek(8192):
+                for text in documents(f, path, longest):
+                    yield text
+                    progress(done + f.tell())
+            done += os.path.getsize(path)
 
 
-def documents(f, path, longest, val_fraction):
-    """The documents of an open file."""
-    if path.endswith('.jsonl'):
-        for record in records(f, path):
-            text = io.BufferedReader(io.BytesIO(record))
-            yield from cut(text, len(record), longest, val_fraction)
-    else:
-        yield from cut(f, os.path.getsize(path), longest, val_fraction)
-
-
-def records(f, path):
-    """The texts of a .jsonl file, as bytes."""
-    number = 0
-    while line := f.readline(2 ** 28):  # a longer line is not worth its memory
-        number += 1
+def documents(f, path, longest):
+    """The documents of an open file; those longer than `longest` bytes in pieces."""
+    if not path.endswith('.jsonl'):
+        yield from cut(f, os.path.getsize(path), longest)
+        return
+    for number, line in enumerate(iter(f.readline, b''), start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)['text'].encode('utf-8', errors='replace')
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             form = 'no JSON object with a text field, {"text": "..."}'
             raise UserError(f"{path}:{number}: {form}") from None
-        yield text
+        yield from cut(io.BufferedReader(io.BytesIO(text)), len(text), longest)
 
 
-def cut(f, size, longest, val_fraction=DataSettings.val_fraction):
+def cut(f, size, longest):
     """
-    What the binary file holds: in one piece if it is no longer than `longest`, else in many that
-    end with a line.
+    What the binary file of `size` bytes holds: whole if it is no longer than `longest`, else in
+    pieces that end with a line. The cuts depend on nothing but the text.
     """
-    limit = choose_limit(f, size, val_fraction) if size > longest else size
-    return pieces(f, limit)
-
-
-def choose_limit(f, size, val_fraction):
-    """
-    Bytes of a piece, so that val_fraction of the text goes to val, within a fifth of it: 1/32 of
-    the text or a megabyte, else less and less, or what comes nearest. It depends on nothing but the
-    text: other files move no piece of this one.
-    """
-    limit = min(DOCUMENT_BYTES, max(size // 32, 512), max(size // 2, 1))
-    if size * val_fraction > 100 * DOCUMENT_BYTES:
-        return limit        # so many pieces have no need of a choice
-    start = f.tell()
-    errors = {}             # of each limit
-    while True:
-        val = sum(len(piece) for piece in pieces(f, limit) if position(piece) < val_fraction)
-        f.seek(start)
-        errors[limit] = abs(val / (size * val_fraction) - 1) if 0 < val < size else math.inf
-        smaller = limit * 19 // 20
-        if errors[limit] < 0.2 or smaller < SHORTEST:
-            return min(errors, key=errors.get)
-        limit = smaller
-
-
-def pieces(f, limit):
-    """The rest of a binary file, in pieces of `limit` bytes and what their last line still has."""
+    limit = size
+    if size > longest:
+        limit = min(DOCUMENT_BYTES, size // PIECES + 16)
     while text := f.read(limit):
         text += f.readline(limit)
         for _ in range(3):  # where no line ends near, not inside a character at least
@@ -360,9 +270,7 @@ def pieces(f, limit):
         yield text
 
 
-# --------------------------------------------------------------------------------------------------
-# writing shards
-
+# ---- writing shards ------------------------------------------------------------------------------
 
 def write_dataset(folder, texts, tokenizer, val_fraction, source):
     """
@@ -380,7 +288,10 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
         for text, tokens in encode_all(tokenizer, texts):
             writer = val if position(text) < val_fraction else train
             writer.add(tokens, len(text))
-        refuse_split(train.bytes, val.bytes, source)
+        if not 0 < val.bytes < train.bytes:
+            raise UserError(f"{source}: no sensible split, {train.bytes:,} bytes to train and "
+                            f"{val.bytes:,} to val; give more text (files with NUL bytes, as in "
+                            "UTF-16, are left out)")
         meta = dict(tokenizer=tokenizer.name, n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token,
                     source=source, train=train.finish(), val=val.finish())
         publish(work, folder, meta)
@@ -393,39 +304,16 @@ def position(text):
     return int.from_bytes(digest[:8], 'big') / 2 ** 64
 
 
-class BadSplit(UserError):
-    """Too few documents for a training and a validation set."""
-
-
-def refuse_split(train, val, source):
-    """UserError if there is no text; BadSplit if these bytes of it are no sensible split."""
-    if train + val == 0:
-        raise UserError(f"{source}: there is no text "
-                        "(files with NUL bytes, as in UTF-16, are left out)")
-    if not 0 < val < train:
-        raise BadSplit(f"{source}: no sensible split, {train:,} bytes to train and {val:,} to val; "
-                       "give more text")
-
-
 def encode_all(tokenizer, texts):
     """
     (text, tokens) of each document, in order. tiktoken works outside of Python's lock, so that
     threads use all cores; for bytes there is nothing to work on.
     """
-    if tokenizer.name == 'byte':
-        for text in texts:
-            yield text, encode(tokenizer, text)
-        return
-    threads = os.cpu_count() or 1
-    with ThreadPoolExecutor(threads) as pool:
-        waiting = collections.deque()
-        for text in texts:
-            waiting.append((text, pool.submit(encode, tokenizer, text)))
-            if len(waiting) > 4 * threads:  # no more than this is in memory
-                text, tokens = waiting.popleft()
-                yield text, tokens.result()
-        for text, tokens in waiting:
-            yield text, tokens.result()
+    texts = iter(texts)
+    with ThreadPoolExecutor() as pool:
+        parallel_map = map if tokenizer.name == 'byte' else pool.map
+        while some := list(itertools.islice(texts, 64)):    # no more than this is in memory
+            yield from zip(some, parallel_map(partial(encode, tokenizer), some))
 
 
 class ShardWriter:
@@ -434,46 +322,44 @@ class ShardWriter:
     def __init__(self, folder, split):
         self.folder = folder
         self.split = split
-        self.file = None    # the last shard, open
-        self.paths = []     # all shards
-        self.sizes = []     # and the tokens in each
         self.bytes = 0      # of text, in all
+        self.shards = []    # those that are complete, as meta.json has them
+        self.file = None    # the next one, open
+        self.tokens = 0     # in it
 
     def add(self, tokens, n_bytes):
         """Append the tokens (n,) uint16 of n_bytes of text."""
         self.bytes += n_bytes
         while len(tokens):
-            if self.file is None or self.sizes[-1] == SHARD_TOKENS:
-                self.open_next()
-            room = SHARD_TOKENS - self.sizes[-1]
+            if self.file is None:
+                name = f'{self.split}_{len(self.shards):06d}.bin'
+                self.file = open(os.path.join(self.folder, name), 'wb')
+                self.file.write(bytes(HEADER_BYTES))
+            room = SHARD_TOKENS - self.tokens
             part, tokens = tokens[:room], tokens[room:]
             self.file.write(part.tobytes())
-            self.sizes[-1] += len(part)
+            self.tokens += len(part)
+            if self.tokens == SHARD_TOKENS:
+                self.end_shard()
 
-    def open_next(self):
-        """Begin a shard; its header is empty until the end."""
-        if self.file is not None:
-            self.file.close()
-        path = os.path.join(self.folder, f'{self.split}_{len(self.paths):06d}.bin')
-        self.paths.append(path)
-        self.sizes.append(0)
-        self.file = open(path, 'wb')
-        self.file.write(bytes(HEADER_BYTES))
+    def end_shard(self):
+        """Write the header, now that the count is known, and make sure all is on disk."""
+        path = self.file.name
+        self.file.seek(0)
+        self.file.write(np.array([MAGIC, VERSION, self.tokens], np.int32).tobytes())
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        entry = dict(name=os.path.basename(path), tokens=self.tokens, sha256=checksum(path))
+        self.shards.append(entry)
+        self.file, self.tokens = None, 0
 
     def finish(self):
-        """
-        Write the headers, now that the counts are known, and make sure all is on disk. Returns the
-        entry of meta.json.
-        """
-        self.file.close()
-        shards = []
-        for path, tokens in zip(self.paths, self.sizes):
-            with open(path, 'r+b') as f:
-                f.write(np.array([MAGIC, VERSION, tokens], np.int32).tobytes())
-                f.flush()
-                os.fsync(f.fileno())
-            shards.append(dict(name=os.path.basename(path), tokens=tokens, sha256=checksum(path)))
-        return dict(bytes=self.bytes, tokens=sum(self.sizes), shards=shards)
+        """Returns the entry of meta.json."""
+        if self.file is not None:
+            self.end_shard()
+        tokens = sum(shard['tokens'] for shard in self.shards)
+        return dict(bytes=self.bytes, tokens=tokens, shards=self.shards)
 
 
 @contextlib.contextmanager

@@ -27,11 +27,6 @@ class UserError(Exception):
     """Something the user can mend."""
 
 
-def shown(value):
-    """A value in a message, if it is short."""
-    return repr(value)[:60]
-
-
 def one_line(text):
     """Text on one line, without characters that a terminal would obey."""
     words = ' '.join(str(text).split())
@@ -64,7 +59,7 @@ def say(error):
     who = 'error:' if rank is None else f'error: rank {rank}:'
     if rank not in (None, '0'):
         time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
-    print(who, ' '.join(str(error).split()), file=sys.stderr)
+    print(who, one_line(error), file=sys.stderr)
 
 
 def leave(status):

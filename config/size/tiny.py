@@ -13,5 +13,5 @@ max_steps = 2400
 learning_rate = 3e-3
 log_interval = 50
 eval_interval = 600
-eval_tokens = 2 ** 17
+eval_tokens = 128 * 1024
 save_interval = 600

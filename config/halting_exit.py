@@ -1,0 +1,17 @@
+"""
+The looped Transformer whose tokens leave when the model is confident (arXiv 2607.20519): a fixed
+prior makes each pass predict, so that any of them can be the last. When that begins is ours; the
+rest is config/loop.py's.
+Cost: as config/loop.py in training, plus a head per pass; at inference only the passes that a token
+takes, plus a head for each.
+"""
+out_dir = 'out/halting_exit'
+ponder = 'loop'
+ponder_steps = 3
+halting = 'exit'
+exit_loss = 'uniform'
+halt_start = 0.4        # of the run: before, the last pass alone predicts
+halt_full = 0.7
+learning_rate = 3e-4
+batch_tokens = 512 * 2048
+max_steps = 50000
