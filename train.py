@@ -272,23 +272,24 @@ class Trainer:
     # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self):
-        """Steps until max_steps or a signal; saves before anything else that is due."""
+        """Steps until max_steps or a signal; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
         self.log.start(self.accumulation, self.dtype)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
-            self.log.step(self.step, loss, norm, learning_rate(s, self.step - 1))
             last = self.step == s.max_steps
-            with self.log.clock_stopped():
-                stop = self.stop.asked()
-                if last or stop or self.step % s.save_interval == 0:
+            stop = self.stop.asked()
+            if last or stop or self.step % s.save_interval == 0:
+                with self.log.clock_stopped():
                     self.save()
-                if stop and not last:
-                    self.log.say(f"stopped at step {self.step}; go on with the same command and "
-                                 "--init_from=resume")
-                    return
-                if last or self.step % s.eval_interval == 0:
+            self.log.step(self.step, loss, norm, learning_rate(s, self.step - 1))
+            if stop and not last:
+                self.log.say(f"stopped at step {self.step}; go on with the same command and "
+                             "--init_from=resume")
+                return
+            if last or self.step % s.eval_interval == 0:
+                with self.log.clock_stopped():
                     self.evaluate()
 
     @torch.no_grad()
