@@ -5,10 +5,10 @@ import os
 
 from conftest import ROOT, program
 
-# A process for each lab, all from one that has read PyTorch already.
+# A process for each lab, all from one that has read the packages already.
 HELP_OF_EACH = """
 import os, runpy, sys
-import torch
+import requests, tiktoken, torch.nn.parallel, torch.utils.flop_counter
 
 for lab in sys.argv[1:]:
     if os.fork() == 0:
