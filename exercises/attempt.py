@@ -3,7 +3,7 @@ One student's file, checked in a process of its own. marker.py starts it.
 
     python attempt.py EXERCISE FILE SEED SECONDS RESULTS
 
-A line of RESULTS for each part of the exercise: JSON, the part's name and its Outcome (check.py).
+A line of RESULTS for each part of the exercise: JSON, its name and its Outcome (check.py).
 """
 import json
 import os
@@ -25,7 +25,7 @@ def main(argv):
         problem = take_over(exercise, path, ANSWERS[name])
         for part, function in exercise.PARTS.items():
             outcome = problem or check.judge(function, path, int(seed))
-            print(json.dumps({'part': part, **asdict(outcome)}), file=f, flush=True)
+            print(json.dumps([part, asdict(outcome)]), file=f, flush=True)
 
 
 def set_limits(seconds):
