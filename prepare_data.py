@@ -290,8 +290,8 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
             writer.add(tokens, len(text))
         if not 0 < val.bytes < train.bytes:
             raise UserError(f"{source}: no sensible split, {train.bytes:,} bytes to train and "
-                            f"{val.bytes:,} to val; give more text (files with NUL bytes, as in "
-                            "UTF-16, are left out)")
+                            f"{val.bytes:,} to val; give more text, or a larger --val_fraction "
+                            "(files with NUL bytes, as in UTF-16, are left out)")
         meta = dict(tokenizer=tokenizer.name, n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token,
                     source=source, train=train.finish(), val=val.finish())
         publish(work, folder, meta)
