@@ -21,7 +21,6 @@ from engine.checkpoint import change_steps, load_checkpoint, model_of
 from engine.compile import compile_decoding
 from engine.files import UserError, run
 from engine.hardware import expect_new_lengths, pick_device
-from engine.palette import terminal_shade
 from engine.shards import get_tokenizer, knows_tokens
 
 
@@ -70,21 +69,21 @@ def override(model, s):
 
 # ---- the model -----------------------------------------------------------------------------------
 
-def load_model(folder, device):
+def load_model(folder, device, dtype=torch.float32):
     """
-    A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, tokenizer, train.py's
-    settings). UserError if there is none, or no room for it.
+    A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
+    train.py's settings). UserError if there is none, or no room for it.
     """
     device = torch.device(device)
     state = load_checkpoint(folder)
-    model = model_of(state).float()     # a FastGPT: engine/fast.py
+    model = model_of(state)             # a FastGPT: engine/fast.py
     expect_new_lengths()
     tokenizer = get_tokenizer(state['tokenizer'])
     n_tokens = model.config.n_tokens
     if not knows_tokens(n_tokens, tokenizer.name, tokenizer.n_vocab):
         raise UserError(f"{folder}: {tokenizer.name} has {tokenizer.n_vocab} tokens, the model "
                         f"{n_tokens}: take another checkpoint")
-    return model.to(device).eval(), tokenizer, state['settings']
+    return model.to(device, dtype).eval(), tokenizer, state['settings']
 
 
 def open_one(argv, description, block, example):
@@ -96,7 +95,8 @@ def open_one(argv, description, block, example):
     s = build(block, given)
     if len(folders) != 1:
         raise UserError(f"name one checkpoint folder, such as: {example}")
-    model, tokenizer, settings = load_model(folders[0], pick_device(s.device))
+    dtype = getattr(torch, getattr(s, 'dtype', 'float32'))
+    model, tokenizer, settings = load_model(folders[0], pick_device(s.device), dtype)
     return s, model, tokenizer, settings
 
 
@@ -163,7 +163,6 @@ def print_sample(model, tokenizer, prompt, s, seed, shade):
 def main(argv):
     s, model, tokenizer, _ = open_one(argv, __doc__, SampleSettings,
                                       "python sample.py out/depth_attn")
-    model.to(getattr(torch, s.dtype))
     override(model, s)
     if s.compile:
         compile_decoding(model)
@@ -191,6 +190,10 @@ def main(argv):
 
 # ---- colours -------------------------------------------------------------------------------------
 
+# of 1, 2, .. passes: numbers of a terminal's 256 colours, one hue, pale enough for black text
+SHADES = (255, 223, 216, 209, 202, 166)
+
+
 class Shade:
     """Marks text with a number of passes: a colour behind it, or the number where it changes."""
 
@@ -203,7 +206,8 @@ class Shade:
         if not self.on:
             return text
         if self.colour:
-            return f"\033[30;48;5;{terminal_shade(passes)}m{text}\033[0m"
+            shade = SHADES[min(passes, len(SHADES)) - 1]
+            return f"\033[30;48;5;{shade}m{text}\033[0m"
         changed = passes != self.last
         self.last = passes
         return f"[{passes}]{text}" if changed else text
