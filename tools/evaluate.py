@@ -1,28 +1,24 @@
 """
-Measure a checkpoint: loss, perplexity and bits per byte on any text; right answers; the papers'
-tasks; whether its Python is Python.
+Measure a checkpoint: right answers, the loss on any text, the papers' tasks.
 
-    python tools/evaluate.py out/depth_attn                         the validation set of its data
-    python tools/evaluate.py out/depth_attn notes.txt data/mine     your texts, token shards (.bin)
-                                                                    or data folders
-    python tools/evaluate.py out/loop --answers=1000                right answers to problems of the
-                                                                    task it was trained on
-    python tools/evaluate.py out/depth_attn --functions=200         share of sampled functions that
-                                                                    ast.parse accepts
-    python tools/evaluate.py out/depth_attn --tasks=lambada_openai,piqa,sciq --num_fewshot=0
+    python tools/evaluate.py out/loop --answers=1000
+        right answers to problems of the made task that it was trained on
+    python tools/evaluate.py out/loop --answers=500 --ponder_steps=0,1,2,3,6
+        the same weights with other numbers of passes; where tokens halt, --halt_tau=0.5,0.1,0.01
+    python tools/evaluate.py out/depth_attn notes.txt data/mine
+        the loss on texts, token shards (.bin) or data folders; without any, on the validation set
+        of its data
+    python tools/evaluate.py out/depth_attn --tasks=lambada_openai,piqa --num_fewshot=0
+        tasks of the papers
 
---tasks needs EleutherAI's harness, pip install lm_eval, which fetches the tasks' data by itself.
-Tasks made of log-likelihoods work: LAMBADA, PIQA, WinoGrande, SciQ, HellaSwag, ARC, RACE and
-others.
+Answers are written greedily, through the cache; each question follows up to two problems of the
+validation set and their answers. --tasks needs EleutherAI's harness, pip install lm_eval, which
+fetches the tasks' data; those made of log-likelihoods work (LAMBADA, PIQA, SciQ, HellaSwag, ARC).
 """
 
-import ast
-import json
 import math
 import os
 import sys
-import time
-import warnings
 from dataclasses import dataclass
 from typing import Optional
 
@@ -31,73 +27,81 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from configurator import build, check_range, read
+from configurator import build, read
+from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
-from engine.files import UserError, on_disk, run, whole
+from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device, tune_cpu
+from engine.loss import token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta
-from sample import data_dir_of, load_model, override
-from tools import answers
+from engine.tasks import TASKS, task_of
+from sample import SampleSettings, data_dir_of, load_model, override
 
 
 @dataclass
 class EvaluateSettings:
     """what to measure"""
-    tokens: Optional[int] = None        # read only so many tokens of each text (None: all)
     answers: int = 0                    # problems of a made task to answer
-    json: Optional[str] = None          # file for the same as JSON
-    functions: int = 0                  # Python functions to sample
-    max_new_tokens: int = 500           # longest function, in tokens; one without an end is wrong
-    temperature: float = 0.7            # of the functions
-    seed: int = 1337                    # of the functions
+    tokens: Optional[int] = None        # read only so many tokens of each text (None: all)
+    ponder_steps: Optional[str] = None  # one or several, as 0,1,2,3 (None: as trained)
+    halt_tau: Optional[str] = None      # with halting: one or several; larger stops earlier
     tasks: Optional[str] = None         # names of lm_eval tasks, with commas between
     num_fewshot: Optional[int] = None   # examples before each question (None: what the task says)
-    limit: Optional[int] = None         # questions per task, for a quick look (None: all)
-    include_path: Optional[str] = None  # folder with your own tasks' .yaml files
-    cache: Optional[str] = None         # file of answers to go on from; one per model and setting
-    batch_size: int = 16                # sequences computed together
+    batch_size: int = 16                # windows of a text computed together
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
-    ponder_steps: Optional[int] = None  # other than in training (None: as there)
-    halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
     dtype: str = 'float32'              # 'bfloat16' is faster on some hardware, a little less exact
 
     def __post_init__(self):
-        if self.batch_size < 1 or self.max_new_tokens < 1:
-            raise ValueError("batch_size and max_new_tokens must be at least 1")
-        if self.functions < 0 or self.answers < 0:
-            raise ValueError("functions and answers must not be negative")
-        if self.json and not self.answers:
-            raise ValueError("json: what is written there are the --answers")
-        if self.temperature != 0:       # as in sample.py
-            check_range(self, 1e-6, 1e6, 'temperature')
-        check_range(self, 0, 2 ** 31 - 1, 'seed')
-        check_range(self, 0, math.inf, 'halt_tau')
+        if self.batch_size < 1 or self.answers < 0:
+            raise ValueError("batch_size must be at least 1, answers not negative")
         if self.tokens is not None and self.tokens < 2:
             raise ValueError(f"tokens={self.tokens} must be at least 2")
+        if self.ponder_steps and self.halt_tau:
+            raise ValueError("ponder_steps and halt_tau: vary one of them at a time")
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
 
+def each_setting(model, s):
+    """
+    Yields (name of a setting, its value) for each value asked for, when the model has it; else once
+    what the model was trained with.
+    """
+    halts = model.mechanism.halts
+    name = 'halt_tau' if s.halt_tau or (halts and not s.ponder_steps) else 'ponder_steps'
+    asked = getattr(s, name)
+    if asked is None:
+        yield name, model.config.halt_tau if halts else model.mechanism.K
+        return
+    try:
+        values = [float(word) if name == 'halt_tau' else int(word) for word in asked.split(',')]
+    except ValueError:
+        raise UserError(f"{name}={asked}: give numbers, with commas between") from None
+    for value in values:
+        override(model, build(SampleSettings, {name: value}))
+        yield name, value
+
+
 # ---- loss on texts -------------------------------------------------------------------------------
 
-@torch.inference_mode()
-def nats(model, tokens, batch_size):
+def windows_of(tokens, T):
+    """Tokens (n,) -> rows (.., T + 1): a row begins with the last token of the one before."""
+    tokens = torch.from_numpy(np.asarray(tokens, np.int64))
+    padding = (0, -(len(tokens) - 1) % T)
+    return F.pad(tokens, padding, value=-1).unfold(0, T + 1, T)     # -1 counts for nothing
+
+
+def nats(model, tokens, batch_size, progress=Progress()):
     """
     Total of -log p in nats of all tokens (n,) but the first, each given those before it in its
     window of block_size.
     """
     T = model.config.block_size
-    device = model.wte.weight.device
     total = 0.0
     for first in range(0, len(tokens) - 1, T * batch_size):
         part = tokens[first:first + T * batch_size + 1]
-        part = torch.from_numpy(np.asarray(part, np.int64)).to(device)      # (n + 1,)
-        n = len(part) - 1
-        padding = (0, -n % T)                                               # fills the last window
-        x = F.pad(part[:-1], padding).view(-1, T)                           # (B,T)
-        y = F.pad(part[1:], padding, value=-1).view(-1, T)                  # -1 counts for nothing
-        _, loss = model(x, y)
-        total += loss.item() * n
+        total += token_nats(model, windows_of(part, T), batch_size).double().sum().item()
+        progress(f"{first + len(part):,} of {len(tokens):,} tokens")
     return total
 
 
@@ -146,9 +150,7 @@ def evaluate_text(model, tokenizer, path, s):
     of no bytes.
     """
     length = bytes_of_tokens(tokenizer)
-    total = 0.0
-    count = 0
-    size = 0
+    total, count, size = 0.0, 0, 0
     for tokens in token_arrays(path, tokenizer):
         if s.tokens is not None:
             tokens = tokens[:s.tokens - count]
@@ -164,51 +166,43 @@ def evaluate_text(model, tokenizer, path, s):
     return count, total / count, total / size
 
 
-# ---- sampled functions ---------------------------------------------------------------------------
-
-def sample_functions(model, tokenizer, s):
-    """Texts of s.functions samples that go on from "def "."""
-    prompt = tokenizer.encode_ordinary('\n\ndef ')[-model.config.block_size:]
-    eot = tokenizer.eot_token
-    texts = []
-    while len(texts) < s.functions:
-        n = min(s.batch_size, s.functions - len(texts))
-        rows = model.generate([prompt] * n, s.max_new_tokens, temperature=s.temperature,
-                              seed=s.seed + len(texts), stop_token=eot)
-        for row in rows:
-            new = [token for token in row[len(prompt):].tolist() if token != eot]
-            texts.append('def ' + tokenizer.decode(new))
-    return texts
+def print_texts(model, tokenizer, paths, s):
+    """A table of the loss on each text."""
+    rows = []
+    for name, value in each_setting(model, s):
+        for path in paths:
+            count, per_token, per_byte = evaluate_text(model, tokenizer, path, s)
+            rows.append([path, f'{value:g}', f'{count:,}', f'{per_token:.4f}',
+                         f'{math.exp(per_token):.3f}', f'{per_byte / math.log(2):.4f}'])
+    print(table(['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte'], rows))
 
 
-def parses(text):
-    """
-    Whether `text`, which starts with "def ", goes on to the end of this function, and Python can
-    read it up to there.
-    """
-    lines = text.split('\n')
-    n = count_lines_of_function(lines)
-    if n is None:
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')     # about strings such as "\d"
-            ast.parse('\n'.join(lines[:n]))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+# ---- right answers ------------------------------------------------------------------------------
+
+def print_answers(model, folder, s):
+    """A line for each setting; and with halting, what the passes went to."""
+    results = {}
+    for name, value in each_setting(model, s):
+        results[value] = summary(model, folder, s.answers)
+    first = next(iter(results.values()))
+    task = TASKS[first['task']]
+    levels = [row[task.unit] for row in first['by_difficulty']]
+    rows = []
+    for value, found in results.items():
+        shares = [found['right'], *(row['right'] for row in found['by_difficulty'])]
+        rows.append([f'{value:g}', f"{found['passes']:.2f}", *(f'{p:.1%}' for p in shares)])
+    print(f"{first['task']}: right answers to {first['problems']:,} problems, all and by "
+          f"{task.unit}; passes per character of an answer\n")
+    print(table([name, 'passes', 'right', *map(str, levels)], rows))
+
+    if model.mechanism.halts and first['by_reach']:
+        rows = [[f'{value:g}', *(f"{row['passes']:.2f}" for row in found['by_reach'])]
+                for value, found in results.items()]
+        places = [str(row[task.reach_unit]) for row in first['by_reach']]
+        print(f"\npasses by {task.reach_unit}\n\n{table([name, *places], rows)}")
 
 
-def count_lines_of_function(lines):
-    """How many lines it has: up to the next that is not indented; None if there is no such line."""
-    for i in range(1, len(lines)):
-        start = lines[i][:1]
-        if start and not start.isspace():
-            return i
-    return None
-
-
-# ---- tasks ---------------------------------------------------------------------------------------
+# ---- lm_eval's tasks -----------------------------------------------------------------------------
 
 @torch.inference_mode()
 def log_likelihoods(model, pairs, batch_size):
@@ -266,9 +260,10 @@ def harness(model, tokenizer, batch_size):
         def _loglikelihood_tokens(self, requests, disable_tqdm=False):
             pairs = [(context, answer) for _, context, answer in requests]
             answers = [None] * len(requests)
-            for i, log_p, likeliest in log_likelihoods(model, pairs, batch_size):
-                answers[i] = (log_p, likeliest)
-                self.cache_hook.add_partial('loglikelihood', requests[i][0], answers[i])
+            progress = Progress()
+            for done, (i, *answer) in enumerate(log_likelihoods(model, pairs, batch_size)):
+                answers[i] = tuple(answer)
+                progress(f"{done:,} of {len(pairs):,} questions")
             return answers
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -285,7 +280,7 @@ def harness(model, tokenizer, batch_size):
     return Harness()
 
 
-def run_tasks(model, tokenizer, s):
+def print_tasks(model, tokenizer, s):
     """lm_eval's table for the tasks; UserError if there is no such task, or no way to its data."""
     lm = harness(model, tokenizer, s.batch_size)
     from lm_eval.evaluator import simple_evaluate
@@ -293,40 +288,22 @@ def run_tasks(model, tokenizer, s):
     from lm_eval.utils import make_table
 
     names = s.tasks.split(',')
-    manager = TaskManager(include_path=s.include_path)
+    manager = TaskManager()
     missing = [name for name in names if not manager.match_tasks([name])]
     if missing:
         raise UserError(f"--tasks={','.join(missing)}: lm_eval knows no such task; "
                         "`lm_eval ls tasks` lists them")
-    try:
-        results = simple_evaluate(lm, tasks=names, num_fewshot=s.num_fewshot, limit=s.limit,
-                                  use_cache=s.cache, task_manager=manager)
-    except OSError as error:        # the network's errors are OSErrors
-        reason = ' '.join(str(error).split())[:150]
-        raise UserError(f"--tasks={s.tasks}: the data could not be had ({reason})") from None
-    return make_table(results)
+    for name, value in each_setting(model, s):
+        try:
+            results = simple_evaluate(lm, tasks=names, num_fewshot=s.num_fewshot,
+                                      task_manager=manager)
+        except OSError as error:        # the network's errors are OSErrors
+            reason = ' '.join(str(error).split())[:150]
+            raise UserError(f"--tasks={s.tasks}: the data could not be had ({reason})") from None
+        print(f"{name}={value}\n{make_table(results)}")
 
 
 # ---- the program ---------------------------------------------------------------------------------
-
-def report_text(model, tokenizer, path, s):
-    """Print the loss on one text."""
-    start = time.perf_counter()
-    count, per_token, per_byte = evaluate_text(model, tokenizer, path, s)
-    seconds = time.perf_counter() - start
-    print(f"{path}: {count:,} tokens, {per_token:.4f} nats per token, "
-          f"perplexity {math.exp(per_token):.3f}, {per_byte / math.log(2):.4f} bits per byte, "
-          f"{seconds:.1f} s")
-
-
-def report_answers(model, folder, s):
-    """Print the share of right answers, and write it where --json says."""
-    result = answers.summary(model, folder, s.answers)
-    print(answers.in_words(result, model.mechanism.halts))
-    if s.json:
-        with on_disk(s.json, 'written'), whole(s.json) as f:
-            json.dump(result, f, indent=1)
-
 
 @explained()
 def main(argv):
@@ -339,22 +316,21 @@ def main(argv):
     device = pick_device(s.device)
     model, tokenizer, settings = load_model(checkpoint, device)
     model.to(getattr(torch, s.dtype))
-    override(model, s)
     if device.type == 'cpu':
         tune_cpu()
 
-    if not (texts or s.tasks or s.functions or s.answers):
-        texts = [data_dir_of(settings)]
-    for path in texts:
-        report_text(model, tokenizer, path, s)
+    if not (texts or s.tasks or s.answers):
+        data_dir = data_dir_of(settings)
+        if task_of(read_meta(data_dir)):
+            s.answers = 1000
+        else:
+            texts = [data_dir]
+    if texts:
+        print_texts(model, tokenizer, texts, s)
     if s.answers:
-        report_answers(model, data_dir_of(settings), s)
-    if s.functions:
-        functions = sample_functions(model, tokenizer, s)
-        good = sum(parses(text) for text in functions)
-        print(f"{good} of {s.functions} sampled functions are Python ({good / s.functions:.1%})")
+        print_answers(model, data_dir_of(settings), s)
     if s.tasks:
-        print(run_tasks(model, tokenizer, s))
+        print_tasks(model, tokenizer, s)
 
 
 if __name__ == '__main__':

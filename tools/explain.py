@@ -1,45 +1,52 @@
 """
-What a model does with a prompt, position by position: its passes, when it stops, what it would say
+What a model does with a text, position by position: its passes, when it stops, what it would say
 after each, and the layers its values came from.
 
+    python tools/explain.py out/loop --start=7420+6779,1999+8001 --html=out/think.html
     python tools/explain.py out/ponder --start="def f(x):"
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
-    python tools/explain.py out/halting_router --start="def f(x):" --html=think.html
-    python tools/explain.py out/loop --tokens=120 --html=think.html     of the validation set
-    python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=think.html
+    python tools/explain.py out/loop --tokens=120 --html=out/think.html   of the validation set
+    python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=out/think.html
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
 Its line shows the likeliest next tokens, as if the model ended there: the last one is what it was
 trained for, unless it says "output" below. With --html it is a page to open in a browser, to point
-at and to click.
+at and to click. Of a model of a made task, --start holds problems, with or without their answers;
+two of the validation set come before them, as in training.
 """
 
+import re
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from os.path import abspath, dirname
 from typing import Optional
 from unittest import mock
 
+import numpy as np
 import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
 from configurator import read
+from engine.answers import EXAMPLES, behind, validation_problems
 from engine.files import UserError, run
-from sample import encode_prompt, load_model, open_one
+from engine.page import model_data, write_page
+from engine.shards import read_meta
+from engine.tasks import TASKS, in_answers, task_of
+from sample import data_dir_of, encode_prompt, load_model, open_one, read_file
 from tools.evaluate import token_arrays
-from tools.think import check_length, model_data, write_page
 
 
 @dataclass
 class ExplainSettings:
     """what to explain"""
-    start: Optional[str] = None         # the prompt, or FILE:path (None: a new document)
-    tokens: Optional[int] = None        # read this many tokens of the validation set instead
-    top: Optional[int] = None           # tokens shown after each step (None: 3, on a page 6)
-    html: Optional[str] = None          # write a page of up to 512 tokens to this file
-    against: Optional[str] = None       # with html: a second checkpoint, on the same text
-    device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
+    start: Optional[str] = None     # the text, or FILE:path; of a made task problems, with commas
+    tokens: Optional[int] = None    # read this many tokens of the validation set instead
+    top: Optional[int] = None       # tokens shown after each step (None: 3, on a page 6)
+    html: Optional[str] = None      # write a page of up to 512 tokens to this file
+    against: Optional[str] = None   # with html: a second checkpoint, on the same text
+    device: Optional[str] = None    # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
         if self.top is None:
@@ -49,7 +56,7 @@ class ExplainSettings:
         if self.tokens is not None and (self.start is not None or self.tokens < 1):
             raise ValueError("tokens must be at least 1, and stands in the place of start")
         if self.against is not None and self.html is None:
-            raise ValueError("against needs a page to show both on, such as --html=think.html")
+            raise ValueError("against needs a page to show both on, such as --html=out/think.html")
 
 
 # ---- looking -------------------------------------------------------------------------------------
@@ -74,37 +81,43 @@ class Seen:
 
 
 class Recorder:
-    """Listens to the passes of a model and to Depth-Attention, and keeps what they made."""
+    """
+    Listens to the passes of a model and to Depth-Attention, and keeps what they made. Calls of the
+    trunk that share a memory are one pass, which goes through some of the blocks at a time.
+    """
 
     def __init__(self, model):
         self.config = model.config
+        self.memory = None          # of the pass that runs now
         self.outputs = []           # of each pass: (1,S,C)
         self.shares = []            # of each pass, with Depth-Attention: (1,S,L,L+1)
         self.layers = None          # whose values the block that runs now mixes
         self.ln_f = model.ln_f
-        self.run_pass = model.trunk
+        self.run_trunk = model.trunk
         self.find = library.depth_sources
         self.mix = library.depth_attention
 
     def trunk(self, x, pos, memory=None, layers=None, norm=True):
         """In the place of GPT.trunk; what it keeps is normed."""
-        if self.config.depth_attn:
-            self.shares.append(self.shares_before(x))
-        x = self.run_pass(x, pos, memory, layers, norm)
-        self.outputs.append(x if norm else self.ln_f(x))
+        if memory is None or memory is not self.memory:
+            self.begin_pass(x)
+        self.memory = memory
+        x = self.run_trunk(x, pos, memory, layers, norm)
+        self.outputs[-1] = x if norm else self.ln_f(x)
         return x
 
-    def shares_before(self, x):
-        """What a pass over x (1,S,C) starts from: layers that it does not run keep theirs."""
-        if self.shares and self.shares[-1].size(1) == x.size(1):
-            return self.shares[-1].clone()
+    def begin_pass(self, x):
+        """Over x (1,S,C); a layer that it does not run keeps the shares of the pass before."""
+        self.outputs.append(None)
         L = self.config.n_layer
-        return x.new_zeros(1, x.size(1), L, L + 1)
+        shares = torch.eye(L, L + 1, dtype=x.dtype, device=x.device).repeat(1, x.size(1), 1, 1)
+        if self.shares and self.shares[-1].shape == shares.shape:
+            shares = self.shares[-1].clone()
+        self.shares.append(shares)
 
     def depth_sources(self, layer, below, memory):
         """In the place of model.depth_sources."""
-        loops = getattr(memory, 'loops', ())
-        self.layers = layer, len(loops), [j for j in below if j in memory.made]
+        self.layers = layer, len(memory.loops), [j for j in below if j in memory.made]
         return self.find(layer, below, memory)
 
     def depth_attention(self, q, k, v, sources, mode):
@@ -116,16 +129,14 @@ class Recorder:
         rows = [row.expand(*k.shape[:3], -1) for row in unit]               # (1,nkv,S,sources + 1)
         keys = [k_j for k_j, _ in sources]
         weights = self.mix(q, k, rows[-1], list(zip(keys, rows)), mode).mean(1)
-        self.put_at_layers(weights)                                         # (1,S,sources + 1)
-        return self.mix(q, k, v, sources, mode)
 
-    def put_at_layers(self, weights):
-        """Weights of sources, in the order of depth_sources, in the columns of their layers."""
+        # in the order of depth_sources: into the columns of their layers
         layer, loops, below = self.layers
         row = self.shares[-1][:, :, layer]                                  # (1,S,L+1)
         row.zero_()
         row[..., -1] = weights[..., :loops].sum(-1)
         row[..., [*below, layer]] = weights[..., loops:]
+        return self.mix(q, k, v, sources, mode)
 
 
 @torch.inference_mode()
@@ -134,14 +145,11 @@ def look(model, idx):
     T = len(idx)
     recorder = Recorder(model)
     mechanism = model.mechanism
-    model.dense = True              # halting='router': all tokens in all passes
-    try:
-        with mock.patch.object(library, 'depth_attention', recorder.depth_attention), \
-                mock.patch.object(library, 'depth_sources', recorder.depth_sources), \
-                mock.patch.object(model, 'trunk', recorder.trunk):
-            logits = model(idx[None])[0][0]                                 # (T,V)
-    finally:
-        model.dense = False
+    with mock.patch.object(library, 'depth_attention', recorder.depth_attention), \
+            mock.patch.object(library, 'depth_sources', recorder.depth_sources), \
+            mock.patch.object(model, 'trunk', recorder.trunk), \
+            mock.patch.object(model, 'dense', True):    # all tokens in all passes
+        logits = model(idx[None])[0][0]                                     # (T,V)
 
     after = model.head(by_token(recorder.outputs, T))                       # (n,T,V)
     steps = torch.full((T,), len(after), device=idx.device)
@@ -178,8 +186,12 @@ def show(seen, mechanism, idx, tokenizer, top):
     top = min(top, mechanism.config.n_tokens)
     for t, token in enumerate(idx.tolist()):
         n = seen.steps[t].item()
-        decided = decisions(seen.compared, t, mechanism)
-        print(f"{t:4d} {word(token, tokenizer)}   {count(n, seen.kind)}{decided}")
+        plural = '' if n == 1 else 'es' if seen.kind == 'pass' else 's'
+        decided = ''
+        if seen.compared:
+            chances = ' '.join(f'{chance[t]:.4f}' for chance in seen.compared)
+            decided = f"   {mechanism.decides} {chances}"
+        print(f"{t:4d} {word(token, tokenizer)}   {n} {seen.kind}{plural}{decided}")
         for k in range(n):
             words = likeliest(seen.after[k, t], tokenizer, top)
             print(f"       after {seen.kind} {k + 1}   {words}")
@@ -187,13 +199,6 @@ def show(seen, mechanism, idx, tokenizer, top):
             print(f"       output         {likeliest(seen.logits[t], tokenizer, top)}")
         if seen.values is not None:
             print(f"       values from    {shares(seen.values[t])}")
-
-
-def count(n, kind):
-    """1 pass, 2 passes, 3 slots."""
-    if n == 1:
-        return f"1 {kind}"
-    return f"{n} slots" if kind == 'slot' else f"{n} passes"
 
 
 def word(token, tokenizer):
@@ -208,57 +213,96 @@ def word(token, tokenizer):
 def likeliest(logits, tokenizer, top):
     """The likeliest tokens under logits (V,), with their probabilities."""
     best = logits.softmax(-1).topk(top)
-    parts = []
-    for token, p in zip(best.indices.tolist(), best.values.tolist()):
-        parts.append(f"{word(token, tokenizer)} {p:.3f}")
-    return '   '.join(parts)
-
-
-def decisions(compared, t, mechanism):
-    """What was compared with halt_tau after the passes of position t, in words."""
-    if not compared:
-        return ''
-    return f"   {mechanism.decides} {' '.join(f'{chance[t]:.4f}' for chance in compared)}"
+    pairs = zip(best.indices.tolist(), best.values.tolist())
+    return '   '.join(f"{word(token, tokenizer)} {p:.3f}" for token, p in pairs)
 
 
 def shares(values):
     """Whose values (L,L+1) a token's layers mixed, in words: the mean of those with a choice."""
+    chosen = values[values.diagonal() < 1]
+    if len(chosen) == 0:
+        return 'the layer itself 100%'
+    own = values.diagonal()[values.diagonal() < 1].mean().item()
     others = values.clone()
     others.diagonal().zero_()
-    layer_0_alone = len(values) > 1 and not others[0].any()     # it reads earlier loops or nothing
-    first = 1 if layer_0_alone else 0
-    own = values.diagonal()[first:].mean().item()
-    *layers, loops = others[first:].mean(0).tolist()
-
-    named = {'the layer itself': own}
-    for j, share in enumerate(layers):
-        named[f'layer {j}'] = share
-    named['earlier loops'] = loops
+    *layers, loops = (others.sum(0) / len(chosen)).tolist()
+    named = {'the layer itself': own, **{f'layer {j}': p for j, p in enumerate(layers)},
+             'earlier loops': loops}
     return ', '.join(f"{name} {share:.0%}" for name, share in named.items() if share)
 
 
-# ---- main ----------------------------------------------------------------------------------------
+# ---- what is read --------------------------------------------------------------------------------
 
-def show_page(s, name, model, idx, tokenizer):
-    """Write the page of --html, of this model and of --against, and say where it is."""
-    check_length(idx)
-    models = [model_data(look(model, idx), model.config, name, idx, s.top)]
-    if s.against is not None:
-        model = second_model(s, tokenizer, idx)
-        models.append(model_data(look(model, idx), model.config, s.against, idx, s.top))
-    size = write_page(s.html, models, idx, tokenizer)
-    print(f"{s.html}: {len(idx)} tokens, {size / 1e3:,.0f} kB; open it in a browser")
+def read_text(s, settings, tokenizer, block_size):
+    """
+    (tokens to read, of each whether the one behind it is to be predicted): in a text all, of a made
+    task the characters of answers.
+    """
+    name = task_of_run(settings)
+    eot = tokenizer.eot_token
+    if name is None:
+        tokens = validation_tokens(s.tokens, settings, tokenizer, block_size) if s.tokens \
+            else encode_prompt(s.start, tokenizer, block_size)
+        return tokens, [True] * (len(tokens) - 1) + [False]
+    first = 0       # from where on it counts
+    if s.start is None:
+        n = s.tokens or min(120, block_size)
+        tokens = validation_tokens(n, settings, tokenizer, block_size)
+    else:
+        tokens, first = problem_tokens(s.start, name, settings['data_dir'], eot, block_size)
+    counts = in_answers(np.array([tokens]), name, eot)[0] & (np.roll(tokens, -1) != eot)
+    counts[:first] = False
+    counts[-1] = False
+    return tokens, counts.tolist()
 
 
-def read_validation(n, settings, tokenizer, block_size):
+def task_of_run(settings):
+    """The name of the made task that a checkpoint was trained on, if its data is there; or None."""
+    try:
+        made = task_of(read_meta(settings.get('data_dir', '')))
+    except UserError:
+        return None
+    return made and made[0]
+
+
+def problem_tokens(start, name, data_dir, eot, block_size):
+    """(the tokens of the problems in --start, behind some solved ones, where the first begins)."""
+    text = read_file(start) if start.startswith('FILE:') else start
+    task, asked = TASKS[name], []
+    for problem in re.split(r'[,\n]+', text.strip()):
+        question, _, answer = problem.partition(task.end)
+        try:
+            answer = answer or task.answer(question + task.end)
+        except (ValueError, IndexError):
+            raise UserError(f"--start={problem}: no problem of {name}, which this model is trained "
+                            "on; see engine/tasks.py") from None
+        asked += [eot, *(question + task.end + answer).encode()]
+    if len(asked) > block_size:
+        raise UserError(f"--start has {len(asked)} tokens, the model's context (block_size) is "
+                        f"{block_size}: give fewer problems")
+    _, problems = validation_problems(data_dir)
+    tokens = behind(list(islice(problems, EXAMPLES)), asked, eot, block_size)
+    return tokens, len(tokens) - len(asked)
+
+
+def validation_tokens(n, settings, tokenizer, block_size):
     """The first n tokens of the validation set that the checkpoint's data folder has."""
     if n > block_size:
         raise UserError(f"--tokens={n}: the model's context (block_size) is {block_size}; "
                         "choose fewer")
-    if 'data_dir' not in settings:
-        raise UserError("--tokens: this checkpoint names no data folder; give a --start instead")
-    first_shard = token_arrays(settings['data_dir'], tokenizer)[0]
-    return first_shard[:n].tolist()
+    return token_arrays(data_dir_of(settings), tokenizer)[0][:n].tolist()
+
+
+# ---- main ----------------------------------------------------------------------------------------
+
+def show_page(s, name, model, idx, counts, tokenizer):
+    """Write the page of --html, of this model and of --against, and say where it is."""
+    models = [model_data(look(model, idx), model.config, name, idx, s.top)]
+    if s.against is not None:
+        model = second_model(s, tokenizer, idx)
+        models.append(model_data(look(model, idx), model.config, s.against, idx, s.top))
+    size = write_page(s.html, models, idx, counts, tokenizer)
+    print(f"{s.html}: {len(idx)} tokens, {size / 1e3:,.0f} kB; open it in a browser")
 
 
 def second_model(s, tokenizer, idx):
@@ -276,14 +320,11 @@ def second_model(s, tokenizer, idx):
 def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, ExplainSettings,
                                              "python tools/explain.py out/ponder")
-    if s.tokens is None:
-        prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
-    else:
-        prompt = read_validation(s.tokens, settings, tokenizer, model.config.block_size)
-    idx = torch.tensor(prompt, device=model.wte.weight.device)      # (T,)
+    tokens, counts = read_text(s, settings, tokenizer, model.config.block_size)
+    idx = torch.tensor(tokens, device=model.wte.weight.device)      # (T,)
     if s.html is not None:
         _, [folder] = read(argv, '', ExplainSettings)
-        show_page(s, folder, model, idx, tokenizer)
+        show_page(s, folder, model, idx, counts, tokenizer)
     else:
         show(look(model, idx), model.mechanism, idx, tokenizer, s.top)
 

@@ -1,106 +1,246 @@
 """
 Pictures of runs and checkpoints. Needs: pip install matplotlib
 
-    python tools/plot.py curves out/compare/*-s* --x=flops --out=curves.png
-        loss against tokens, training FLOPs or seconds
-    python tools/plot.py final out/compare/*-s* --x=flops --out=final.png
-        where the runs ended, and the line of plain ones
-    python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl --x=flops
-        the same of tools/compare.py's runs.jsonl; of a made task the right answers
-    python tools/plot.py depth out/depth_attn --out=depth.png
+    python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl
+        what tools/compare.py's runs reached: a panel for each runs.jsonl, a dot for each seed
+    python tools/plot.py curves out/compare/*-s* --x=flops
+        loss against tokens, training FLOPs or seconds, of train.py's folders
+    python tools/plot.py depth out/depth_attn
         which layers' values each layer mixes
-    python tools/plot.py ponder out/ponder --max_steps=6 --out=ponder.png
-        loss against steps at inference
-    python tools/plot.py steps out/halting_gate --out=steps.png
-        with halting: how many steps, and for which tokens
-    python tools/plot.py text out/halting_gate --start=FILE:a.txt
-        with halting: a text, shaded by steps
-
-The first two take train.py's folders or log.jsonl files; NAME-s1, NAME-s2, .. are seeds of one run:
-mean and range are drawn.
+    python tools/plot.py steps out/halting_gate
+        with halting: how many passes, and for which tokens
 """
 
+import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, read
-from engine.checkpoint import change_steps
 from engine.files import UserError, run, whole
 from engine.hardware import pick_device
-from engine.palette import BLUE, GREY, INK, ORANGE, SHADES, shade
+from engine.loss import token_nats
+from model import GPTConfig
 from sample import data_dir_of, encode_prompt, load_model
-from tools.curves import TEXT, X, curves, final, new_figure, records
-from tools.evaluate import token_arrays
+from tools.compare import LEARNED, LOSS, read_lines, training_flops
+from tools.evaluate import token_arrays, windows_of
 from tools.explain import look
+from train import Settings
+
+X = {
+    'tokens': 'training tokens',
+    'flops': 'training FLOPs',
+    'seconds': 'seconds of training steps',
+}
+TEXT = 12   # size of all text in points: readable when a picture is shown at half its size
+
+# few colours, apart for colour-blind readers and in grey
+INK = '#222222'
+GREY = '#8a8a8a'
+ORANGE = '#d75f00'      # thinking
+BLUE = '#0072b2'
+LINES = (ORANGE, BLUE, INK, '#009e73')
 
 
 @dataclass
 class PlotSettings:
     """what to draw"""
-    out: str = 'plot.png'            # file to write: .png, .svg or .pdf
-    x: str = 'tokens'                # of runs: against 'tokens', 'flops' or 'seconds'
+    out: Optional[str] = None        # file to write: .png, .svg or .pdf (None: out/KIND.png)
+    x: str = 'flops'                 # of runs: against 'tokens', 'flops' or 'seconds'
     names: Optional[str] = None      # records: only these runs, with commas between
     start: Optional[str] = None      # text to read, or FILE:path (None: the validation set)
     tokens: int = 2048               # how much of the validation set to read
-    max_steps: Optional[int] = None  # ponder: try 0 .. max_steps (None: twice as many as trained)
     device: Optional[str] = None     # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
         if self.x not in X:
             raise ValueError(f"x={self.x!r} must be one of {', '.join(map(repr, X))}")
-        if self.tokens < 2 or (self.max_steps or 0) < 0:
-            raise ValueError("tokens must be at least 2, max_steps not negative")
+        if self.tokens < 2:
+            raise ValueError("tokens must be at least 2")
 
 
-def read_text(settings, tokenizer, s):
+def new_figure(panels=1, size=(7.5, 4.5)):
     """
-    The tokens (n,) to read: --start, or the beginning of the validation set of the checkpoint's
-    data.
+    (figure, list of axes, two in a row) on an opaque white ground, so that it can be read on a dark
+    page; UserError without matplotlib.
     """
-    if s.start is not None:
-        return torch.tensor(encode_prompt(s.start, tokenizer, 10 ** 9))
-    first_shard = token_arrays(data_dir_of(settings), tokenizer)[0]
-    return torch.from_numpy(first_shard[:s.tokens].astype(np.int64))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    figure = Figure(size, dpi=150, facecolor='white', layout='constrained')
+    axes = []
+    for i in range(panels):
+        columns = min(panels, 2)
+        axes.append(figure.add_subplot(math.ceil(panels / columns), columns, i + 1))
+    for ax in axes:
+        ax.spines[['top', 'right']].set_visible(False)
+        ax.tick_params(labelsize=TEXT, colors=INK)
+        for words in (ax.title, ax.xaxis.label, ax.yaxis.label):
+            words.set(size=TEXT, color=INK)
+    return figure, axes
 
 
-@torch.inference_mode()
-def per_token(model, tokens):
+# -------------------------------------------------------------------------------------------------
+# Where tools/compare.py's runs ended
+
+# name: what it is called, its colour and mark
+PLAIN_WORDS = {
+    'plain_scaled': ('one pass', INK, 'o'),
+    'plain_scaled_as_loop': ('one pass, trained longer', BLUE, 's'),
+    'loop': ('four passes', ORANGE, 'D'),
+}
+MARKS = 'v^<>pPX*hd'    # of the others, in grey
+
+
+def records(paths, s):
+    """A panel for each runs.jsonl: right answers where the data is a made task, else the loss."""
+    rows, columns = math.ceil(len(paths) / 2), min(len(paths), 2)
+    figure, axes = new_figure(len(paths), size=(6 * columns, 4.2 * rows + 0.9))
+    panels = [read_records(path, s) for path in paths]
+    names = list(dict.fromkeys(name for runs in panels for name in runs))
+    names.sort(key=lambda name: name not in PLAIN_WORDS)
+    others = [name for name in names if name not in PLAIN_WORDS]
+    looks = {name: (name, GREY, MARKS[i % len(MARKS)]) for i, name in enumerate(others)}
+    looks.update(PLAIN_WORDS)
+    for ax, runs in zip(axes, panels):
+        draw_records(ax, runs, looks, s.x)
+    handles = {}
+    for ax in axes:
+        handles.update(zip(*reversed(ax.get_legend_handles_labels())))
+    words = [looks[name][0] for name in names]
+    figure.legend([handles[word] for word in words], words, loc='outside lower center',
+                  ncols=min(4, len(words)), frameon=False, fontsize=TEXT)
+    return figure
+
+
+def read_records(path, s):
+    """{name: [record, ..]} of the runs to draw; UserError if there are none."""
+    runs = {}
+    for record in read_lines(path):
+        if s.names is None or record['name'] in s.names.split(','):
+            runs.setdefault(record['name'], []).append(record)
+    if not runs:
+        raise UserError(f"{path}: no run with one of these names")
+    return runs
+
+
+def draw_records(ax, runs, looks, x):
+    """A dot for each seed and a mark at the median, against multiples of what one pass costs."""
+    found = [record for records in runs.values() for record in records]
+    answers = all('right' in record for record in found)
+    key, scale = ('right', 100) if answers else (LOSS, 1)
+    least = min(np.median([record[x] for record in records]) for records in runs.values())
+    for name in sorted(runs, key=list(looks).index):
+        words, colour, mark = looks[name]
+        cost = np.median([record[x] for record in runs[name]]) / least
+        ends = [scale * record[key] for record in runs[name]]
+        front = 2 if name in PLAIN_WORDS else 1
+        ax.plot([cost] * len(ends), ends, '.', color=colour, markersize=7, zorder=front)
+        ax.plot(cost, np.median(ends), mark, color=colour, markersize=10, zorder=front,
+                label=words, linestyle='none', markeredgecolor='white')
+        if answers and name in PLAIN_WORDS:
+            learned = sum(end >= 100 * LEARNED for end in ends)
+            ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (9, -4),
+                        textcoords='offset points', color=colour, size=TEXT)
+    ax.set_xscale('log', base=2)
+    ax.xaxis.set_major_formatter('{x:g}')
+    ax.xaxis.set_minor_formatter('')
+    ax.margins(x=0.15)
+    ax.set_xlabel(f"{X[x]}, least = 1")
+    if answers:
+        task = found[0].get('task', 'task')
+        ax.set_title(f"{task} (n of m: seeds that learned it)", loc='left', size=TEXT)
+        ax.set_ylabel('right answers (%), better ↑')
+        ax.set_ylim(0, 102)
+    else:
+        ax.set_title('text', loc='left', size=TEXT)
+        ax.set_ylabel('nats per byte, better ↓')
+
+
+# -------------------------------------------------------------------------------------------------
+# Loss against tokens, FLOPs or seconds
+
+
+def read_run(path, x):
     """
-    For all tokens (n,) but the first, read in windows of block_size: (losses (n-1,) in nats, steps
-    that each took (n-1,); None without halting).
+    {'loss': [(x, nats per token), ..], 'val_loss': the same} of a run: in training, and on the
+    validation set. Of steps taken twice the later hold.
     """
-    if len(tokens) < 2:
-        raise UserError("--start: give at least two tokens; of the first nothing is predicted")
-    T = model.config.block_size
-    losses, steps = [], []
-    for first in range(0, len(tokens) - 1, T):
-        window = tokens[first:first + T + 1].to(model.wte.weight.device)
-        logits, _ = model(window[None, :-1])  # (1,T,V)
-        losses.append(F.cross_entropy(logits[0].float(), window[1:], reduction='none'))
-        steps.append(model.mechanism.passes)
-    losses = torch.cat(losses).cpu()
-    if steps[0] is None:
-        return losses, None
-    return losses, torch.cat(steps, 1)[0].cpu()
+    log = path if os.path.isfile(path) else os.path.join(path, 'log.jsonl')
+    latest = {}  # a step's line has its milliseconds, that of an evaluation after it has none
+    for r in read_lines(log):
+        if 'step' in r and 'tokens' in r:
+            latest[r['step'], 'ms' in r] = r
+    found = [r for _, r in sorted(latest.items())]
+    if not any('ms' in r for r in found):
+        raise UserError(f"{log}: no log of train.py")
+    at = places(found, x, log)
+    return {key: [(place, r[key]) for place, r in zip(at, found) if r.get(key) is not None]
+            for key in ('loss', 'val_loss')}
+
+
+def places(found, x, log):
+    """Where on the axis x each of a log's records is."""
+    if x == 'tokens':
+        return [r['tokens'] for r in found]
+    if x == 'flops':
+        settings = os.path.join(os.path.dirname(log), 'settings.json')
+        given, _ = read([settings], '', Settings, GPTConfig)
+        per_token = training_flops(build(GPTConfig, given))
+        return [r['tokens'] * per_token for r in found]
+    trained = [r for r in found if 'ms' in r]
+    steps = [r['step'] for r in trained]
+    each = np.array([r['ms'] / 1e3 for r in trained])  # mean of the steps since the line before
+    seconds = np.cumsum(each * np.diff(steps, prepend=0))
+    return np.interp([r['step'] for r in found], steps, seconds).tolist()
+
+
+def curves(paths, s):
+    """A line for the training loss of each run, a mark for each validation loss."""
+    figure, (ax,) = new_figure()
+    colours = {}    # of a name, which its seeds share
+    for path in paths:
+        name = os.path.basename(re.sub(r'(-s\d+)?(/log\.jsonl|/+)?$', '', path))
+        known = name in colours
+        colour = colours.setdefault(name, LINES[len(colours) % len(LINES)])
+        run = read_run(path, s.x)
+        x, losses = zip(*run['loss'])
+        late = sum(place < x[-1] / 20 for place in x)   # the fall from ln V says little
+        ax.plot(x[late:], losses[late:], color=colour, linewidth=1.2, alpha=0.8,
+                label=None if known else name)
+        if run['val_loss']:
+            ax.plot(*zip(*run['val_loss']), 'o', color=colour, markersize=5)
+    ax.set(xlabel=X[s.x], ylabel='loss (nats per token), better ↓')
+    ax.set_title('lines: training loss, marks: validation loss', loc='left', size=TEXT)
+    ax.legend(frameon=False, fontsize=TEXT)
+    return figure
 
 
 # -------------------------------------------------------------------------------------------------
 # Pictures of a checkpoint: each reads tokens (n,)
 
 
-def depth(model, tokens, tokenizer, s):
+def read_text(settings, tokenizer, s):
+    """The tokens (n,) to read: --start, or the beginning of the validation set of its data."""
+    if s.start is not None:
+        return np.array(encode_prompt(s.start, tokenizer, 10 ** 9))
+    return token_arrays(data_dir_of(settings), tokenizer)[0][:s.tokens]
+
+
+def depth(model, tokens):
     """Depth-Attention: whose values each layer mixes, as a mean over the text's first window."""
     if not model.config.depth_attn:
         raise UserError("this model has depth_attn=False: name one with Depth-Attention")
-    window = tokens[:model.config.block_size].to(model.wte.weight.device)
-    shares = look(model, window).values.mean(0).cpu().numpy()  # (layers, layers + 1)
+    window = torch.from_numpy(tokens[:model.config.block_size].astype(np.int64))
+    seen = look(model, window.to(model.wte.weight.device))
+    shares = seen.values.mean(0).cpu().numpy()          # (layers, layers + 1)
     n = len(shares)
     labels = [str(layer) for layer in range(n)]
     if shares[:, -1].any():
@@ -111,133 +251,50 @@ def depth(model, tokens, tokenizer, s):
     ax.set(xlabel='layer the values come from', ylabel='layer that mixes them',
            title='Depth-Attention', yticks=range(n), xticks=range(len(labels)), xticklabels=labels)
     if n <= 12:  # with more they could not be read
-        write_shares(ax, shares)
-    image = ax.imshow(shares, cmap=colours(), vmin=0, vmax=1)
-    add_bar(figure, image, 'share of the mixed value')
-    return figure
-
-
-def colours(n=None):
-    """The palette's shades from pale to dark: the first n, or a scale without steps."""
-    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
-    if n is None:
-        return LinearSegmentedColormap.from_list('shades', list(SHADES.values()))
-    return ListedColormap([shade(passes) for passes in range(1, n + 1)])
-
-
-def add_bar(figure, image, label, **options):
-    """A bar that says what the image's colours mean."""
-    bar = figure.colorbar(image, **options)
-    bar.set_label(label, size=TEXT, color=INK)
-    bar.ax.tick_params(labelsize=TEXT, colors=INK)
+        for (i, j), share in np.ndenumerate(shares):
+            if not np.isnan(share):
+                ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=TEXT - 2, color=INK)
+    image = ax.imshow(shares, cmap='Oranges', vmin=0, vmax=1.4)     # black can be read on all
+    bar = figure.colorbar(image, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1])
+    bar.set_label('share of the mixed value', size=TEXT, color=INK)
     bar.outline.set_visible(False)
-
-
-def write_shares(ax, shares):
-    """Each share as a percentage in its place."""
-    for (i, j), share in np.ndenumerate(shares):
-        if not np.isnan(share):
-            ax.text(j, i, f"{share:.0%}", ha='center', va='center', size=TEXT - 2, color=INK)
-
-
-def ponder(model, tokens, tokenizer, s):
-    """Loss of the same weights with 0, 1, .. pondering steps."""
-    config = model.config
-    if config.ponder == 'none' or config.halting != 'none':
-        raise UserError(f"ponder={config.ponder!r}: name a model that ponders, without halting")
-    trained = config.ponder_steps
-    most = 2 * trained if s.max_steps is None else s.max_steps
-    change_steps(model, most)  # UserError if it has no weights for that
-    counts = range(most + 1)
-    losses = []
-    for count in counts:
-        config.ponder_steps = count
-        losses.append(per_token(model, tokens)[0].mean().item())
-    config.ponder_steps = trained
-
-    figure, (ax,) = new_figure()
-    ax.plot(counts, losses, 'o-', color=ORANGE)
-    ax.axvline(trained, color=GREY, linestyle='--')
-    ax.annotate(' as trained', (trained, 1), xycoords=('data', 'axes fraction'), va='top',
-                size=TEXT, color=INK)
-    ax.set(xlabel="pondering steps (ponder_steps)", ylabel='loss (nats per token)', xticks=counts,
-           title=f"ponder={config.ponder!r}, {len(tokens) - 1:,} tokens")
     return figure
 
 
-def steps(model, tokens, tokenizer, s):
-    """How many tokens take how many steps, and how hard these tokens are."""
-    losses, taken = per_token(model, tokens)
-    counts = range(1, model.config.ponder_steps + 2)
+def steps(model, tokens):
+    """How many tokens take how many passes, and how hard these tokens are."""
+    if not model.mechanism.halts:
+        raise UserError(f"this model has halting={model.config.halting!r}, "
+                        f"ponder_steps={model.config.ponder_steps}: name one that halts")
+    if len(tokens) < 2:
+        raise UserError("--start: give at least two tokens; of the first nothing is predicted")
+    losses, taken = [], []
+    for row in windows_of(tokens, model.config.block_size):
+        row = row[row >= 0]
+        losses.append(token_nats(model, row[None])[0].cpu())
+        taken.append(model.mechanism.passes[0].cpu())
+    losses, taken = torch.cat(losses), torch.cat(taken)
+    counts = range(1, model.mechanism.K + 2)
     percent = [(taken == n).float().mean().item() * 100 for n in counts]
     seen = [n for n in counts if (taken == n).any()]
 
     figure, (left, right) = new_figure(2, (9, 4))
-    left.bar(counts, percent, color=[shade(n) for n in counts], edgecolor=INK)
-    left.set(xlabel='steps', ylabel='tokens (%)', xticks=counts,
-             title=f"{taken.float().mean():.2f} steps per token")
+    left.bar(counts, percent, color=ORANGE)
+    left.set(xlabel='passes', ylabel='tokens (%)', xticks=counts,
+             title=f"{taken.float().mean():.2f} passes per token")
     right.boxplot([losses[taken == n].numpy() for n in seen], positions=seen, showfliers=False,
                   showmeans=True, medianprops=dict(color=BLUE, linewidth=2),
                   meanprops=dict(markerfacecolor=INK, markeredgecolor=INK))
-    right.set(xlabel='steps', ylabel='loss of the token (nats)',
+    right.set(xlabel='passes', ylabel='loss of the token (nats)',
               title='quartiles, median, mean (triangle)')
     return figure
 
 
-COLUMNS = 90  # characters per line of `text`
-
-
-def text(model, tokens, tokenizer, s):
-    """The text, each character on a ground shaded by the passes taken to predict its token."""
-    _, taken = per_token(model, tokens)
-    taken = taken.tolist()
-    most = model.config.ponder_steps + 1
-    lines = lines_of(tokens.tolist(), [np.nan, *taken], tokenizer)
-
-    figure, (ax,) = new_figure(size=(9, 0.19 * len(lines) + 1))
-    grid = np.full((len(lines), COLUMNS), np.nan)
-    for i, line in enumerate(lines):
-        for j, (char, passes) in enumerate(line):
-            grid[i, j] = passes
-            if char.isprintable():
-                ax.text(j, i, char, ha='center', va='center', family='monospace', size=9,
-                        color=INK, parse_math=False)
-    image = ax.imshow(grid, cmap=colours(most), vmin=0.5, vmax=most + 0.5, aspect='auto')
-    ax.axis('off')
-    add_bar(figure, image, f"passes taken to predict each token, {np.mean(taken):.2f} in the mean",
-            ticks=range(1, most + 1), location='top', aspect=60)
-    return figure
-
-
-def lines_of(tokens, passes, tokenizer):
-    """[[(character, passes of its token), ..] of each line of the text]."""
-    lines = [[]]
-    for token, n in zip(tokens, passes):
-        for char in tokenizer.decode_single_token_bytes(token).decode('utf-8', 'replace'):
-            lines[-1].append((char, n))
-            if char == '\n' or len(lines[-1]) == COLUMNS:
-                lines.append([])
-    return lines
-
-
 # -------------------------------------------------------------------------------------------------
 
-RUNS = {'curves': curves, 'final': final, 'records': records}
-CHECKPOINT = {'depth': depth, 'ponder': ponder, 'steps': steps, 'text': text}
+RUNS = {'records': records, 'curves': curves}
+CHECKPOINT = {'depth': depth, 'steps': steps}
 KINDS = {**RUNS, **CHECKPOINT}
-
-
-def draw(kind, paths, s):
-    """The picture of this kind, of runs or of the one checkpoint."""
-    if kind in RUNS:
-        return RUNS[kind](paths, s)
-    path = paths[0]
-    model, tokenizer, settings = load_model(path, pick_device(s.device))
-    if kind in ('steps', 'text') and not model.mechanism.halts:
-        raise UserError(f"{path} has halting={model.config.halting!r}, "
-                        f"ponder_steps={model.config.ponder_steps}: name one that halts")
-    tokens = read_text(settings, tokenizer, s)
-    return CHECKPOINT[kind](model, tokens, tokenizer, s)
 
 
 def main(argv):
@@ -247,13 +304,19 @@ def main(argv):
     if kind not in KINDS or not paths or (kind in CHECKPOINT and len(paths) > 1):
         raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of "
                         f"runs for {', '.join(RUNS)}; see --help")
-    ending = os.path.splitext(s.out)[1][1:]
+    out = s.out or f'out/{kind}.png'
+    ending = os.path.splitext(out)[1][1:]
     if ending not in ('png', 'svg', 'pdf'):
-        raise UserError(f"--out={s.out}: a picture is .png, .svg or .pdf")
-    figure = draw(kind, paths, s)
-    os.makedirs(os.path.dirname(s.out) or '.', exist_ok=True)
-    with whole(s.out, 'wb') as f:
+        raise UserError(f"--out={out}: a picture is .png, .svg or .pdf")
+    if kind in RUNS:
+        figure = RUNS[kind](paths, s)
+    else:
+        model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
+        figure = CHECKPOINT[kind](model, read_text(settings, tokenizer, s))
+    os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
+    with whole(out, 'wb') as f:
         figure.savefig(f, format=ending)
+    print(out)
 
 
 if __name__ == '__main__':

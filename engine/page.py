@@ -1,8 +1,9 @@
 """
-The page of `tools/explain.py --html`: what its `look` saw in one or two models, as JSON in
-the template think.html. T tokens were read; n is the most steps that one of them took.
+The page of tools/explain.py --html: what its `look` saw in one or two models, as JSON in the
+template page.html. T tokens were read; n is the most steps that one of them took.
 
     tokens      the T tokens, as numbers
+    counts      of each, whether the token behind it is to be predicted: on a made task an answer's
     text        [{text, count}]: the smallest pieces that are whole characters, and how many tokens
                 each takes
     words       {number: what it is called}, of every token on the page
@@ -28,40 +29,33 @@ import re
 import torch
 from torch.nn import functional as F
 
-from engine import palette
 from engine.files import UserError, on_disk, whole
 
-TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'think.html')
+TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
 END = '∎'           # how the end of a text is shown; the template begins a new line after it
 MOST_TOKENS = 512
-MOST_BYTES = 2_000_000
 
 
-def check_length(tokens):
-    """UserError for more tokens (T,) than a page shows."""
-    if len(tokens) > MOST_TOKENS:
-        raise UserError(f"the text has {len(tokens)} tokens, a page shows up to {MOST_TOKENS}: "
-                        "shorten it")
-
-
-def write_page(path, models, tokens, tokenizer):
+def write_page(path, models, tokens, counts, tokenizer):
     """
     Writes the page of these tokens (T,) and returns its size in bytes. models: what `model_data`
-    returns, for one or two. UserError, and no file, if it would be too large.
+    returns, for one or two.
     """
-    page = fill_template(page_data(models, tokens.tolist(), tokenizer)).encode()
-    if len(page) > MOST_BYTES:
-        raise UserError(f"{path} would have {len(page):,} bytes, more than {MOST_BYTES:,}: "
-                        "shorten --start, or choose a smaller --top")
-    with on_disk(path, 'written'), whole(path, 'wb') as f:
-        f.write(page)
+    page = fill_template(page_data(models, tokens.tolist(), counts, tokenizer)).encode()
+    with on_disk(path, 'written'):
+        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+        with whole(path, 'wb') as f:
+            f.write(page)
     return len(page)
 
 
 # ---- the data ------------------------------------------------------------------------------------
 
-def page_data(models, numbers, tokenizer):
+def page_data(models, numbers, counts, tokenizer):
     """Everything the page knows, as described at the top. numbers: a list, of the tokens."""
+    if len(numbers) > MOST_TOKENS:
+        raise UserError(f"the text has {len(numbers)} tokens, a page shows up to {MOST_TOKENS}: "
+                        "shorten it")
     shown = set(numbers)
     for model in models:
         for reading in (*model['after'], model['output']):
@@ -69,7 +63,8 @@ def page_data(models, numbers, tokenizer):
     words = {}
     for token in sorted(shown):
         words[token] = bytes_of(token, tokenizer).decode('utf-8', 'backslashreplace')
-    return dict(tokens=numbers, text=pieces_of(numbers, tokenizer), words=words, models=models)
+    return dict(tokens=numbers, counts=counts, text=pieces_of(numbers, tokenizer), words=words,
+                models=models)
 
 
 def model_data(seen, config, name, tokens, top):
@@ -154,7 +149,6 @@ def fill_template(data):
     names = ' against '.join(model['name'] for model in data['models'])
     parts = dict(
         TITLE=html.escape(f"What {names} thinks"),
-        PALETTE=f"--orange: {palette.ORANGE}; --blue: {palette.BLUE};",
         # an id of its own, for two pages in one document
         ROOT='think-' + hashlib.sha256(data_json.encode()).hexdigest()[:8],
         DATA=data_json,
