@@ -1,121 +1,76 @@
 """
-Speed, as ratios within one run: training steps, reading a prompt, decoding with and without the
-cache, and the first step.
+Speed, as ratios within one run: a training step, decoding, and what halting saves.
 
-    python tools/bench.py                                    tiny, plain and depth_attn
-    python tools/bench.py config/size/small.py --against=hf  with Hugging Face's Qwen3 of this shape
-    python tools/bench.py config/size/360m.py --micro_batch=16 --compile=True --json=bench.json
+    python tools/bench.py                                     tiny, plain and Depth-Attention
+    python tools/bench.py config/size/360m.py --micro_batch=16 --toggles=plain,loop,chain
+    python tools/bench.py --toggles=plain,loop --alone=True   model.py alone beside each
+    python tools/bench.py --toggles=gate,mask,router,exit     each against all its passes
 
 Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike. The table
-has medians, the spread from the first to the third quartile, and the ratio to the plain model's
-median. The machine's two ceilings come first: a large matrix product in the same precision, and a
-large copy. matmul_share is a step's FLOPs per second as a share of the one, copy_share the blocks'
-weights read per second as a share of the other. --against=hf needs: pip install transformers
+has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
+ceilings come first: a large matrix product in the same precision, and a large copy. "of ceiling" is
+a step's FLOPs per second as a share of the one, in decoding the blocks' weights read per second as
+a share of the other.
+
+Where tokens halt, decisions are drawn, not learned: each goes on to the next of up to 4 passes with
+the same probability, so that it takes 1.5, 2 or 3 on average. Ideal is 4 / (passes taken).
 """
 
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Optional
 
 import torch
+import torch.nn as nn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, read
-from engine.files import UserError, run, whole
 from engine.compile import compile_blocks, compile_decoding
-from engine.hardware import expect_new_lengths, tune_cpu
-from engine.hardware import pick_compile, pick_device, pick_dtype
 from engine.fast import FastGPT
-from model import GPTConfig
+from engine.files import UserError, run, table
+from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
+from model import GPT, HALTING, GPTConfig
 from train import Settings
 
 
 @dataclass
 class BenchSettings:
-    """what to measure"""
-    toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, or 'none': ceilings alone
-    against: Optional[str] = None      # 'hf' adds Hugging Face's Qwen3: same shape, same precision
-    repeats: int = 15                  # timed turns of each candidate, after two not counted
-    decode_batches: str = '1,8,64'     # batch sizes for reading prompts and decoding
+    """what to measure; the shape, micro_batch, device, dtype and compile are train.py's"""
+    toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, the first is the base
+    alone: bool = False                # model.py's GPT too, without what engine/ makes faster
+    repeats: int = 7                   # timed turns of each candidate, after one not counted
+    batches: str = '1,8'               # rows that are decoded together
     new_tokens: int = 64               # tokens decoded per turn
-    json: Optional[str] = None         # file for all numbers
+    depths: str = '1.5,2,3'            # mean passes per token, where tokens halt
 
     def __post_init__(self):
         for name in self.toggles.split(','):
-            if name not in (*TOGGLES, 'none'):
+            if name not in TOGGLES:
                 raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
-        if self.against not in (None, 'hf'):
-            raise ValueError(f"against={self.against!r} must be 'hf' or None")
-        check_counts(self.repeats, self.new_tokens)
-        whole_numbers(self.decode_batches, 'decode_batches')
+        if self.repeats < 1 or self.new_tokens < 2:
+            raise ValueError("repeats must be at least 1 and new_tokens at least 2")
 
 
 TOGGLES = {
     'plain': {},
     'depth_attn': dict(depth_attn=True),
-    'depth_uniform': dict(depth_attn=True, depth_mode='uniform'),
-    'depth_stride1': dict(depth_attn=True, depth_stride=1),
     'embedding': dict(ponder='embedding'),
     'latent': dict(ponder='latent', ponder_steps=1),
     'chain': dict(ponder='chain'),
     'loop': dict(ponder='loop'),
     'pause': dict(ponder='pause'),
 }
-PLAIN = dict(depth_attn=False, ponder='none', halting='none')  # whatever a config file says
-TINY = os.path.join(ROOT, 'config', 'size', 'tiny.py')
+for name, kind in HALTING.items():
+    TOGGLES[name] = dict(ponder=kind.needs, ponder_steps=3, halting=name, halt_tau=0.5)
+PROMPT = 8  # tokens before those that are decoded
 
 
 # -------------------------------------------------------------------------------------------------
-# What bench_halting.py uses too: settings, the clock, turns, an optimizer step, decoding
-
-
-def check_counts(repeats, new_tokens):
-    """ValueError if there would be nothing to time."""
-    if repeats < 1 or new_tokens < 2:
-        raise ValueError("repeats must be at least 1 and new_tokens at least 2")
-
-
-def whole_numbers(text, name):
-    """[1, 8] of '1,8'; ValueError if these are no numbers from 1 on."""
-    words = text.split(',')
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"{name}={text}: give whole numbers, such as 1,8")
-    return [int(word) for word in words]
-
-
-@dataclass
-class Setup:
-    """What was asked for, and where it is measured."""
-    own: object           # the benchmark's own settings
-    train: Settings       # train.py's: micro_batch, device, dtype, compile
-    given: dict           # all that files and arguments set, the model's settings too
-    device: torch.device
-    dtype: torch.dtype    # of training steps: the autocast type
-
-
-def set_up(argv, usage, block):
-    """The Setup of a benchmark with these own settings (`block`). Without a shape: tiny."""
-    given, rest = read(argv, usage, block, Settings, GPTConfig)
-    if rest:
-        raise UserError(f"{rest[0]}: neither a setting nor a config file")
-    if 'n_layer' not in given:
-        tiny, _ = read([TINY], '', Settings, GPTConfig)
-        given = {**tiny, **given}
-    own = build(block, given)
-    train = build(Settings, given)
-    device = pick_device(train.device)
-    dtype = pick_dtype(train.dtype, device)
-    if device.type == 'cpu':  # bytes; on a GPU the table of the larger tokenizers
-        given = {'vocab_size': 320, **given}
-    return Setup(own, train, given, device, dtype)
+# The clock
 
 
 def seconds(action, device):
@@ -132,369 +87,259 @@ def wait_for(device):
         torch.accelerator.synchronize()
 
 
-def take_turns(candidates, repeats, warm_up=2):
-    """
-    {name: [result of each turn]} of {name: function that works once and returns its seconds}. All
-    are called in turn; the first `warm_up` turns are not counted.
-    """
+def take_turns(candidates, repeats):
+    """{name: [its results]} of {name: function}, called in turn; the first turn does not count."""
     results = {name: [] for name in candidates}
-    for turn in range(warm_up + repeats):
+    for turn in range(1 + repeats):
         for name, measure in candidates.items():
             result = measure()
-            if turn >= warm_up:
+            if turn > 0:
                 results[name].append(result)
     return results
 
 
-class TrainingStep:
-    """One whole optimizer step per call: forward, backward, clipping, fused AdamW."""
-
-    def __init__(self, model, loss_of, idx, dtype):
-        self.model = model
-        self.loss_of = loss_of  # (model, idx) -> loss
-        self.idx = idx          # (B,T)
-        self.dtype = dtype
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def __call__(self):
-        mixed = self.dtype != torch.float32
-        with torch.autocast(self.idx.device.type, self.dtype, enabled=mixed):
-            loss = self.loss_of(self.model, self.idx)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-def own_loss(model, idx):
-    """Each token is its own target: the numbers do not matter here."""
-    _, loss = model(idx, idx)
-    return loss
-
-
-def decode(model, prompt, new_tokens, device):
-    """
-    (seconds, [passes (B,) of each token]) of greedy decoding after the prompt (B,T). Reading the
-    prompt, which gives the first of the new tokens, is over before the clock starts.
-    """
-    stream = model.stream(prompt, new_tokens, temperature=0)
-    next(stream)
-    made = []
-    elapsed = seconds(partial(made.extend, stream), device)
-    return elapsed, [passes for _, passes in made]
-
-
-# -------------------------------------------------------------------------------------------------
-# The machine's ceilings, and the table
-
-
 def ceilings(device, dtype):
     """(FLOP/s of a large matmul, bytes/s of a large copy, read and written both), medians."""
-    cuda = device.type == 'cuda'
-    n = 8192 if cuda else 1536
+    large = device.type == 'cuda'
+    n = 8192 if large else 1536
     a = torch.randn(n, n, device=device, dtype=dtype)
-    b = torch.randn(n, n, device=device, dtype=dtype)
-    target = torch.empty(2 ** (30 if cuda else 27), dtype=torch.uint8, device=device)
-    source = torch.zeros_like(target)
-    candidates = {
-        'matmul': partial(seconds, partial(torch.matmul, a, b), device),
+    source = torch.zeros(2 ** (30 if large else 27), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = take_turns({
+        'matmul': partial(seconds, partial(torch.matmul, a, a), device),
         'copy': partial(seconds, partial(target.copy_, source), device),
-    }
-    times = take_turns(candidates, 10)
-    flops = 2 * n ** 3 / statistics.median(times['matmul'])
-    bandwidth = 2 * source.numel() / statistics.median(times['copy'])
-    return flops, bandwidth
+    }, 7)
+    return (2 * n ** 3 / statistics.median(times['matmul']),
+            2 * source.numel() / statistics.median(times['copy']))
 
 
-def summarise(times, tokens):
-    """{name: numbers} of {name: seconds of each turn}, for the table and the JSON file."""
-    medians = {name: statistics.median(elapsed) for name, elapsed in times.items()}
-    base = medians.get('plain', next(iter(medians.values())))
-    rows = {}
-    for name in times:
-        elapsed = sorted(times[name])
-        low = elapsed[len(elapsed) // 4]
-        high = elapsed[(3 * len(elapsed)) // 4]
-        median = medians[name]
-        rows[name] = dict(median_s=median, quartiles_s=[low, high], tokens_per_s=tokens / median,
-                          speed_vs_plain=base / median)
-    return rows
-
-
-MEASURED = ('median_s', 'quartiles_s', 'tokens_per_s', 'speed_vs_plain')
-
-
-def print_table(title, rows):
-    """The rows that `summarise` made; what was added to them since has columns of its own."""
-    added = [key for key in next(iter(rows.values())) if key not in MEASURED]
-    print(f"\n{title}")
-    print(f"{'':24s} {'median':>10s} {'quartiles':>19s} {'tokens/s':>10s} {'vs plain':>9s}",
-          *(f"{key:>15s}" for key in added))
-    for name, row in rows.items():
-        low, high = row['quartiles_s']
-        print(f"{name:24s} {row['median_s'] * 1e3:7.1f} ms {low * 1e3:8.1f}-{high * 1e3:7.1f} ms "
-              f"{row['tokens_per_s']:10,.0f} {row['speed_vs_plain']:8.3f}x",
-              *(f"{row[key]:15,.3f}" for key in added))
+def print_times(title, times, ceiling):
+    """A line for each candidate. ceiling: {name: share of the machine's, at one second}."""
+    base = statistics.median(next(iter(times.values())))
+    rows = []
+    for name, elapsed in times.items():
+        elapsed = sorted(elapsed)
+        median = statistics.median(elapsed)
+        low, high = elapsed[len(elapsed) // 4], elapsed[3 * len(elapsed) // 4]
+        rows.append([name, f"{median * 1e3:.1f} ms", f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+                     f"{base / median:.3f}x", f"{ceiling[name] / median:.1%}"])
+    header = [title, 'median', 'quartiles', f'speed, {next(iter(times))} = 1', 'of ceiling']
+    print(f"\n{table(header, rows)}", flush=True)
 
 
 # -------------------------------------------------------------------------------------------------
 # What is measured
 
 
-def first_step():
+class TrainingStep:
+    """One whole optimizer step per call: forward, backward, clipping, fused AdamW."""
+
+    def __init__(self, model, idx, dtype):
+        self.model = model.train()
+        self.idx = idx          # (B,T); each token is its own target, which does not matter here
+        self.dtype = dtype
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def __call__(self):
+        mixed = self.dtype != torch.float32
+        with torch.autocast(self.idx.device.type, self.dtype, enabled=mixed):
+            _, loss = self.model(self.idx, self.idx)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def decode(model, batch, new_tokens, device):
     """
-    Import, build the tiny model, and take one optimizer step; a process of its own, see
-    bench_start.
+    (seconds, mean passes per token) of greedy decoding, after a prompt that is not counted and
+    gives the first token.
     """
-    given, _ = read([TINY], '', Settings, GPTConfig)
-    config = build(GPTConfig, {**given, 'vocab_size': 320})
-    idx = torch.randint(0, 320, (given['micro_batch'], config.block_size))
-    step = TrainingStep(FastGPT(config), own_loss, idx, pick_dtype(None, idx.device))
-    step()
+    prompt = torch.randint(0, model.config.n_tokens, (batch, PROMPT), device=device)
+    stream = model.stream(prompt, new_tokens + 1, temperature=0)
+    next(stream)
+    made = []
+    elapsed = seconds(partial(made.extend, stream), device)
+    return elapsed, torch.stack([passes for _, passes in made]).float().mean().item()
 
 
-def bench_start(repeats):
-    """Seconds from the start of Python to the end of the first training step of the tiny model."""
-    code = (f"import sys; sys.path.insert(0, {ROOT!r}); "
-            "from tools.bench import first_step; first_step()")
-    start = partial(subprocess.run, [sys.executable, '-c', code], check=True)
-    cpu = torch.device('cpu')
-    times = sorted(seconds(start, cpu) for _ in range(min(repeats, 5)))
-    print(f"\na new process until its first training step is done, tiny: "
-          f"{statistics.median(times):.1f} s ({times[0]:.1f} to {times[-1]:.1f})")
-    return times
+def decode_alone(model, batch, new_tokens, device):
+    """The seconds of model.py's own `generate`, with the prompt."""
+    prompt = torch.randint(0, model.config.n_tokens, (batch, PROMPT), device=device)
+    return seconds(partial(model.generate, prompt, new_tokens, temperature=0), device)
 
 
-def hf_model(config):
-    """Hugging Face's Qwen3 of the same shape, with its own default attention (sdpa)."""
-    try:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-    except ImportError:
-        raise UserError("--against=hf needs transformers: pip install transformers") from None
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=config.vocab_size, hidden_size=config.n_embd,
-        intermediate_size=config.mlp_hidden, num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
-        head_dim=config.head_dim, use_cache=False, max_position_embeddings=config.block_size,
-        tie_word_embeddings=config.tie_embeddings))
+def for_decoding(model, setup):
+    """The model in the type that decoding computes in: fp32 on a CPU, unless another was asked."""
+    asked = setup.train.dtype is not None or setup.device.type == 'cuda'
+    return model.to(setup.device, setup.dtype if asked else torch.float32).eval()
 
 
-def hf_loss(model, idx):
-    """It shifts the labels by itself."""
-    return model(input_ids=idx, labels=idx).loss
+def bench_toggles(setup, configs):
+    """Steps and decoding of the models {name: config}, each against the first."""
+    flops, bandwidth = ceilings(setup.device, setup.dtype)
+    print(f"matmul {flops / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s", flush=True)
+    kinds = [FastGPT, GPT] if setup.own.alone else [FastGPT]
+    makers = {}     # of a new model, by the candidate's name
+    for name, config in configs.items():
+        for kind in kinds:
+            makers[name if kind is FastGPT else f'{name}, model.py alone'] = partial(kind, config)
+    compiled = pick_compile(setup.train.compile, setup.device)
+
+    steps, work = {}, {}
+    for name, make in makers.items():
+        model = make().to(setup.device)
+        T = model.config.block_size
+        idx = torch.randint(0, model.config.n_tokens, (setup.train.micro_batch, T),
+                            device=setup.device)
+        if compiled and isinstance(model, FastGPT):
+            compile_blocks(model)
+        steps[name] = partial(seconds, TrainingStep(model, idx, setup.dtype), setup.device)
+        work[name] = model.flops_per_token(T) * idx.numel() / flops
+    shape = f'{setup.train.micro_batch} x {T} tokens'
+    print_times(f'step, {shape}', take_turns(steps, setup.own.repeats), work)
+
+    models = {name: for_decoding(make(), setup) for name, make in makers.items()}
+    for batch in map(int, setup.own.batches.split(',')):
+        turns, read = {}, {}
+        for name, model in models.items():
+            new = min(setup.own.new_tokens, model.config.block_size - PROMPT)
+            if isinstance(model, FastGPT):
+                if compiled:
+                    compile_decoding(model)
+                turns[name] = lambda model=model: decode(model, batch, new, setup.device)[0]
+            else:
+                turns[name] = partial(decode_alone, model, batch, new, setup.device)
+            weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
+            passes = 1 if model.config.ponder == 'pause' else model.mechanism.K + 1
+            read[name] = weights * passes * new / bandwidth
+        print_times(f'decoding {new} tokens, batch {batch}', take_turns(turns, setup.own.repeats),
+                    read)
 
 
-def step_memory(step):
-    """MiB that a step on CUDA takes at its peak, beside weights and moments."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+# -------------------------------------------------------------------------------------------------
+# What skipping saves
 
 
-def training_steps(setup, models, idx):
-    """{name: TrainingStep} of the models, and of what they are measured against."""
-    first, model = next(iter(models.items()))
-    candidates = dict(models)
-    if pick_compile(setup.train.compile, setup.device):
-        for compiled in models.values():
-            compile_blocks(compiled)
-        candidates[f'{first}, not compiled'] = FastGPT(model.config).to(setup.device)
-    steps = {}
-    for name, candidate in candidates.items():
-        steps[name] = TrainingStep(candidate, own_loss, idx, setup.dtype)
-    if setup.own.against:
-        theirs = hf_model(model.config).to(setup.device)
-        steps['hf qwen3'] = TrainingStep(theirs, hf_loss, idx, setup.dtype)
-    return steps
+def drawn(config, depth, device):
+    """A model whose tokens take `depth` of its passes on average, whatever its weights say."""
+    model = FastGPT(config).to(device)
+    mechanism, p = model.mechanism, probability(depth, config.ponder_steps + 1)
+    after, route = mechanism.after, getattr(mechanism, 'route', None)
+
+    def after_drawn(gpt, state, x, h, k):
+        new = after(gpt, state, x, h, k)
+        luck = torch.rand(new.go_on.shape, device=h.device) < p
+        return replace(new, go_on=state.go_on & luck & (k < mechanism.K))
+
+    def route_drawn(h):     # 'mask' decides once, on all
+        luck = torch.rand(*h.shape[:-1], mechanism.K, device=h.device) < p
+        needed = nn.functional.pad(luck.cumprod(-1), (1, 0), value=1.0)     # (B,T,K+1)
+        return route(h)[0], needed.log()
+
+    config.halt_tau = 0.5
+    if route is None:
+        config.halt_tau = 0.0       # nobody stops but by luck
+        mechanism.after = after_drawn
+    else:
+        mechanism.route = route_drawn
+    return model
 
 
-def bench_training(setup, models, matmul_rate):
-    """Whole optimizer steps on random tokens. With compiling, of the first model as it is too."""
-    first, model = next(iter(models.items()))
-    B, T = setup.train.micro_batch, model.config.block_size
-    idx = torch.randint(0, model.config.n_tokens, (B, T), device=setup.device)
-    steps = training_steps(setup, models, idx)
-    flops = {}
-    for name, ours in models.items():
-        flops[name] = ours.flops_per_token(T, jacobi=ours.config.jacobi_iters) * B * T
-
-    first_seconds = {name: seconds(step, setup.device) for name, step in steps.items()}
-    peaks = {}
-    if setup.device.type == 'cuda':
-        peaks = {name: step_memory(step) for name, step in steps.items()}
-    turns = {name: partial(seconds, step, setup.device) for name, step in steps.items()}
-    rows = summarise(take_turns(turns, setup.own.repeats), B * T)
-
-    for name, row in rows.items():
-        work = flops.get(name, flops[first])  # the others have the first model's shape
-        row['matmul_share'] = work / row['median_s'] / matmul_rate
-        row['flops_vs_plain'] = work / flops[first]
-        row['first_step_s'] = first_seconds[name]
-        if peaks:
-            row['step_mib'] = peaks[name]
-    print_table(f"training step, {B} x {T} tokens, {model.num_params() / 1e6:.1f}M parameters",
-                rows)
-    return rows
+def probability(depth, most):
+    """p with 1 + p + p^2 + .. (most terms) = depth, by halving the interval."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        p = (low + high) / 2
+        if sum(p ** k for k in range(most)) < depth:
+            low = p
+        else:
+            high = p
+    return low
 
 
-def next_logits(model, tokens, memory=None):
-    """Logits (B,V) of the token after these (B,T), which follow those in memory."""
-    return model.head(model.hidden(tokens, memory)[:, -1])
+def bench_halting(setup, name, config):
+    """Decoding against the same passes taken by all, and a step where training skips them too."""
+    models = {'all': FastGPT(replace(config, halting='none')).to(setup.device)}
+    for depth in setup.own.depths.split(','):
+        models[depth] = drawn(replace(config), float(depth), setup.device)
+    new = min(setup.own.new_tokens, config.block_size - PROMPT)
+    for batch in map(int, setup.own.batches.split(',')):
+        turns = {depth: partial(decode, model.eval(), batch, new, setup.device)
+                 for depth, model in models.items()}
+        print_saved(f'{name}: decoding {new} tokens, batch {batch}', config,
+                    take_turns(turns, setup.own.repeats))
+    if not models[depth].mechanism.skips:
+        return
+    shape = (setup.train.micro_batch, config.block_size)
+    idx = torch.randint(0, config.n_tokens, shape, device=setup.device)
+    steps = {depth: partial(step_and_passes, TrainingStep(model, idx, setup.dtype), setup.device)
+             for depth, model in models.items()}
+    print_saved(f'{name}: step, {shape[0]} x {shape[1]} tokens', config,
+                take_turns(steps, setup.own.repeats))
 
 
-def prefill(model, prompt):
-    """Read a prompt into a new cache; returns the bytes that the cache takes."""
-    memory = model.new_memory(model.config.block_size)
-    next_logits(model, prompt, memory)
-    return sum(cache.bytes() for cache in memory if cache)
+def step_and_passes(step, device):
+    elapsed = seconds(step, device)
+    passes = step.model.mechanism.passes
+    return elapsed, 0.0 if passes is None else passes.float().mean().item()
 
 
-@torch.inference_mode()
-def bench_prefill(setup, models, prompt):
-    """Reading a prompt (B,T)."""
-    B, T = prompt.shape
-    held = {name: prefill(model, prompt) for name, model in models.items()}
-    turns = {}
-    for name, model in models.items():
-        turns[name] = partial(seconds, partial(prefill, model, prompt), setup.device)
-    rows = summarise(take_turns(turns, setup.own.repeats), B * T)
-    for name, row in rows.items():
-        row['cache_mib'] = held[name] / 2 ** 20
-    print_table(f"prefill (never compiled), batch {B}, {T} tokens, {dtype_of(models)}", rows)
-    return rows
+def print_saved(title, config, turns):
+    """A line for each depth. turns: {depth: [(seconds, mean passes) of each turn]}."""
+    times = {depth: statistics.median(s for s, _ in results) for depth, results in turns.items()}
+    rows = [['all', f"{times['all'] * 1e3:.1f} ms", f"{config.ponder_steps + 1:.2f}", '', '', '']]
+    for depth in list(times)[1:]:
+        passes = statistics.fmean(passes for _, passes in turns[depth])
+        faster, ideal = times['all'] / times[depth], (config.ponder_steps + 1) / passes
+        rows.append([depth, f"{times[depth] * 1e3:.1f} ms", f"{passes:.2f}", f"{faster:.2f}x",
+                     f"{ideal:.2f}x", f"{faster / ideal:.0%}"])
+    header = [title, 'median', 'passes', 'faster', 'ideal', 'of ideal']
+    print(f"\n{table(header, rows)}", flush=True)
 
 
-def decoding_seconds(model, prompt, new_tokens, device):
-    elapsed, _ = decode(model, prompt, new_tokens, device)
-    return elapsed
+# -------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def bench_decoding(setup, models, prompt, copy_rate):
-    """Decoding after a prompt (B,T), with the cache."""
-    B, T = prompt.shape
-    config = next(iter(models.values())).config
-    new = min(setup.own.new_tokens, config.block_size - T)
-    turns = {}
-    for name, model in models.items():
-        turns[name] = partial(decoding_seconds, model, prompt, new, setup.device)
-    rows = summarise(take_turns(turns, setup.own.repeats), B * (new - 1))
-    for name, row in rows.items():
-        weights_read = bytes_per_token(models[name]) * (new - 1)
-        row['copy_share'] = weights_read / row['median_s'] / copy_rate
-    print_table(f"decoding, batch {B}, {new - 1} tokens after {T}, {dtype_of(models)}", rows)
-    return rows
-
-
-def bytes_per_token(model):
-    """Bytes of the blocks' weights that decoding one token reads, once per pass."""
-    weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
-    one_pass = model.config.ponder in ('none', 'pause')
-    return weights if one_pass else weights * (model.config.ponder_steps + 1)
-
-
-def dtype_of(models):
-    return next(iter(models.values())).wte.weight.dtype
-
-
-@torch.inference_mode()
-def bench_cache(setup, models):
-    """
-    {n: times} of one more token behind n others, with the cache and by reading all of them again;
-    the first model alone.
-    """
-    name, model = next(iter(models.items()))
-    device, repeats = setup.device, setup.own.repeats
-    lengths = [2 ** i - 1 for i in range(5, 20) if 2 ** i - 1 < model.config.block_size]
-    results = {}
-    print(f"\none more token of {name}, batch 1, medians")
-    for n in lengths:
-        text = torch.randint(0, model.config.n_tokens, (1, n + 1), device=device)
-        memory = model.new_memory(n + repeats + 3)  # each turn adds a token
-        model.hidden(text[:, :n], memory)
-        with_cache = partial(next_logits, model, text[:, n:], memory)
-        reading_all = partial(next_logits, model, text)
-        turns = {'cached': partial(seconds, with_cache, device),
-                 'recomputed': partial(seconds, reading_all, device)}
-        times = take_turns(turns, repeats)
-        results[n] = {way: sorted(elapsed) for way, elapsed in times.items()}
-        cached = statistics.median(results[n]['cached']) * 1e3
-        recomputed = statistics.median(results[n]['recomputed']) * 1e3
-        print(f"after {n:6d}: {cached:8.2f} ms with the cache, {recomputed:8.2f} ms by reading "
-              f"all again, {recomputed / cached:6.1f}x")
-    return results
-
-
-def for_decoding(config, setup):
-    """A new model in the type that decoding computes in; its blocks are not compiled."""
-    on_gpu = setup.device.type == 'cuda'
-    asked = setup.train.dtype is not None
-    dtype = setup.dtype if asked or on_gpu else torch.float32  # no autocast: the weights' type
-    return FastGPT(config).to(setup.device, dtype).eval()
-
-
-def bench_models(setup, configs, matmul_rate, copy_rate):
-    """All comparisons of the models {name: config}; returns their part of the JSON file."""
-    report = {}
-    torch.manual_seed(0)
-    if setup.device.type == 'cpu':
-        tune_cpu()
-    models = {name: FastGPT(config).to(setup.device) for name, config in configs.items()}
-    if setup.device.type == 'cpu':
-        report['start'] = bench_start(setup.own.repeats)
-    report['training'] = bench_training(setup, models, matmul_rate)
-
-    expect_new_lengths()
-    models = {name: for_decoding(config, setup) for name, config in configs.items()}
-    report['cache'] = bench_cache(setup, models)
-    first, config = next(iter(configs.items()))
-    if pick_compile(setup.train.compile, setup.device):
-        for model in models.values():
-            compile_decoding(model)
-        models[f'{first}, not compiled'] = for_decoding(config, setup)
-    report['decoding'] = []
-    for batch in whole_numbers(setup.own.decode_batches, 'decode_batches'):
-        shape = (batch, config.block_size // 2)
-        prompt = torch.randint(0, config.n_tokens, shape, device=setup.device)
-        report['decoding'].append({
-            'batch': batch,
-            'prefill': bench_prefill(setup, models, prompt),
-            'decoding': bench_decoding(setup, models, prompt, copy_rate),
-        })
-    return report
+@dataclass
+class Setup:
+    """What was asked for, and where it is measured."""
+    own: BenchSettings
+    train: Settings       # micro_batch, device, dtype, compile
+    device: torch.device
+    dtype: torch.dtype    # of training steps: the autocast type
 
 
 def main(argv):
-    setup = set_up(argv, __doc__, BenchSettings)
-    path = setup.own.json
-    if path and not os.access(os.path.dirname(path) or '.', os.W_OK):
-        raise UserError(f"json={path}: cannot be written; see to its folder")
-    block_size = setup.given.get('block_size', 4)
-    if block_size < 4:
-        raise UserError(f"block_size={block_size}: at least 4 are needed, to read half of them "
-                        "and decode")
-    configs = {}
-    for name in setup.own.toggles.split(','):
-        if name != 'none':
-            configs[name] = build(GPTConfig, {**setup.given, **PLAIN, **TOGGLES[name]})
+    given, rest = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
+    if rest:
+        raise UserError(f"{rest[0]}: neither a setting nor a config file")
+    if 'n_layer' not in given:
+        tiny, _ = read([os.path.join(ROOT, 'config', 'size', 'tiny.py')], '', Settings, GPTConfig)
+        given = {**tiny, **given}
+    train = build(Settings, given)
+    device = pick_device(train.device)
+    setup = Setup(build(BenchSettings, given), train, device, pick_dtype(train.dtype, device))
+    if device.type == 'cpu':
+        given = {'vocab_size': 320, **given}    # bytes; on a GPU the table of larger tokenizers
+        tune_cpu()
+    if given.get('block_size', 2048) < 2 * PROMPT:
+        raise UserError(f"block_size={given['block_size']}: at least {2 * PROMPT} are needed")
+    plain = dict(depth_attn=False, ponder='none', halting='none')  # whatever a config file says
+    configs = {name: build(GPTConfig, {**given, **plain, **TOGGLES[name]})
+               for name in setup.own.toggles.split(',')}
 
+    torch.manual_seed(0)
     torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA, as train.py
-    flops, bandwidth = ceilings(setup.device, setup.dtype)
-    if setup.device.type == 'cuda':
-        machine = torch.cuda.get_device_name(setup.device)
-    else:
-        machine = f"{torch.get_num_threads()} CPU threads"
-    print(f"{machine}, {platform.system()}, torch {torch.__version__}, "
-          f"{str(setup.dtype).removeprefix('torch.')}: "
-          f"matmul {flops / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s")
-    report = dict(machine=machine, torch=torch.__version__, dtype=str(setup.dtype),
-                  matmul_flops=flops, copy_bytes=bandwidth, settings=setup.given)
-    if configs:
-        report.update(bench_models(setup, configs, flops, bandwidth))
-    if path:
-        with whole(path) as f:
-            json.dump(report, f, indent=1)
+    expect_new_lengths()
+    print(f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+          f"{str(setup.dtype).removeprefix('torch.')}", flush=True)
+    fixed = {name: config for name, config in configs.items() if config.halting == 'none'}
+    if fixed:
+        bench_toggles(setup, fixed)
+    for name, config in configs.items():
+        if name not in fixed:
+            bench_halting(setup, name, config)
 
 
 if __name__ == '__main__':
