@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from engine.fast import without_numbers
+from engine.fast import shapes_only, without_numbers
 from engine.files import UserError, whole
 from engine.released import load_released
 from engine.variant import config_of
@@ -163,15 +163,15 @@ def load_optimizer(optimizer, saved):
     for now, then in zip(optimizer.param_groups, saved['param_groups']):
         groups.append({**now, 'params': then['params']})
     optimizer.load_state_dict({'state': saved['state'], 'param_groups': groups})
-    for p, held in optimizer.state.items():
-        for name, moment in held.items():   # fused kernels would read past the end of a shorter one
+
+    shared_out = hasattr(optimizer, 'optim')    # ZeroRedundancyOptimizer: this rank's part is there
+    for p, held in (optimizer.optim if shared_out else optimizer).state.items():
+        held['step'] = held['step'].to(p.device) if shared_out else held['step']  # for fused AdamW
+        for name, moment in held.items():   # of a shorter one AdamW would read past the end
             if moment.dim() > 0 and moment.shape != p.shape:
                 raise UserError(f"the checkpoint's optimizer belongs to another model: {name} has "
                                 f"shape {tuple(moment.shape)}, its parameter {tuple(p.shape)}")
-
-    if hasattr(optimizer, 'optim'):  # ZeroRedundancyOptimizer: its part is in there
-        for p, held in optimizer.optim.state.items():
-            held['step'] = held['step'].to(p.device)  # fused AdamW wants it there
+    if shared_out:
         optimizer.state.clear()  # a second copy of that part, which nothing reads
 
 
@@ -183,7 +183,8 @@ def change_steps(model, K):
     if config.ponder == 'none':
         raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
     has = model.mechanism.state_dict()
-    needs = without_numbers(replace(config, ponder_steps=K)).mechanism.state_dict()
+    with shapes_only():
+        needs = type(model.mechanism)(replace(config, ponder_steps=K)).state_dict()
     if any(name not in has or has[name].shape != needs[name].shape for name in needs):
         instead = ", and use --halt_tau" if config.halting != 'none' else ''
         raise UserError(f"ponder_steps={K}: this model has weights for {trained} steps; leave the "

@@ -1,11 +1,13 @@
 """
-Training in one process: exact resume, order of the data, checkpoints, evaluation, and what is
-refused. Several processes: test_processes.py.
+Training: exact resume, one rank and several, what is logged, evaluated and refused, runs that are
+interrupted. Damaged checkpoints: test_checkpoint.py.
 """
 import contextlib
 import json
 import math
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,17 +16,18 @@ import time
 
 import pytest
 import torch
-from conftest import ONE_EACH, ROOT, TOGGLES, make, save
-from ranks import launch, wait_for
+import torch.distributed as dist
+from conftest import ONE_EACH, ROOT, TOGGLES, make
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from configurator import build, read
-from engine import attention, hardware, log, output
-from engine.checkpoint import load_checkpoint, save_checkpoint
-from engine.files import UserError, alone
+from engine import hardware, run
+from engine.checkpoint import load_checkpoint, load_optimizer
+from engine.fast import FastGPT
+from engine.files import UserError
 from engine.hardware import Ranks
-from engine.log import Log
-from engine.output import Output, Stop
+from engine.run import Log, Stop
 from engine.shards import read_meta
 from engine.windows import Windows
 from model import GPT, GPTConfig
@@ -33,9 +36,10 @@ from train import Settings, Trainer
 SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
 QUICK = ['--batch_tokens=256', '--micro_batch=4', '--max_steps=10', '--eval_tokens=512',
          '--sample_tokens=0', '--learning_rate=1e-2', '--dtype=float32', '--device=cpu']
+ENDLESS = ['--max_steps=100000', '--log_interval=1']
 CPU = torch.device('cpu')
 ALONE = Ranks(0, 1)
-posix = pytest.mark.skipif(sys.platform == 'win32', reason='POSIX signals')
+posix = pytest.mark.skipif(sys.platform == 'win32', reason='fork, signals and gloo need POSIX')
 
 
 @pytest.fixture
@@ -61,40 +65,19 @@ def make_trainer(small_data, tmp_path):
     return make
 
 
-@pytest.fixture
-def fork_train(small_data, tmp_path):
-    """
-    Start such a run, without end, in a process of its own. Its output goes to tmp_path/out.log0,
-    its errors to tmp_path/errors.
-    """
-    running = []
-
-    def start(*args, **options):
-        folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
-        endless = ['--max_steps=100000', '--log_interval=1']
-        [process] = launch([*SHAPE, *QUICK, *endless, *folders, *args], str(tmp_path / 'out.log'),
-                           errors=str(tmp_path / 'errors'), **options)
-        running.append(process)
-        return process
-
-    yield start
-    for process in running:
-        process.kill()
-
-
 @contextlib.contextmanager
 def stopped_at(step):
     """Runs in here are told to stop in this step."""
     train_step = Trainer.train_step
 
-    def step_and_ask(self):
+    def step_and_stop(self):
         result = train_step(self)
         if self.step == step:
-            self.stop.ask()
+            self.stop.since = 1.0
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, 'train_step', step_and_ask)
+        patch.setattr(Trainer, 'train_step', step_and_stop)
         yield
 
 
@@ -114,109 +97,45 @@ def same_weights(a, b, tol=0.0):
         assert (a['model'][name] - b['model'][name]).abs().max() <= tol, name
 
 
+def same_optimizer(a, b, tol=0.0):
+    a, b = a['optimizer'], b['optimizer']
+    assert a['state'].keys() == b['state'].keys()
+    assert a['param_groups'] == b['param_groups']
+    for i, state in a['state'].items():
+        for name, value in state.items():
+            assert (value - b['state'][i][name]).abs().max() <= tol, (i, name)
+
+
 # ---- resuming ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('toggle', ONE_EACH)
-def test_ten_steps_equal_five_and_resume_and_five(run_train, toggle, capsys):
-    extra = [*options(toggle), '--dropout=0.1']
+def test_six_steps_equal_three_and_resume_and_three(run_train, toggle, capsys):
+    extra = [*options(toggle), '--dropout=0.1', '--max_steps=6', '--eval_tokens=64']
     straight = run_train('straight', *extra)
-    with stopped_at(5):
+    with stopped_at(3):
         half = run_train('halves', *extra)
-    assert half['step'] == 5
-    assert '--init_from=resume' in capsys.readouterr().out
-
+    assert half['step'] == 3
+    assert 'stopped at step 3; go on' in capsys.readouterr().out
     whole = run_train('halves', *extra, '--init_from=resume')
-    assert whole['step'] == 10
     same_weights(straight, whole)
-    for key, held in straight['optimizer']['state'].items():
-        for name, value in held.items():
-            assert torch.equal(value, whole['optimizer']['state'][key][name])
+    same_optimizer(straight, whole)
     with pytest.raises(AssertionError):
         same_weights(half, whole)
 
 
-def as_version_1(state):
-    """
-    A checkpoint as it was saved before a mechanism had its weights: gates, router and pause stood
-    beside those of the plain GPT, and `pause` was the first of all vectors.
-    """
-    optimizer = state['optimizer']
-    if 'mechanism.pause' in state['model']:
-        held = optimizer['state']
-        vectors = optimizer['param_groups'][1]['params']
-        order = [vectors[-1], *vectors[:-1]]
-        moved = {new: held[old] for new, old in zip(vectors, order)}
-        optimizer = {**optimizer, 'state': {**held, **moved}}
-    model = {name.removeprefix('mechanism.'): p for name, p in state['model'].items()}
-    return {**state, 'version': 1, 'model': model, 'optimizer': optimizer}
-
-
-@pytest.mark.parametrize('toggle', [
-    'pause',
-    'gate',
-    *[pytest.param(name, marks=pytest.mark.slow) for name in ('plain', 'mask', 'router')],
-])
-def test_checkpoints_of_version_1_go_on_exactly(run_train, tmp_path, toggle):
-    straight = run_train('straight', *options(toggle))
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_16_bits_resume_exactly_too(run_train, dtype):
+    half = [f'--dtype={dtype}', '--save_interval=5']
+    straight = run_train('straight', *half)
     with stopped_at(5):
-        half = run_train('halves', *options(toggle))
-    old = as_version_1(half)
-    assert not any(name.startswith('mechanism') for name in old['model'])
-    save_checkpoint(str(tmp_path / 'halves'), old)
-    whole = run_train('halves', *options(toggle), '--init_from=resume')
-    same_weights(straight, whole)
+        run_train('out', *half)
+    resumed = run_train('out', *half, '--init_from=resume')
+    same_weights(straight, resumed)
+    assert straight['scaler'] == resumed['scaler']
+    assert dtype == 'bfloat16' or straight['scaler']['_growth_tracker'] > 5
 
 
-@pytest.mark.parametrize('toggle, before', [('router', 0.0), ('gate', 0.4)])
-def test_routers_of_version_2_keep_their_term_from_the_first_step_on(tmp_path, toggle, before):
-    save(tmp_path, make(**TOGGLES[toggle]))
-    path = tmp_path / 'ckpt.pt'
-    state = torch.load(path)
-    state['version'] = 2
-    state['config'].update(halt_start=0.4, halt_full=0.48)
-    torch.save(state, path)
-    assert load_checkpoint(str(tmp_path))['config']['halt_start'] == before
-
-
-def test_each_step_knows_its_place_in_the_run_and_draws_its_iterations(run_train, monkeypatch):
-    """
-    Halting sets in by `progress`, and 'latent' trains with one iteration more or less, whether a
-    run was resumed or not.
-    """
-    told = []
-    forward = GPT.forward
-
-    def listen(self, idx, targets=None, jacobi=None):
-        if self.training:
-            told.append((self.mechanism.progress, jacobi))
-        return forward(self, idx, targets, jacobi)
-
-    monkeypatch.setattr(GPT, 'forward', listen)
-    latent = ['--ponder=latent', '--ponder_steps=1', '--jacobi_iters=5']
-    run_train('straight', *latent)
-    straight = list(told)
-    told.clear()
-    with stopped_at(5):
-        run_train('halves', *latent)
-    run_train('halves', '--init_from=resume')
-    assert told == straight
-    assert [progress for progress, _ in straight] == [step / 10 for step in range(10) for _ in '12']
-
-    draws = [jacobi for _, jacobi in straight]
-    assert set(draws) == {4, 5}
-    assert draws[::2] == draws[1::2]  # the micro-batches of a step alike
-
-
-def test_another_seed_gives_other_weights(run_train):
-    with pytest.raises(AssertionError):
-        same_weights(run_train('a'), run_train('b', '--seed=2'))
-
-
-def test_micro_batches_do_not_matter(run_train):
-    same_weights(run_train('a', '--micro_batch=8'), run_train('b', '--micro_batch=2'), 2e-5)
-
-
-def test_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path, capsys):
+def test_a_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path, capsys):
     recipe = ['--weight_decay=0.3', '--beta2=0.9']
     straight = run_train('straight', *recipe)
     assert run_train('out', *recipe, '--max_seconds=1e-6')['step'] == 1
@@ -227,8 +146,11 @@ def test_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path,
     resumed = load_checkpoint(str(tmp_path / 'out'))
     same_weights(straight, resumed)
     assert {**straight['settings'], 'out_dir': 0} == {**resumed['settings'], 'out_dir': 0}
-    with open(tmp_path / 'out' / 'settings.json') as f:
-        assert json.load(f)['init_from'] == 'scratch'  # where the weights began
+
+    # and in settings.json, which is a config file
+    train.main([str(tmp_path / 'out' / 'settings.json'), f'--out_dir={tmp_path / "again"}',
+                '--max_seconds=None'])
+    same_weights(straight, load_checkpoint(str(tmp_path / 'again')))
 
 
 def test_settings_given_when_resuming_count(run_train):
@@ -240,57 +162,15 @@ def test_settings_given_when_resuming_count(run_train):
     assert groups[0]['betas'] == (0.8, 0.95)
 
 
-def test_fp16_resumes_with_its_scale(run_train):
-    half = ['--dtype=float16', '--save_interval=5']
-    straight = run_train('straight', *half)
-    assert straight['scaler']['_growth_tracker'] > 5
-    with stopped_at(5):
-        run_train('out', *half)
-    resumed = run_train('out', *half, '--init_from=resume')
-    same_weights(straight, resumed)
-    assert straight['scaler'] == resumed['scaler']
-
-
-def test_other_data_than_before_is_named(run_train, monkeypatch, capsys):
-    run_train('out', '--max_steps=4')
-    run_train('out', '--init_from=resume', '--max_steps=6')
-    assert 'not what this run read before' not in capsys.readouterr().err
-
-    def changed(folder):
-        meta = read_meta(folder)
-        meta['train']['tokens'] = 7
-        return meta
-
-    monkeypatch.setattr(train, 'read_meta', changed)
-    run_train('out', '--init_from=resume', '--max_steps=8')
-    assert 'is not what this run read before' in capsys.readouterr().err
-
-
-def test_data_that_can_no_longer_be_read_costs_no_step(run_train, monkeypatch, tmp_path):
-    straight = run_train('straight')
-    sample = Windows.sample
-    readable = [0]  # steps
-
-    def lost(self, first, *args, **options):
-        if first >= readable[0] * 8:  # 8 windows a step
-            raise UserError('gone')
-        return sample(self, first, *args, **options)
-
-    monkeypatch.setattr(Windows, 'sample', lost)
-    with pytest.raises(UserError, match='gone'):
-        run_train('out')
-    assert os.listdir(tmp_path / 'out') != []
-    assert not (tmp_path / 'out' / 'ckpt.pt').exists()  # nothing learned, nothing to keep
-
-    readable[0] = 7
-    with pytest.raises(UserError, match='gone'):
-        run_train('out')
-    assert load_checkpoint(str(tmp_path / 'out'))['step'] == 7
-    monkeypatch.undo()
-    same_weights(straight, run_train('out', '--init_from=resume'))
-
-
 # ---- the step ------------------------------------------------------------------------------------
+
+def test_micro_batches_do_not_matter(run_train, tmp_path):
+    run_train('a', '--micro_batch=8')
+    run_train('b', '--micro_batch=2')
+    for a, b in zip(log_of(tmp_path / 'a'), log_of(tmp_path / 'b')):
+        for key in {'loss', 'grad_norm', 'val_loss'} & a.keys():
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+
 
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])
 def test_gradients_are_clipped_to_the_norm_asked_for(make_trainer, monkeypatch, dtype):
@@ -311,42 +191,17 @@ def test_gradients_are_clipped_to_the_norm_asked_for(make_trainer, monkeypatch, 
     assert after == pytest.approx(0.01, rel=1e-3)
 
 
-def test_ranks_have_dropout_of_their_own_and_read_ahead_what_they_need_next(make_trainer,
-                                                                            monkeypatch):
-    trainer = make_trainer()
-    manual_seed, sample = torch.manual_seed, trainer.train_data.sample
-    seeds, asked = [], []
-
-    def spy_seed(n):
-        seeds.append(n)
-        return manual_seed(n)
-
-    def spy_sample(first, *args, then):
-        asked.append((first, then))
-        return sample(first, *args, then=then)
-
-    monkeypatch.setattr(torch, 'manual_seed', spy_seed)
-    monkeypatch.setattr(trainer.train_data, 'sample', spy_sample)
-    monkeypatch.setattr(torch.distributed, 'all_reduce', lambda x: None)
+def test_steps_and_ranks_have_dropout_of_their_own(make_trainer, monkeypatch):
+    trainer, seeds = make_trainer(), []
+    monkeypatch.setattr(torch, 'manual_seed', seeds.append)
+    monkeypatch.setattr(dist, 'all_reduce', lambda x: None)
     trainer.accumulation = 1
     for rank in (0, 1):
         trainer.ranks = Ranks(rank, 2)
         trainer.step = 0
         for _ in range(3):
             trainer.train_step()
-
     assert len(set(seeds)) == 6
-    for calls in (asked[:3], asked[3:]):
-        assert [then for _, then in calls[:2]] == [first for first, _ in calls[1:]]
-
-
-def test_a_step_logs_the_passes_of_all_its_micro_batches(make_trainer, monkeypatch):
-    trainer = make_trainer('--ponder=chain', '--halting=router')
-    add_passes = trainer.log.add_passes
-    taken = iter([torch.tensor([[2, 2]]), torch.tensor([[1, 1]])])
-    monkeypatch.setattr(trainer.log, 'add_passes', lambda steps: add_passes(next(taken)))
-    trainer.train_step()
-    assert trainer.log.shares() == [1, 0.5, 0, 0]
 
 
 def test_learning_rate_schedule():
@@ -359,108 +214,95 @@ def test_learning_rate_schedule():
     assert all(a > b for a, b in zip(rates[10:99], rates[11:]))
 
 
-def test_decay_on_matrices_only(run_train):
-    groups = run_train('out')['optimizer']['param_groups']
-    config = GPTConfig(n_layer=3, n_head=2, n_embd=32, mlp_hidden=48, vocab_size=320)
-    shapes = [p.shape for p in GPT(config).parameters()]
-    assert [g['weight_decay'] for g in groups] == [0.1, 0.0]
-    assert len(groups[0]['params']) == sum(len(shape) == 2 for shape in shapes)
-    assert len(groups[1]['params']) == sum(len(shape) == 1 for shape in shapes)
+def test_decay_on_matrices_only(make_trainer):
+    matrices, vectors = make_trainer().optimizer.param_groups
+    assert matrices['weight_decay'] == 0.1 and vectors['weight_decay'] == 0.0
+    assert {p.dim() for p in matrices['params']} == {2}
+    assert {p.dim() for p in vectors['params']} == {1}
 
 
-@pytest.fixture
-def with_ddp(make_trainer, tmp_path):
-    """
-    A Trainer that adds up two micro-batches in bf16, and whose model is in DDP, with one rank.
-    """
+def test_what_the_ranks_share_out_once_a_step(make_trainer, monkeypatch, tmp_path):
+    """Micro-batches but the last stay on their rank; backward is not in autocast."""
     store = f'file://{tmp_path / "store"}'
-    torch.distributed.init_process_group('gloo', init_method=store, rank=0, world_size=1)
+    dist.init_process_group('gloo', init_method=store, rank=0, world_size=1)
     trainer = make_trainer('--dtype=bfloat16', '--ponder=chain', '--halting=router')
-    trainer.ddp = torch.nn.parallel.DistributedDataParallel(trainer.model,
-                                                            gradient_as_bucket_view=True)
+    trainer.ddp = torch.nn.parallel.DistributedDataParallel(trainer.model)
     assert trainer.accumulation == 2
-    yield trainer
-    torch.distributed.destroy_process_group()
+    shared = []
+    backward = torch.Tensor.backward
 
-
-def test_gradients_stay_in_ddps_buckets_and_backward_is_not_autocast(with_ddp, monkeypatch):
-    model, ddp = with_ddp.model, with_ddp.ddp
-    backward, no_sync = torch.Tensor.backward, ddp.no_sync
-    autocast, alone, where = [], [], []
-
-    def spy_backward(loss):
-        autocast.append(torch.is_autocast_enabled('cpu'))
+    def spy(loss):
+        assert not torch.is_autocast_enabled('cpu')
+        shared.append(trainer.ddp.require_backward_grad_sync)
         return backward(loss)
 
-    def spy_no_sync():
-        alone.append(1)
-        return no_sync()
-
-    def note_gradients(*_):
-        where.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
-
-    monkeypatch.setattr(torch.Tensor, 'backward', spy_backward)
-    monkeypatch.setattr(ddp, 'no_sync', spy_no_sync)
-    model.register_forward_pre_hook(note_gradients)
-    for _ in range(3):
-        with_ddp.train_step()
-
-    assert autocast == [False] * 6
-    assert len(alone) == 3  # ranks talk once a step
-    assert where[2] == where[3] == where[4] == where[5]
-    assert len(where[2]) == len(list(model.parameters()))
+    monkeypatch.setattr(torch.Tensor, 'backward', spy)
+    trainer.train_step()
+    dist.destroy_process_group()
+    assert shared == [False, True]
 
 
-def test_bad_numbers_stop_the_run_and_keep_the_checkpoint(run_train, monkeypatch, tmp_path, capsys):
+def test_steps_that_are_not_finite_are_skipped_and_end_a_run(run_train, monkeypatch, tmp_path,
+                                                             capsys):
     good = run_train('out', '--max_steps=4')
-    loss = GPT.loss
-    monkeypatch.setattr(GPT, 'loss', lambda self, h, y: loss(self, h, y) * float('nan'))
-    with pytest.raises(UserError, match='3 steps in a row.*learning_rate'):
-        # none of these steps is saved
-        run_train('out', '--init_from=resume', '--max_bad_steps=3', '--save_interval=1')
-    assert capsys.readouterr().out.count('step skipped') == 3
+    loss, calls = FastGPT.loss, []
 
-    kept = load_checkpoint(str(tmp_path / 'out'))
-    same_weights(good, kept)
-    assert kept['step'] == 4
-    with pytest.raises(UserError, match='5 steps in a row.*start again'):
-        run_train('new')  # nothing to resume from
+    def spoil(when):
+        def spoiled(self, h, y, weights=1.0):
+            calls.append(1)
+            return loss(self, h, y, weights) * (math.nan if when(len(calls)) else 1)
+        calls.clear()
+        monkeypatch.setattr(FastGPT, 'loss', spoiled)
 
-
-def test_one_bad_step_is_skipped(run_train, monkeypatch, tmp_path):
-    loss, calls = GPT.loss, []
-
-    def sometimes(self, h, y):
-        calls.append(1)
-        factor = float('nan') if len(calls) in (5, 9) else 1  # steps 3 and 5: not in a row
-        return loss(self, h, y) * factor
-
-    monkeypatch.setattr(GPT, 'loss', sometimes)
-    state = run_train('out', '--max_bad_steps=2', '--max_seconds=600')
-    records = log_of(tmp_path / 'out')
-    assert all(math.isfinite(r['loss']) for r in records if 'loss' in r), "a mean over the others"
-    assert state['step'] == 10
+    spoil(lambda n: n in (5, 9))    # steps 3 and 5
+    state = run_train('some')
     assert all(p.isfinite().all() for p in state['model'].values())
+    assert all(math.isfinite(r['loss']) for r in log_of(tmp_path / 'some') if 'loss' in r)
+    assert capsys.readouterr().out.count('step skipped (1 in a row)') == 2
+
+    spoil(lambda n: True)
+    with pytest.raises(UserError, match='5 steps in a row.*learning_rate'):
+        run_train('out', '--init_from=resume', '--save_interval=6')
+    same_weights(good, load_checkpoint(str(tmp_path / 'out')))
 
 
-def test_out_of_memory_says_what_to_lower(run_train, monkeypatch):
+def test_failures_of_the_machine_say_what_to_do(run_train, monkeypatch):
     with pytest.raises(RuntimeError) as cpu:
         torch.empty(2 ** 60, dtype=torch.uint8)
     gpu = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
-
-    def fail_with(error):
-        def fails(*args):
+    no_compiler = RuntimeError('InvalidCxxCompiler: No working C++ compiler found')
+    memory = '^out of memory: .*micro_batch.*checkpoint_activations.*shard_optimizer.*block_size'
+    for error, advice in ((cpu.value, memory), (gpu, memory), (no_compiler, '--compile=False')):
+        def fails(*args, error=error):
             raise error
-        monkeypatch.setattr(GPT, 'loss', fails)
-
-    advice = '^out of memory: .*micro_batch.*checkpoint_activations.*shard_optimizer.*block_size'
-    for error in (cpu.value, gpu, MemoryError()):
-        fail_with(error)
+        monkeypatch.setattr(FastGPT, 'loss', fails)
         with pytest.raises(UserError, match=advice):
             run_train('out')
-    fail_with(RuntimeError('shapes differ'))
-    with pytest.raises(RuntimeError, match='shapes differ'):
-        run_train('out')  # a bug keeps its traceback
+
+
+def test_compiled_blocks_train_the_same_and_are_not_for_a_sample(run_train, monkeypatch, capsys):
+    """
+    Each token of a sample reads one key more than the one before: compiled code would be made for
+    each of them, in each layer.
+    """
+    graphs, compile = [], torch.compile
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, 'compile', lambda f, dynamic: compile(f, backend=count,
+                                                                     dynamic=dynamic))
+    compiled = ['--depth_attn=True', '--max_steps=2']
+    plain = run_train('plain', *compiled)
+    torch._dynamo.reset()  # forget what other tests compiled
+    same_weights(plain, run_train('without', *compiled, '--compile=True'), 1e-6)
+    before = len(graphs)
+    assert before
+    torch._dynamo.reset()
+    run_train('with', *compiled, '--compile=True', '--sample_tokens=12')
+    assert len(graphs) == 2 * before
+    assert '<|model|>' in capsys.readouterr().out
 
 
 # ---- what is logged ------------------------------------------------------------------------------
@@ -468,15 +310,12 @@ def test_out_of_memory_says_what_to_lower(run_train, monkeypatch):
 def test_learns_and_logs(run_train, small_data, tmp_path, capsys):
     run_train('out', '--max_steps=40', '--log_interval=20')
     records = log_of(tmp_path / 'out')
-    lines = [r for r in records if 'loss' in r]
-    losses = [r['loss'] for r in lines]
-    assert [r['step'] for r in lines] == [1, 20, 40]
+    losses = [r['loss'] for r in records if 'loss' in r]
+    assert [r['step'] for r in records] == [1, 20, 40, 40]
     assert losses[0] > 5
     assert losses[-1] < 0.6 * losses[0]
     assert records[-1]['val_loss'] < 0.6 * losses[0]
     assert records[-1]['tokens'] == 40 * 256
-    for r in lines:
-        assert 0 < r['data_ms'] < r['ms'], "time waiting for data, as a part of each step"
 
     text, val = capsys.readouterr().out, read_meta(small_data)['val']
     per_byte = records[-1]['val_nats_per_byte']
@@ -486,23 +325,24 @@ def test_learns_and_logs(run_train, small_data, tmp_path, capsys):
         assert word in text
 
 
-def test_what_is_logged_of_time_and_learning_rate(run_train, tmp_path, monkeypatch, capsys):
-    """By a clock that a step moves by half a second, and an evaluation by 100."""
+def test_time_of_a_step_is_without_that_of_saving_and_evaluating(run_train, tmp_path, monkeypatch,
+                                                                 capsys):
+    """By a clock that a step moves by half a second, saving and evaluating by 100."""
     clock = [0.0]
-    step, evaluate = Trainer.train_step, Trainer.evaluate
 
-    def timed_step(self):
-        clock[0] += 0.5
-        return step(self)
+    def timed(name, seconds):
+        function = getattr(Trainer, name)
 
-    def timed_evaluate(self):
-        clock[0] += 100
-        return evaluate(self)
+        def takes(self):
+            clock[0] += seconds
+            return function(self)
+        monkeypatch.setattr(Trainer, name, takes)
 
     monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
-    monkeypatch.setattr(Trainer, 'train_step', timed_step)
-    monkeypatch.setattr(Trainer, 'evaluate', timed_evaluate)
-    run_train('out', '--log_interval=4', '--eval_interval=2', '--warmup=0.5')
+    timed('train_step', 0.5)
+    timed('evaluate', 100)
+    timed('save', 100)
+    run_train('out', '--log_interval=4', '--eval_interval=2', '--save_interval=3', '--warmup=0.5')
 
     records = [r for r in log_of(tmp_path / 'out') if 'ms' in r]
     assert [r['step'] for r in records] == [1, 4, 8]
@@ -513,85 +353,43 @@ def test_what_is_logged_of_time_and_learning_rate(run_train, tmp_path, monkeypat
     rates = [1e-2 * 1 / 5, 1e-2 * 4 / 5, 1e-2 * half_way]
     assert [r['lr'] for r in records] == pytest.approx(rates)
     out = capsys.readouterr().out
-    assert '0:00:03 left' in out  # 6 steps
-    assert '0:00:01 left' in out  # 2 steps
+    assert '0:00:03 left' in out and '0:00:01 left' in out  # 6 steps, 2 steps
 
 
-def test_passes_are_logged_and_tau_can_change_at_evaluation(run_train, small_data, tmp_path,
-                                                            capsys):
-    run_train('out', *options('router'), '--max_steps=10', '--log_interval=5')
-    records = log_of(tmp_path / 'out')
-    for record in records[:-1]:
-        assert record['passes'][0] == 1
-        assert record['passes'] == sorted(record['passes'], reverse=True)
+def test_no_run_is_silent_for_long(run_train, monkeypatch, capsys):
+    monkeypatch.setattr(run, 'SILENCE', -1.0)
+    run_train('out', '--log_interval=100', '--max_steps=3')
+    out = capsys.readouterr().out
+    for words in ('step     2/3', 'step 2: micro-batch 1 of 2', 'evaluation: 4 of 16 windows'):
+        assert words in out
+
+
+def test_passes_of_all_micro_batches_are_logged(run_train, make_trainer, monkeypatch, tmp_path,
+                                                capsys):
+    trainer = make_trainer('--ponder=chain', '--halting=router')
+    add_passes = trainer.log.add_passes
+    taken = iter([torch.tensor([[2, 2]]), torch.tensor([[1, 1]])])
+    monkeypatch.setattr(trainer.log, 'add_passes', lambda steps: add_passes(next(taken)))
+    trainer.train_step()
+    assert trainer.log.shares() == [1, 0.5, 0, 0]
+
+    run_train('out', *options('router'), '--log_interval=5')
+    *steps, evaluation = log_of(tmp_path / 'out')
+    for record in steps:
         assert len(record['passes']) == 3
-    assert 1 < records[-1]['val_passes'] < 3
-    assert f"{sum(records[0]['passes']):.2f} passes (1.00" in capsys.readouterr().out
-
-    trained = f"{records[-1]['val_passes']:.3f} passes"
-    for tau, passes in ((0.0, '3.000 passes'), (1.1, '1.000 passes'), (0.3, trained)):
-        train.main([f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}',
-                    '--init_from=resume', '--eval_only=True', f'--halt_tau={tau}',
-                    '--dtype=float32', '--device=cpu', '--eval_tokens=512'])
-        assert passes in capsys.readouterr().out
-
-
-def make_log(model=None):
-    model = model or make()
-    return Log(Output(ALONE, Stop(ALONE, CPU)), Settings(), model, None, ALONE, CPU)
-
-
-@pytest.mark.parametrize('passes, progress, words', [
-    ([1, 1, 1], 0.5, 'nobody halts!'),
-    ([1, 1, 1], 0.3, ''),
-    ([1, 0, 0], 0.3, 'everybody halts!'),
-    ([1, 0.9, 0.1], 0.9, ''),
-])
-def test_collapse_is_named_in_the_log(passes, progress, words):
-    log = make_log(make(**TOGGLES['gate']))
-    log.model.mechanism.progress = progress
-    log.passes = [torch.tensor(passes, dtype=torch.float32)]
-    text = log.describe(log.shares())
-    assert text.rsplit(')', 1)[1].strip() == words
-    assert log.passes == []
+        assert record['passes'] == sorted(record['passes'], reverse=True)
+    assert 1 < evaluation['val_passes'] < 3
+    assert f"{sum(steps[0]['passes']):.2f} passes (1.00" in capsys.readouterr().out
 
 
 def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA H100 80GB HBM3')
-    log = make_log()
-    assert log.mfu(1e6) is None  # on a CPU
-    log.device = torch.device('cuda')
-    log.ranks = Ranks(0, 8)
-    assert log.mfu(1e6) == 1e6 * log.model.flops_per_token() / (989e12 * 8)
-    router = make_log(make(**TOGGLES['router']))
-    router.device = torch.device('cuda')
-    assert router.mfu(1e6) is None  # its tokens stop in training
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU of the future')
+    log = Log(Settings(), make(), Ranks(0, 8), CPU)
     assert log.mfu(1e6) is None
-
-
-def test_loss_spikes_are_said():
-    log, said = make_log(), []
-    log.say = lambda text, **record: said.append((text, record))
-    for i in range(60):
-        log.watch(7, 2 + 0.1 * (i % 3))  # as far as noise goes
-    log.watch(7, math.nan)               # a skipped step is another matter
-    assert said == []
-    log.watch(7, 3.5)
-    [(text, record)] = said
-    assert 'step 7: loss spike, 3.5000 after 2.1' in text
-    assert record['spike'] == 3.5
-    assert record['mean_before'] == pytest.approx(2.1, abs=0.01)
-
-
-def test_half_a_line_in_the_log_costs_no_other(run_train, tmp_path):
-    run_train('out', '--max_steps=4')
-    with open(tmp_path / 'out' / 'log.jsonl', 'a') as f:
-        f.write('{"step": 4, "val')
-    run_train('out', '--init_from=resume', '--max_steps=10')
-    lines = (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()
-    lines.remove('{"step": 4, "val')
-    assert [json.loads(line)['step'] for line in lines] == [1, 4, 10, 10]
+    log.device = torch.device('cuda')
+    assert log.mfu(1e6) == 1e6 * log.model.flops_per_token() / (989e12 * 8)
+    log.model = make(**TOGGLES['router'])
+    assert log.mfu(1e6) is None     # its tokens stop in training
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -601,283 +399,113 @@ def test_after_an_evaluation_training_goes_on_as_before(run_train):
     same_weights(once, run_train('b', '--dropout=0.1', '--eval_interval=5'))
 
 
-def test_evaluation_is_the_plain_mean_over_fixed_windows(run_train, small_data, tmp_path, capsys):
+def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, small_data, tmp_path,
+                                                                   capsys):
+    """Of another folder, with its own settings; the step is its checkpoint's."""
     state = run_train('out')
     capsys.readouterr()
-    train.main([f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}', '--init_from=resume',
-                '--eval_only=True', '--eval_tokens=100_000_000', '--dtype=float32', '--device=cpu'])
-    printed = float(capsys.readouterr().out.split('validation loss ')[1].split()[0])
+    train.main([f'--init_from={tmp_path / "out"}', '--eval_only=True', '--batch_tokens=7'])
+    told = capsys.readouterr().out
+    assert f'{tmp_path / "out"} on {small_data}, step 10: validation loss' in told
+    printed = float(told.split('validation loss ')[1].split()[0])
 
     model = GPT(GPTConfig(**state['config'])).eval()
     model.load_state_dict(state['model'])
     data = Windows(small_data, 'val', read_meta(small_data), 32)
-    losses = [model(*data.get([w], CPU))[1].item() for w in range(data.n)]
-    assert printed == pytest.approx(sum(losses) / len(losses), abs=1e-4)
-
-
-def test_evaluation_reads_eval_tokens_from_all_over_the_set(make_trainer, monkeypatch):
-    trainer, windows_read = make_trainer(), []
-    data = trainer.val_data
-    get = data.get
-
-    def spy(windows, device):
-        windows_read.extend(windows)
-        return get(windows, device)
-
-    monkeypatch.setattr(data, 'get', spy)
-    trainer.evaluate()
     n = 512 // 32
-    assert windows_read == [i * data.n // n for i in range(n)]
     assert data.n > 2 * n
+    losses = [model(*data.get([i * data.n // n], CPU))[1].item() for i in range(n)]
+    assert printed == pytest.approx(sum(losses) / n, abs=1e-4)
 
 
-@pytest.mark.parametrize('name, steps, words', [
-    ('gate', 0, None),
-    ('gate', 1, None),
-    ('gate', 3, 'weights for 2'),
-    ('mask', 0, 'weights for 1'),
-    ('router', 0, None),
-    ('router', 3, None),
-    ('pause', 0, None),
-    ('pause', 3, None),
-    ('plain', 1, "ponder='none'"),
+@pytest.mark.parametrize('name, setting, words', [
+    ('gate', 'ponder_steps=0', '1.000 passes'),
+    ('gate', 'ponder_steps=3', 'weights for 2'),
+    ('mask', 'ponder_steps=0', 'weights for 1'),
+    ('router', 'ponder_steps=3', 'validation loss'),
+    ('router', 'halt_tau=0.0', '3.000 passes'),
+    ('router', 'halt_tau=1.0', '1.000 passes'),
+    ('exit_gate', 'exit_by=confidence', 'validation loss'),
+    ('plain', 'ponder_steps=1', "ponder='none'"),
+    ('chain', 'ponder_steps=-1', 'must not be negative'),
 ])
-def test_steps_can_change_at_evaluation(run_train, small_data, tmp_path, capsys, name, steps,
-                                        words):
-    run_train('out', *options(name), '--max_steps=1')
-
-    def evaluate(n):
-        train.main([f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}',
-                    '--init_from=resume', '--eval_only=True', f'--ponder_steps={n}',
-                    '--dtype=float32', '--device=cpu', '--eval_tokens=512'])
-
-    if words:
-        with pytest.raises(UserError, match=words):
-            evaluate(steps)
-    else:
-        evaluate(steps)
-        assert 'validation loss' in capsys.readouterr().out
-    with pytest.raises(UserError, match='must not be negative'):
-        evaluate(-1)
-
-
-def test_evaluating_another_folder(run_train, small_data, tmp_path, capsys):
-    """By the step of its checkpoint, whatever the batch is."""
-    run_train('out')
+def test_passes_can_change_at_evaluation(run_train, tmp_path, capsys, name, setting, words):
+    run_train('out', *options(name), '--max_steps=1', '--eval_tokens=64')
     capsys.readouterr()
-    evaluate = [f'--init_from={tmp_path / "out"}', '--eval_only=True', '--eval_tokens=512',
-                '--batch_tokens=7', '--device=cpu']
-    told = f'{tmp_path / "out"} on {small_data}, step 10: validation loss'
-    for data in ([f'--data_dir={small_data}'], []):  # without: the data of that run
-        train.main([*evaluate, *data])
-        assert told in capsys.readouterr().out
+    told = ''
+    try:
+        train.main([f'--out_dir={tmp_path / "out"}', '--init_from=resume', '--eval_only=True',
+                    f'--{setting}'])
+    except UserError as error:
+        told = str(error)
+    assert words in told + capsys.readouterr().out
 
 
 def test_a_signal_cuts_an_evaluation_short(run_train, monkeypatch, capsys):
-    straight, evaluate, batches = run_train('straight'), Trainer.evaluate, []
+    evaluate, forward, batches = Trainer.evaluate, FastGPT.forward, []
 
     def interrupted(self):
-        get = self.val_data.get
-
         def signalled(*args):
             batches.append(args)
-            self.stop.ask()
-            return get(*args)
+            self.stop.since = 1.0
+            return forward(*args)
 
-        monkeypatch.setattr(self.val_data, 'get', signalled)
-        return evaluate(self)
+        with monkeypatch.context() as patch:
+            patch.setattr(FastGPT, 'forward', signalled)
+            return evaluate(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, 'evaluate', interrupted)
-        assert run_train('out', '--eval_interval=5')['step'] == 5
-    out = capsys.readouterr().out
+    monkeypatch.setattr(Trainer, 'evaluate', interrupted)
+    assert run_train('out', '--eval_interval=5')['step'] == 6
     assert len(batches) == 1
-    assert 'step 5: evaluation left out' in out
-    assert 'stopped at step 5; go on' in out
-    same_weights(straight, run_train('out', '--eval_interval=5', '--init_from=resume'))
+    assert 'validation loss' not in capsys.readouterr().out
 
 
-# ---- the sample at the end -----------------------------------------------------------------------
+# ---- the size, and where weights come from -------------------------------------------------------
 
-@pytest.mark.parametrize('name, fixed', [('gate', True), ('router', False)])
-def test_attention_that_plans_each_length_is_for_fixed_lengths(run_train, name, fixed):
-    run_train('out', *options(name), '--max_steps=1', '--sample_tokens=0')
-    assert torch.backends.cuda.cudnn_sdp_enabled() == fixed
-    run_train('more', *options(name), '--max_steps=1', '--sample_tokens=2')
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+TASK = ['config/task/addition.py', '--max_steps=1', '--eval_tokens=512', '--device=cpu',
+        '--dtype=float32']
 
 
-def test_a_sample_compiles_nothing(run_train, monkeypatch, capsys):
-    """
-    Each token reads one key more than the one before: compiled code would be made for each of them,
-    in each layer.
-    """
-    graphs, compile = [], torch.nn.Module.compile
+def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, capsys):
+    """Where nobody names a size, and there is no GPU, tiny.py stands behind the last file."""
+    monkeypatch.setattr(train, 'best_device', lambda: 'cpu')
+    monkeypatch.chdir(ROOT)
+    folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
+    train.main(['config/chain.py', *folders, '--max_steps=1', '--eval_tokens=512',
+                '--sample_tokens=0'])
+    first = capsys.readouterr().out.splitlines()[0]
+    assert 'config/size/tiny.py' in first and 'config/size/360m.py' in first
+    with open(tmp_path / 'out' / 'settings.json') as f:
+        settings = json.load(f)
+    assert settings['n_layer'] == 6
+    assert settings['learning_rate'] == 3e-3    # tiny's, not the paper's for 410M
+    assert settings['ponder'] == 'chain'
+    assert settings['max_steps'] == 1           # what stands on the command line counts
 
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def compile_and_count(module, dynamic):
-        compile(module, backend=count, dynamic=dynamic)
-
-    monkeypatch.setattr(torch.nn.Module, 'compile', compile_and_count)
-    compiled = ['--depth_attn=True', '--compile=True', '--max_steps=2']
-    torch._dynamo.reset()  # forget what other tests compiled
-    run_train('without', *compiled)
-    before, told = len(graphs), len(capsys.readouterr().out)
-    assert before
-    torch._dynamo.reset()
-    run_train('with', *compiled, '--sample_tokens=12')
-    assert len(graphs) == 2 * before
-    assert len(capsys.readouterr().out) > told
-
-
-def test_a_run_whose_vocabulary_cannot_be_fetched_is_complete_without_a_sample(
-        run_train, monkeypatch, capsys):
-    def no_network(name):
-        raise UserError('its vocabulary could not be fetched')
-
-    monkeypatch.setattr(log, 'get_tokenizer', no_network)
-    assert run_train('out', '--max_steps=1', '--sample_tokens=5')['step'] == 1
-    assert 'no sample: its vocabulary could not be fetched' in capsys.readouterr().out
+    for args in (['config/size/small.py'], ['--n_layer=2'], ['--block_size=64'],
+                 ['--device=cuda'], ['--init_from=resume'], ['--dry_run=True'],
+                 ['config/chain.py', 'config/task/addition.py'],
+                 [str(tmp_path / 'out' / 'settings.json')]):
+        assert train.with_size(args) == args
+    assert train.with_size(['--seed=1']) == [train.TINY, '--seed=1']
+    monkeypatch.setattr(train, 'best_device', lambda: 'cuda')
+    assert train.with_size(['config/chain.py']) == ['config/chain.py']
+    assert train.with_size(['--device=cpu']) != ['--device=cpu']
 
 
-def test_the_shortest_context_ends_with_a_sample(run_train, capsys):
-    run_train('out', '--block_size=2', '--max_steps=1', '--sample_tokens=3')
-    assert '<|model|>' in capsys.readouterr().out
+def test_on_a_made_task_right_answers_are_counted(tmp_path, monkeypatch, capsys):
+    """And the built-in data is made when it is missing."""
+    files = [os.path.join(ROOT, TASK[0]), *TASK[1:]]
+    monkeypatch.chdir(tmp_path)
+    train.main([*files, '--out_dir=out'])
+    told = capsys.readouterr().out
+    assert 'preparing the made task addition' in told
+    assert '0 of 100 answers right' in told
+    assert len(re.findall(r'\n\d{4}\+\d{4}=.*wrong: \d{5}', told)) >= 8
+    assert log_of(tmp_path / 'out')[-1]['val_right'] == 0
 
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-def test_previous_checkpoint_is_kept_and_used(run_train, tmp_path, capsys):
-    out = tmp_path / 'out'
-    run_train('out', '--save_interval=5')
-    assert load_checkpoint(str(out))['step'] == 10
-    with open(out / 'ckpt.pt', 'r+b') as f:
-        f.truncate(1000)
-    assert load_checkpoint(str(out))['step'] == 5
-    assert 'ckpt.pt: damaged' in capsys.readouterr().err
-
-    run_train('out', '--save_interval=5', '--init_from=resume')
-    names = ('ckpt.pt', 'ckpt_prev.pt')
-    assert [torch.load(out / name, weights_only=True)['step'] for name in names] == [10, 5]
-    os.remove(out / 'ckpt.pt')  # as after a crash between the two renames
-    assert load_checkpoint(str(out))['step'] == 5
-    assert not [name for name in os.listdir(out) if name.endswith('.tmp')]
-
-
-class Unpicklable:
-    def __reduce__(self):
-        raise OSError(28, 'No space left on device')
-
-
-def test_a_failing_save_keeps_the_old_checkpoint(tmp_path):
-    save_checkpoint(str(tmp_path), {'step': 1})
-    with pytest.raises(OSError):
-        save_checkpoint(str(tmp_path), {'step': Unpicklable()})
-    assert torch.load(tmp_path / 'ckpt.pt', weights_only=True) == {'step': 1}
-    assert os.listdir(tmp_path) == ['ckpt.pt']
-
-
-class Evil:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
-def test_checkpoints_cannot_run_code(tmp_path):
-    pwned = tmp_path / 'pwned'
-    torch.save({'version': 1, 'model': Evil(str(pwned))}, tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='not a checkpoint'):
-        load_checkpoint(str(tmp_path))
-    assert not pwned.exists()
-
-
-@pytest.mark.parametrize('content', [
-    b'',
-    b'garbage',
-    {'some': 'dict'},
-    {'version': 99, 'model': {}},
-    [1, 2],
-])
-def test_foreign_checkpoints(run_train, tmp_path, content):
-    if isinstance(content, bytes):
-        (tmp_path / 'ckpt.pt').write_bytes(content)
-    else:
-        torch.save(content, tmp_path / 'ckpt.pt')
-    with pytest.raises(UserError, match='not a checkpoint') as error:
-        run_train('out', f'--init_from={tmp_path}')
-    assert '\n' not in str(error.value)
-
-
-def rewrite(folder, state):
-    """Put another checkpoint there; not in place: `state` may be mapped from the one before."""
-    torch.save(state, folder / 'other.pt')
-    (folder / 'other.pt').replace(folder / 'ckpt.pt')
-
-
-def test_a_model_that_is_not_known_here_is_foreign(run_train, tmp_path, capsys):
-    state = run_train('out', '--max_steps=4', '--save_interval=2')
-    rewrite(tmp_path / 'out', {**state, 'config': {**state['config'], 'telepathy': True}})
-    assert run_train('out', '--init_from=resume', '--max_steps=4', '--eval_only=True')['step'] == 4
-    told = capsys.readouterr()
-    assert 'not a checkpoint of this program' in told.err
-    assert 'telepathy' in told.err
-    assert 'step 2: validation loss' in told.out  # of the one before it
-
-
-def test_a_setting_of_an_older_checkpoint_is_named(run_train, tmp_path, capsys):
-    state = run_train('out', '--max_steps=1')
-    rewrite(tmp_path / 'out', {**state, 'settings': {**state['settings'], 'min_lr': 0.5}})
-    run_train('out', '--init_from=resume', '--max_steps=2')
-    assert 'warning: no longer settings: min_lr' in capsys.readouterr().err
-
-
-def test_a_full_disk_is_named_behind_pytorchs_own_error(run_train, monkeypatch):
-    def full(folder, state):
-        try:
-            raise OSError(28, 'No space left on device')
-        finally:
-            raise RuntimeError('[enforce fail at inline_container.cc:672]')
-
-    monkeypatch.setattr(train, 'save_checkpoint', full)
-    with pytest.raises(UserError, match='No space left on device'):
-        run_train('out', '--max_steps=1')
-
-
-@pytest.mark.parametrize('save_interval', [1, 3, 100])
-def test_a_folder_that_vanishes(run_train, monkeypatch, tmp_path, save_interval):
-    train_step = Trainer.train_step
-
-    def vanish(self):
-        if self.step == 5:
-            shutil.rmtree(tmp_path / 'out')
-        return train_step(self)
-
-    monkeypatch.setattr(Trainer, 'train_step', vanish)
-    with pytest.raises(UserError, match='cannot write the checkpoint') as error:
-        run_train('out', f'--save_interval={save_interval}')
-    message = str(error.value)
-    assert message.count('cannot write') == 1
-    assert 'holds no checkpoint' in message     # none is kept any more
-
-
-# ---- starting from other weights -----------------------------------------------------------------
 
 NO_LEARNING = ['--max_steps=1', '--learning_rate=1e-9', '--weight_decay=0.0']
-
-
-@pytest.mark.parametrize('toggle', ['plain', 'gate', 'router', 'pause'])
-def test_weights_can_start_another_run(run_train, tmp_path, toggle):
-    first = run_train('first', *options(toggle))
-    start = f'--init_from={tmp_path / "first"}'
-    second = run_train('second', start, *NO_LEARNING, '--rope_theta=5e5', shape=[])
-    assert second['config']['rope_theta'] == 5e5
-    assert second['step'] == 1
-    same_weights(first, second, 1e-7)
 
 
 @pytest.mark.parametrize('mechanism, own', [
@@ -887,28 +515,33 @@ def test_weights_can_start_another_run(run_train, tmp_path, toggle):
 ])
 def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path, mechanism, own):
     first = run_train('first')
-    start = f'--init_from={tmp_path / "first"}'
-    for name, context in (('second', []), ('shorter', ['--block_size=16'])):
-        second = run_train(name, start, *NO_LEARNING, *mechanism, *context, shape=[])
-        for key, p in first['model'].items():
-            assert (second['model'][key] - p).abs().max() <= 1e-7, key
-        new = second['model'].keys() - first['model'].keys()
-        assert {key.split('.')[0] for key in new} == own
+    start = [f'--init_from={tmp_path / "first"}', *NO_LEARNING, '--block_size=16']
+    second = run_train('second', *start, *mechanism, shape=[])
+    for key, p in first['model'].items():
+        assert (second['model'][key] - p).abs().max() <= 1e-7, key
+    new = second['model'].keys() - first['model'].keys()
+    assert {key.split('.')[0] for key in new} == own
+    assert second['step'] == 1
     assert second['config']['block_size'] == 16
     assert second['config']['embed_scale'] == first['config']['embed_scale'] == 1
-
     if own:
         with pytest.raises(UserError, match='do not fit.*gates'):
-            run_train('third', f'--init_from={tmp_path / "shorter"}', '--halting=none', shape=[])
+            run_train('third', f'--init_from={tmp_path / "second"}', '--halting=none', shape=[])
 
 
-def test_a_new_run_needs_all_weights_of_the_plain_gpt(run_train, tmp_path):
-    state = run_train('first')
-    del state['model']['h.1.ln_2.weight']
-    save_checkpoint(str(tmp_path / 'first'), state)
-    os.remove(tmp_path / 'first' / 'ckpt_prev.pt')
-    with pytest.raises(UserError, match='model.h.1.ln_2.weight is missing'):
-        run_train('second', f'--init_from={tmp_path / "first"}', '--ponder=loop', shape=[])
+def test_where_the_mechanism_trains_alone_all_else_stays(run_train, tmp_path):
+    """Ouro's two stages: a gate after the model, on the model's own losses."""
+    loop = ['--ponder=loop', '--halting=exit', '--ponder_steps=2']
+    first = run_train('first', *loop, '--exit_loss=uniform')
+    second = run_train('second', f'--init_from={tmp_path / "first"}', '--exit_loss=gain',
+                       '--exit_by=gate', shape=[])
+    own = {name for name in second['model'] if name.startswith('mechanism.')}
+    assert own == second['model'].keys() - first['model'].keys() != set()
+    same_weights(first, {'model': {name: second['model'][name] for name in first['model']}})
+    third = run_train('second', '--init_from=resume', '--max_steps=12')
+    for name in own:
+        assert not torch.equal(second['model'][name], third['model'][name])
+    same_weights(first, {'model': {name: third['model'][name] for name in first['model']}})
 
 
 def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
@@ -919,163 +552,228 @@ def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
         assert second['config']['depth_stride'] == stride
 
 
-def test_settings_of_a_mechanism_that_is_off_are_named(run_train, tmp_path, capsys):
-    run_train('plain', '--depth_stride=1', '--halt_tau=0.5', '--ponder_steps=2', '--ponder=none')
-    warning = 'warning: depth_stride, halt_tau, ponder_steps: without effect'
-    assert warning in capsys.readouterr().err
-    run_train('loop', '--ponder=loop', '--jacobi_iters=2', '--ponder_topk=5')
-    assert 'warning: jacobi_iters, ponder_topk: without effect' in capsys.readouterr().err
-
-    train.main([str(tmp_path / 'plain' / 'settings.json'), f'--out_dir={tmp_path / "again"}',
-                '--depth_stride=None', '--halt_tau=1e-4', '--ponder_steps=3'])
-    run_train('on', '--depth_attn=True', '--depth_stride=1', '--ponder=chain', '--halting=router',
-              '--halt_tau=0.5', '--ponder_steps=2')
+def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
+    once = ['--max_steps=1']
+    run_train('plain', *once, '--depth_stride=1', '--halt_tau=0.5', '--ponder_steps=2')
+    assert 'depth_stride, halt_tau, ponder_steps: without effect' in capsys.readouterr().err
+    run_train('loop', *once, '--ponder=loop', '--jacobi_iters=2', '--exit_loss=ramp')
+    assert 'jacobi_iters, exit_loss: without effect' in capsys.readouterr().err
+    run_train('on', *once, '--depth_attn=True', '--depth_stride=1', '--ponder=chain',
+              '--halting=router', '--halt_tau=0.5', '--ponder_steps=2')
     assert 'without effect' not in capsys.readouterr().err
 
 
-def test_data_of_another_vocabulary(run_train, small_data, tmp_path):
-    run_train('out')
-    other = tmp_path / 'other'
-    os.makedirs(other)
-    for name in os.listdir(small_data):
-        with open(os.path.join(small_data, name), 'rb') as f:
-            content = f.read()
-        if name == 'meta.json':
-            content = content.replace(b'"n_tokens": 257', b'"n_tokens": 50257')
-            content = content.replace(b'"eot": 256', b'"eot": 50256')
-            content = content.replace(b'"tokenizer": "byte"', b'"tokenizer": "gpt2"')
-        (other / name).write_bytes(content)
-    with pytest.raises(UserError, match='50257 tokens.*n_tokens=257'):
-        run_train('out', f'--data_dir={other}', '--init_from=resume', '--max_steps=12')
+# ---- what is refused -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize('args, words', [
+    (['--n_hed=4'], ["'n_hed'", "'n_head'"]),
+    (['--n_head=5'], ['n_embd=32', 'n_head=5']),
+    (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
+    (['--init_from=resume'], ['no checkpoint']),
+    (['--eval_only=True'], ['eval_only', '--init_from']),
+    (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']),
+    (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
+    (['--device=quantum'], ['device=quantum']),
+    (['--dtype=int8'], ['dtype', 'bfloat16']),
+    (['--max_steps=0'], ['max_steps=0']),
+    (['stray'], ['stray']),
+    (['--beta2=1.0'], ['beta2=1.0']),
+    (['--block_size=100000', '--batch_tokens=400000'], ['block_size']),
+    (['--n_layer=300', '--n_embd=16384', '--n_head=128'], ['GB of memory', 'config/size/tiny.py']),
+])
+def test_refusals(run_train, args, words):
+    with pytest.raises(UserError) as error:
+        run_train('out', *args)
+    for word in words:
+        assert word in str(error.value)
 
 
-def test_the_builtin_corpus_is_prepared_when_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    train.main([*SHAPE, *QUICK, '--max_steps=1', '--sample_tokens=5'])
-    assert 'preparing the built-in corpus' in capsys.readouterr().out
-    assert read_meta(str(tmp_path / 'data' / 'python'))['n_tokens'] == 257
-    train.main([*SHAPE, *QUICK, '--max_steps=1', '--out_dir=b'])
-    assert 'preparing' not in capsys.readouterr().out
+@pytest.mark.parametrize('cuda, mps, cpu, want', [
+    ((9, 0), False, {}, ('cuda:1', torch.bfloat16, True)),
+    ((7, 5), True, {}, ('cuda:1', torch.float16, True)),
+    (None, True, {}, ('mps', torch.float32, False)),
+    (None, False, {}, ('cpu', torch.float32, False)),
+    (None, False, {'amx_bf16': True}, ('cpu', torch.bfloat16, False)),
+])
+def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu, want):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: cuda is not None)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: cuda)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: mps)
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: cpu, raising=False)
+    monkeypatch.setattr(torch, 'empty', lambda *size, device: None)  # there is no such device here
+    device = hardware.pick_device(None, local_rank=1)
+    dtype = hardware.pick_dtype(None, device)
+    assert (str(device), dtype, hardware.pick_compile(None, device)) == want
 
 
-def test_a_dry_run_plans_the_model_that_is_loaded(run_train, tmp_path, capsys):
-    state = run_train('out', '--ponder=loop', '--n_kv_head=1')
-    parameters = sum(p.numel() for p in state['model'].values())
-    for start in ('resume', tmp_path / 'out'):
-        capsys.readouterr()
-        train.main([f'--out_dir={tmp_path / "out"}', f'--init_from={start}', '--n_kv_head=None',
-                    '--batch_tokens=256', '--micro_batch=4', '--dry_run=True'])
-        assert f"parameters  {parameters / 1e6:,.2f}M" in capsys.readouterr().out
-    with pytest.raises(UserError, match='nowhere: no checkpoint'):
-        train.main([f'--init_from={tmp_path / "nowhere"}', '--dry_run=True'])
+# ---- several ranks -------------------------------------------------------------------------------
+
+if sys.platform != 'win32':
+    from ranks import finish, launch, wait_for
+
+# the others have these in them: depth has plain, gate has embedding, router has chain
+TWO_RANKS = [name for name in ONE_EACH
+             if name not in ('plain', 'embedding', 'chain_depth', 'loop_depth')]
 
 
-# ---- the output folder ---------------------------------------------------------------------------
+@pytest.fixture
+def start(small_data, tmp_path):
+    """
+    Start the small model in processes of their own; what they print goes to tmp_path/name.log0,
+    .log1, ...
+    """
+    running = []
 
-def test_settings_file_is_a_config_file(run_train, tmp_path):
-    first = run_train('a', '--seed=5', '--save_interval=5')
-    os.remove(tmp_path / 'a' / 'ckpt.pt')  # back to step 5: a resumed run's file serves as well
-    run_train('a', '--init_from=resume', '--seed=5')
-    again = tmp_path / 'again'
-    train.main([str(tmp_path / 'a' / 'settings.json'), f'--out_dir={again}'])
-    same_weights(first, load_checkpoint(str(again)))
+    def start(name, *args, world=1):
+        folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / name}']
+        processes = launch([*SHAPE, *QUICK, *folders, *args], str(tmp_path / f'{name}.log'), world)
+        running.extend(processes)
+        return processes
 
-
-def test_settings_are_whole_or_those_before(run_train, tmp_path, monkeypatch):
-    run_train('out')
-    settings = tmp_path / 'out' / 'settings.json'
-    before = settings.read_text()
-
-    def half(value, file, **_):
-        file.write('{"seed": 1')
-        raise OSError(28, 'No space left on device')
-
-    with monkeypatch.context() as full:
-        full.setattr(json, 'dump', half)
-        with pytest.raises(UserError, match='out: cannot be written'):
-            run_train('out', '--init_from=resume', '--max_steps=12')
-    assert settings.read_text() == before
-    assert not (tmp_path / 'out' / 'settings.json.tmp').exists()
+    yield start
+    for process in running:
+        process.kill()
 
 
-def test_existing_checkpoints_are_not_overwritten(run_train, tmp_path):
-    out = tmp_path / 'out'
-    run_train('out')
-    with pytest.raises(UserError, match='--init_from=resume'):
-        run_train('out')
-    with pytest.raises(UserError, match='--init_from=resume'):
-        run_train('out', f'--init_from={out}', '--max_steps=3')
-    os.rename(out / 'ckpt.pt', out / 'ckpt_prev.pt')  # as after a crash between two renames
-    with pytest.raises(UserError, match='--init_from=resume'):
-        run_train('out')
-
-    with pytest.raises(UserError, match='max_steps=10'):
-        run_train('out', '--init_from=resume')
-    more = ['--init_from=resume', '--max_steps=12']
-    with pytest.raises(UserError, match='n_layer=4.*has 3'):
-        run_train('out', *more, '--n_layer=4')
-    with pytest.raises(UserError, match="ponder=latent, but the model loaded has none"):
-        run_train('out', *more, '--ponder=latent')
-    with pytest.raises(UserError, match='depth_attn=True'):
-        run_train('out', *more, '--depth_attn=True')
+@pytest.fixture
+def train_to_the_end(start, tmp_path):
+    """The same, until they end well; returns the checkpoint."""
+    def train(name, *args, world=1):
+        finish(start(name, *args, world=world), str(tmp_path / f'{name}.log'))
+        return load_checkpoint(str(tmp_path / name))
+    return train
 
 
-def test_what_another_run_saved_meanwhile_is_not_overwritten(run_train, monkeypatch, tmp_path):
-    other = run_train('other', '--seed=2')
+def only_previous(of, folder):
+    """A folder whose checkpoint is the one before the last of another."""
+    os.makedirs(folder)
+    shutil.copy(of / 'ckpt_prev.pt', folder / 'ckpt.pt')
 
-    @contextlib.contextmanager
-    def after_the_other(folder):  # which had the lock until now
-        os.rename(tmp_path / 'other', folder)
-        yield
-
-    monkeypatch.setattr(output, 'alone', after_the_other)
-    with pytest.raises(UserError, match='out holds a checkpoint'):
-        run_train('out')
-    same_weights(other, load_checkpoint(str(tmp_path / 'out')))
-
-
-def test_two_runs_do_not_share_a_folder(run_train, tmp_path):
-    with alone(str(tmp_path / 'out')):
-        with pytest.raises(UserError, match='out: another process writes here'):
-            run_train('out')
-        assert os.listdir(tmp_path / 'out') == []
-    assert run_train('out')['step'] == 10
-
-
-def test_an_output_folder_that_cannot_be_made(run_train, tmp_path):
-    (tmp_path / 'file').write_text('in the way')
-    with pytest.raises(UserError, match='cannot be written'):
-        run_train(os.path.join('file', 'out'))
-
-
-@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs a device that is always full')
-def test_a_full_disk_while_logging_is_one_line(fork_train, tmp_path):
-    os.makedirs(tmp_path / 'out')
-    os.symlink('/dev/full', tmp_path / 'out' / 'log.jsonl')
-    process = fork_train()
-    process.join(60)
-    assert process.exitcode == 2
-    [line] = (tmp_path / 'errors').read_text().splitlines()
-    assert line.startswith('error: ')
-    assert 'log.jsonl' in line
-    assert 'No space left' in line
-    # the log's first line; what was learned is kept
-    assert load_checkpoint(str(tmp_path / 'out'))['step'] == 1
-
-
-# ---- signals -------------------------------------------------------------------------------------
 
 @posix
-@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM', 'SIGHUP'])  # not all exist on Windows
-def test_a_signal_saves_and_stops(fork_train, tmp_path, name):
-    process = fork_train()
-    wait_for('step     3', tmp_path / 'out.log0', process)
+@pytest.mark.parametrize('toggle', TWO_RANKS)
+def test_two_ranks_equal_one(run_train, train_to_the_end, tmp_path, toggle):
+    few = [*options(toggle), '--max_steps=4']
+    one = run_train('one', *few)
+    two = train_to_the_end('two', *few, world=2)
+    same_weights(one, two, 2e-5)
+    logs = log_of(tmp_path / 'one'), log_of(tmp_path / 'two')
+    assert len(logs[0]) == len(logs[1]) == 2
+    for a, b in zip(*logs):
+        compared = {'loss', 'val_loss', 'grad_norm', 'val_passes'}
+        for key in compared & {key for key in a if a[key] is not None}:
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+
+
+@posix
+def test_a_mechanism_trains_alone_on_two_ranks(run_train, train_to_the_end):
+    gain = ['--ponder=loop', '--halting=exit', '--exit_loss=gain', '--max_steps=4']
+    one = run_train('one', *gain)
+    same_weights(one, train_to_the_end('two', *gain, world=2), 2e-5)
+
+
+@posix
+def test_sharded_state_is_saved_in_one_piece(run_train, train_to_the_end, tmp_path):
+    """By two ranks that share it out, and who goes on from it: exactly, or on another number."""
+    batch = ['--batch_tokens=384', '--save_interval=5', '--shard_optimizer=True']   # 12 windows
+    one = run_train('one', *batch)
+    two = train_to_the_end('two', *batch, '--micro_batch=2', world=2)
+    same_optimizer(one, two, 2e-5)
+    for world, micro in ((2, 2), (3, 4), (1, 4)):
+        only_previous(tmp_path / 'two', tmp_path / f'on{world}')
+        other = train_to_the_end(f'on{world}', *batch, '--init_from=resume',
+                                 f'--micro_batch={micro}', world=world)
+        same_weights(two, other, 0.0 if world == 2 else 1e-4)
+        same_optimizer(two, other, 0.0 if world == 2 else 1e-4)
+
+
+def test_sharded_state_is_restored_to_the_device():
+    """
+    On a pretended GPU: ZeroRedundancyOptimizer puts the step counts on the CPU, where fused AdamW
+    does not take them.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            w = torch.nn.Parameter(torch.ones(4, 4, device='cuda'))
+            optimizer = ZeroRedundancyOptimizer([dict(params=[w])], torch.optim.AdamW, lr=1e-3)
+            held = dict(step=torch.tensor(1.0), exp_avg=torch.ones(4, 4),
+                        exp_avg_sq=torch.ones(4, 4))
+            group = {**optimizer.param_groups[0], 'params': [0]}
+            load_optimizer(optimizer, dict(state={0: held}, param_groups=[group]))
+            devices = [t.device.type for t in optimizer.optim.state[w].values()]
+            assert devices == ['cuda'] * 3
+            assert not optimizer.state
+    finally:
+        dist.destroy_process_group()
+
+
+@posix
+def test_torchrun_passes_on_sigterm(run_train, small_data, tmp_path):
+    """From a shell; both ranks save and stop at the same step."""
+    args = ['--standalone', '--nproc_per_node=2', 'train.py', *SHAPE, *QUICK, *ENDLESS,
+            f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
+    with open(tmp_path / 'out.log', 'w') as log:
+        process = subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', *args], cwd=ROOT,
+                                   stdout=log, stderr=log,
+                                   env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    try:
+        wait_for('step     3', tmp_path / 'out.log', lambda: process.poll() is None)
+        process.terminate()
+        process.wait(60)
+    finally:
+        process.kill()
+    state = load_checkpoint(str(tmp_path / 'out'))
+    step = state['step']
+    assert step >= 3
+    told = f"stopped at step {step}; go on with the same command and --init_from=resume"
+    assert told in (tmp_path / 'out.log').read_text()
+    with stopped_at(step):
+        same_weights(state, run_train('one', *ENDLESS), 1e-3)
+
+
+@posix
+def test_a_killed_rank_does_not_hang_the_others(start, tmp_path):
+    first, second = start('out', *ENDLESS, world=2)
+    wait_for('step     3', tmp_path / 'out.log0', first.is_alive)
+    second.kill()
+    first.join(60)
+    assert first.exitcode == 2
+    told = (tmp_path / 'out.log0').read_text()
+    assert 'error: rank 0: lost contact with another rank' in told
+
+
+# ---- signals, and what kills ---------------------------------------------------------------------
+
+@posix
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM', 'SIGHUP'])
+def test_a_signal_saves_and_stops(start, tmp_path, name):
+    [process] = start('out', *ENDLESS)
+    wait_for('step     3', tmp_path / 'out.log0', process.is_alive)
     os.kill(process.pid, getattr(signal, name))
     process.join(60)
-    assert process.exitcode == 0, (tmp_path / 'errors').read_text()
-    out = (tmp_path / 'out.log0').read_text()
-    assert 'stopped at step' in out
-    assert '--init_from=resume' in out
+    told = (tmp_path / 'out.log0').read_text()
+    assert process.exitcode == 0, told
+    assert 'stopped at step' in told
+    assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
+
+
+@posix
+def test_ctrl_c_on_a_pipe_loses_nothing(start, tmp_path):
+    """Ctrl-C on `python train.py | tee log` ends tee first."""
+    os.mkfifo(tmp_path / 'out.log0')
+    [process] = start('out', *ENDLESS)
+    with open(tmp_path / 'out.log0') as out:
+        for line in out:
+            if line.startswith('step     3'):
+                os.kill(process.pid, signal.SIGSTOP)    # both get the signal together
+                os.kill(process.pid, signal.SIGINT)
+                break
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(60)
+    assert process.exitcode == 141
     assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
 
 
@@ -1112,178 +810,24 @@ def test_a_second_signal_ends_at_once_unless_torchrun_passed_it_on(monkeypatch):
 
 
 @posix
-def test_output_that_nobody_reads_any_more_loses_nothing(fork_train, tmp_path):
-    os.mkfifo(tmp_path / 'out.log0')
-    process = fork_train()
-    with open(tmp_path / 'out.log0') as out:
-        read_three_steps(out)
-    process.join(60)
-    lost_its_reader(process.exitcode, (tmp_path / 'errors').read_text(), tmp_path / 'out')
-
-
-@posix
-def test_ctrl_c_on_a_pipe_loses_nothing(small_data, tmp_path):
-    """Ctrl-C on `python train.py | tee log` ends tee first. This is a program of its own."""
-    command = [sys.executable, 'train.py', *SHAPE, *QUICK, '--max_steps=100000', '--log_interval=1',
-               f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)
-    read_three_steps(process.stdout)
-    process.stdout.close()
-    process.send_signal(signal.SIGINT)
-    errors = process.stderr.read()
-    lost_its_reader(process.wait(timeout=60), errors, tmp_path / 'out')
-
-
-def read_three_steps(out):
-    for line in out:
-        if line.startswith('step     3'):
-            return
-    raise AssertionError('ended before')
-
-
-def lost_its_reader(status, errors, folder):
-    assert status == 2
-    assert errors.count('\n') == 1
-    assert '<stdout>' in errors
-    assert '--init_from=resume' in errors
-    assert load_checkpoint(str(folder))['step'] >= 3
-
-
-# ---- what is refused -----------------------------------------------------------------------------
-
-@pytest.mark.parametrize('args, words', [
-    (['--n_hed=4'], ["'n_hed'", "'n_head'"]),
-    (['--n_head=5'], ['n_embd=32', 'n_head=5']),
-    (['--n_head=32'], ['head_dim=1', 'odd']),
-    (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
-    (['--init_from=resume'], ['no checkpoint']),
-    (['--init_from=nowhere'], ['nowhere', 'no checkpoint']),
-    ([f'--init_from={__file__}'], ['is a file', 'folder it is in']),
-    (['--eval_only=True'], ['eval_only', '--init_from']),
-    (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']),
-    (['--vocab_size=100'], ['n_tokens=257', 'vocab_size=100']),
-    (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
-    (['--device=quantum'], ['device=quantum']),
-    (['--device=hpu'], ['device=hpu']),
-    (['--dtype=int8'], ['dtype', 'bfloat16']),
-    (['--max_steps=0'], ['max_steps=0']),
-    (['--max_seconds=0'], ['max_seconds=0']),
-    (['stray'], ['stray']),
-    (['--seed=-1'], ['seed=-1']),
-    (['--beta2=1.0'], ['beta2=1.0']),
-    (['--sample_tokens=-5'], ['sample_tokens']),
-    (['--weight_decay=-1'], ['weight_decay']),
-    (['--device=meta'], ['device=meta']),
-    (['--block_size=100000', '--batch_tokens=400000'], ['block_size']),
-])
-def test_refusals(run_train, args, words):
-    with pytest.raises(UserError) as error:
-        run_train('out', *args)
-    assert '\n' not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize('rank', ['0', 'x'])
-def test_half_of_torchruns_variables_is_refused(run_train, monkeypatch, rank):
-    for name in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv('RANK', rank)
-    with pytest.raises(UserError, match='RANK.*torchrun'):
-        run_train('out')
-
-
-def test_a_world_size_that_some_scheduler_set_is_not_torchruns(run_train, monkeypatch):
-    monkeypatch.delenv('RANK', raising=False)
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    run_train('out', '--max_steps=1')
-
-
-def test_compiling_without_a_compiler_is_refused(fork_train, tmp_path):
-    nothing = dict(CXX='missing', PATH=tmp_path, TORCHINDUCTOR_CACHE_DIR=tmp_path / 'cache')
-    process = fork_train('--compile=True', env=nothing)
-    process.join(120)
-    assert process.exitcode == 2
-    [line] = (tmp_path / 'errors').read_text().splitlines()
-    assert line.startswith('error: ')
-    for word in ('compile=True', 'C++ compiler', '--compile=False'):
-        assert word in line
-
-
-# ---- what suits the machine ----------------------------------------------------------------------
-
-@pytest.mark.parametrize('cuda, mps, cpu, want', [
-    ((9, 0), False, {}, ('cuda:1', torch.bfloat16, True)),
-    ((7, 5), True, {}, ('cuda:1', torch.float16, True)),
-    (None, True, {}, ('mps', torch.float32, False)),
-    (None, False, {}, ('cpu', torch.float32, False)),
-    (None, False, {'avx512_bf16': True}, ('cpu', torch.bfloat16, False)),
-    (None, False, {'amx_bf16': True}, ('cpu', torch.bfloat16, False)),
-])
-def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu, want):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: cuda is not None)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: cuda)
-    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
-    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: mps)
-    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: cpu, raising=False)
-    monkeypatch.setattr(torch, 'empty', lambda *size, device: None)  # there is no such device here
-    device = hardware.pick_device(None, local_rank=1)
-    dtype = hardware.pick_dtype(None, device)
-    assert (str(device), dtype, hardware.pick_compile(None, device)) == want
-    assert hardware.pick_dtype('float32', device) == torch.float32
-    assert hardware.pick_compile(True, device) is True
-
-
-def test_what_is_chosen_for_speed(monkeypatch):
-    hardware.tune_cpu()
-    assert attention.kernel is attention.two_matmuls
-    idx = torch.arange(48).view(2, 24)
-    calls = []
-    for toggle in ('plain', 'chain'):
-        model = make(**TOGGLES[toggle]).float()
-        with torch.autocast('cpu', torch.bfloat16), monkeypatch.context() as patch:
-            patch.setattr(torch.nn.functional, 'scaled_dot_product_attention',
-                          lambda *args, **options: calls.append(1))
-            quick = model.hidden(idx)
-        assert (quick - model.hidden(idx)).abs().mean() < 0.05  # what rounding to bf16 does
-    assert not calls
-
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, 'compile', lambda block, **how: compiled.append(how))
-    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
-        for toggle in ('chain', 'router'):
-            hardware.compile_blocks(make(**TOGGLES[toggle]))
-        assert compiled == [dict(dynamic=False)] * 5 + [dict(dynamic=None)] * 5
-        assert torch._dynamo.config.recompile_limit == 128
-
-
-# ---- the configs ---------------------------------------------------------------------------------
-
-CONFIG = os.path.join(ROOT, 'config')
-# parameters, Depth-Attention paper, tables 8 and 9
-PAPER = {'360m.py': 0.361e9, '500m.py': 0.498e9, '710m.py': 0.716e9, '1.5b.py': 1.344e9,
-         '3b.py': 2.748e9}
-
-
-def files(*folder):
-    names = os.listdir(os.path.join(CONFIG, *folder))
-    return sorted(name for name in names if name.endswith('.py'))
-
-
-@pytest.mark.parametrize('name', files('size'))
-@pytest.mark.parametrize('mechanism', files())
-def test_every_config_makes_a_model(mechanism, name):
-    paths = [os.path.join(CONFIG, mechanism), os.path.join(CONFIG, 'size', name)]
-    given, rest = read(paths, '', Settings, GPTConfig)
-    settings, config = build(Settings, given), build(GPTConfig, given)
-    assert not rest
-    assert settings.batch_tokens % (settings.micro_batch * config.block_size) == 0
-    assert settings.learning_rate > 0
-    assert math.isfinite(settings.learning_rate)
-
-    with torch.device('meta'):
-        model = GPT(config)
-    if name in PAPER:
-        weights = [p for key, p in model.named_parameters() if not key.startswith('mechanism.')]
-        assert sum(p.numel() for p in weights) == pytest.approx(PAPER[name], rel=0.01)
+def test_sigkill_at_random_moments_costs_one_step(run_train, start, tmp_path):
+    frequent = ['--max_steps=30', '--save_interval=1', '--log_interval=1']
+    straight = run_train('straight', *frequent)
+    rng = random.Random(0)
+    out, log = tmp_path / 'out', tmp_path / 'out.log0'
+    step = 0
+    for ahead in (0, 3, 1, 5):      # new steps until it is killed; none: while it starts
+        log.unlink(missing_ok=True)
+        [process] = start('out', *frequent, *(['--init_from=resume'] if step else []))
+        if ahead:
+            wait_for(f'step {step + ahead:>5}/', log, process.is_alive)
+        process.join(rng.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        before = step
+        step = load_checkpoint(str(out))['step'] if list(out.glob('ckpt*.pt')) else 0
+        assert step >= before + ahead, log.read_text()
+    assert step < 30
+    same = run_train('out', *frequent, '--init_from=resume')
+    same_weights(straight, same)
+    same_optimizer(straight, same)

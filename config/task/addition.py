@@ -16,6 +16,6 @@ max_steps = 1600
 learning_rate = 4e-3
 log_interval = 100
 eval_interval = 800
-eval_tokens = 2 ** 15
+eval_tokens = 32 * 1024
 save_interval = 800
 sample_tokens = 40
