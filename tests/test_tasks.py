@@ -187,11 +187,9 @@ def test_impossible_dials_are_one_line(args, words, in_tmp):
         assert word in str(error.value)
 
 
-def test_another_size_is_another_data_set(in_tmp):
+def test_another_size_replaces_the_data_set(in_tmp):
     prepare('addition')
-    with pytest.raises(UserError, match='--name=addition to replace it'):
-        prepare('addition', size=2)
-    prepare('addition', size=2, name='addition')
+    prepare('addition', size=2)
     assert len(all_problems('data/addition', 'val')[0]) == len('11+22=033')
 
 
