@@ -1,18 +1,22 @@
-"""tools/explain.py says what the model does."""
-import os
-from dataclasses import asdict
+"""tools/explain.py says what the model does, in print and as the data of its page."""
+import json
+import re
 
 import pytest
 import torch
-from conftest import TOGGLES, make, save
+from conftest import TOGGLES, make, program, refused, save
 
+import prepare_data
+from engine import page
 from engine.files import UserError
-from engine.memory import CausalMemory
-from engine.shards import get_tokenizer, open_shard
-from model import GPTConfig, apply_rope, rope_table
+from engine.shards import get_tokenizer
+from model import PONDER, Loop, Memory, apply_rope, rope_table
+from prepare_data import DataSettings
 from tools import explain
 
 IDX = torch.randint(0, 50, (7,), generator=torch.Generator().manual_seed(2))
+SIZE = dict(vocab_size=320, n_tokens=257, block_size=64)
+BYTE = get_tokenizer('byte')
 
 
 def output(model, idx=IDX):
@@ -32,42 +36,19 @@ def test_steps_end_in_the_models_output(toggle):
     seen = explain.look(model, IDX)
     want = output(model)
     assert_equal(seen.logits, want)
-
-    if config.halting in ('none', 'gate'):      # the others mix their steps
-        last = seen.after[seen.steps - 1, torch.arange(7)]
-        assert_equal(last, want)
+    if config.halting in ('none', 'gate', 'exit'):      # the others mix their steps
+        assert_equal(seen.after[seen.steps - 1, torch.arange(7)], want)
     if config.halting == 'none':
-        steps = 1 if config.ponder == 'none' else config.ponder_steps + 1
-        assert seen.steps.tolist() == [steps] * 7
-        assert not seen.halting
+        assert seen.steps.tolist() == [model.mechanism.K + 1] * 7
         assert not seen.compared
     else:
-        decisions_agree_with_steps(seen, config)
+        go_on = torch.stack(seen.compared, -1) >= config.halt_tau       # (7,n)
+        assert torch.equal(go_on.long().cumprod(-1).sum(-1) + 1, seen.steps)
     if config.depth_attn:
-        n_layer = 3 if config.ponder == 'latent' else 5
-        assert seen.values.shape == (7, n_layer, n_layer + 1)
-        ones = torch.ones(7, n_layer).double()
-        torch.testing.assert_close(seen.values.sum(-1), ones)   # shares of all layers' values
+        ones = torch.ones(7, config.n_layer, dtype=torch.float64)
+        assert_equal(seen.values.sum(-1), ones)         # shares of all layers' values
     else:
         assert seen.values is None
-
-
-def decisions_agree_with_steps(seen, config):
-    """What decided, the paper's rule and the steps taken fit together."""
-    said = torch.stack(seen.halting, -1)                # (7,n)
-    if config.halting == 'gate':
-        go_on = said
-        assert said.shape == (7, config.ponder_steps)
-    if config.halting == 'router':
-        go_on = said.cumprod(-1)                        # probability of getting there
-        assert said.shape == (7, config.ponder_steps)
-    if config.halting == 'mask':
-        at_least = said.flip(-1).cumsum(-1).flip(-1)    # probability of needing k thoughts or more
-        go_on = at_least[:, 1:]
-        assert said.shape == (7, config.ponder_steps + 1)
-    assert_equal(torch.stack(seen.compared, -1), go_on)
-    went = (go_on >= config.halt_tau).long().cumprod(-1).sum(-1)
-    assert torch.equal(went + 1, seen.steps)
 
 
 @pytest.mark.parametrize('ponder', ['embedding', 'chain', 'loop'])
@@ -79,6 +60,25 @@ def test_a_step_is_the_output_of_a_model_with_fewer(ponder):
         assert_equal(after[steps], output(model))
 
 
+class ByHalves(Loop):
+    """A pass is two calls of the trunk, and the last of them leaves out a layer."""
+
+    def forward(self, gpt, x, pos, memory):
+        for k in range(self.K + 1):
+            x = gpt.trunk(x, pos, memory[k], range(2), norm=False)
+            x = gpt.trunk(x, pos, memory[k], range(2, 5 if k == 0 else 4), norm=k == self.K)
+        return x
+
+
+def test_a_pass_is_a_pass_in_however_many_calls(monkeypatch):
+    monkeypatch.setitem(PONDER, 'halves', ByHalves)
+    model = make(ponder='halves', ponder_steps=2, depth_attn=True)
+    seen = explain.look(model, IDX)
+    assert seen.steps.tolist() == [3] * 7
+    assert_equal(seen.after[-1], output(model))
+    assert_equal(seen.values.sum(-1), torch.ones(7, 5).double())
+
+
 def test_values_by_hand():
     # 5 layers, stride 2, two query heads to a key head
     model = make(depth_attn=True, n_kv_head=2)
@@ -86,49 +86,23 @@ def test_values_by_hand():
     values = explain.look(model, IDX).values
     rope = rope_table(torch.arange(7), config.head_dim, config.rope_theta, torch.float64)
     x = model.embed(IDX[None])
+    memory = Memory()
+    memory.begin(1, 7, 'cpu')
     all_keys = []
-    sources = []
     for layer, block in enumerate(model.h):
         attn = block.attn
         qkv = attn.c_attn(block.ln_1(x)).view(7, 8, config.head_dim)
         q, k, _ = qkv.split((4, 2, 2), 1)
         q = apply_rope(attn.q_norm(q), *rope).view(7, 2, 2, -1).mean(2)     # (7,nkv,hd)
-        k = apply_rope(attn.k_norm(k), *rope)                               # (7,nkv,hd)
+        all_keys.append(apply_rope(attn.k_norm(k), *rope))                  # (7,nkv,hd)
 
-        below = [j for j in (0, 2, 4) if j < layer]
-        keys = [all_keys[j] for j in below] + [k]
-        scores = torch.stack([(q * key).sum(-1) for key in keys], -1)       # (7,nkv,sources + 1)
-        weights = (scores / config.head_dim ** 0.5).softmax(-1)
+        sources = [j for j in (0, 2, 4) if j < layer] + [layer]
+        scores = torch.stack([(q * all_keys[j]).sum(-1) for j in sources], -1)
+        weights = (scores / config.head_dim ** 0.5).softmax(-1)             # (7,nkv,sources)
         want = torch.zeros(7, 6, dtype=torch.float64)
-        want[:, [*below, layer]] = weights.mean(1)
+        want[:, sources] = weights.mean(1)
         assert_equal(values[:, layer], want)
-
-        all_keys.append(k)
-        x, new = block(x, rope, sources, CausalMemory(), None)
-        if layer in (0, 2, 4):
-            sources.append(new)
-
-
-class TwoBelow(GPTConfig):
-    """Depth-Attention with other sources: the two layers just below."""
-
-    def sources(self, layer):
-        return [j for j in (layer - 1, layer - 2) if j >= 0]
-
-
-def test_which_layers_are_read_is_said_in_one_place():
-    """Another rule in GPTConfig.sources changes the model, its picture and its cost alike."""
-    model = make(depth_attn=True)
-    before = output(model)
-    flops = model.flops_per_token(24, False)
-    model.config = TwoBelow(**asdict(model.config))
-
-    seen = explain.look(model, IDX)
-    assert (seen.logits - before)[..., :50].abs().max() > 1e-3
-    read = (seen.values > 0).all(0)             # (L,L+1)
-    read = [row.nonzero()[:, 0].tolist() for row in read]
-    assert read == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
-    assert model.flops_per_token(24, False) - flops == 2 * 2 * 4 * 8    # one source more
+        x = block(x, rope, memory, None)
 
 
 # ---- what is printed -----------------------------------------------------------------------------
@@ -136,8 +110,7 @@ def test_which_layers_are_read_is_said_in_one_place():
 @pytest.fixture
 def looped(tmp_path):
     """A model with two passes and Depth-Attention, and its checkpoint."""
-    model = make(vocab_size=320, n_tokens=257, ponder='loop', ponder_steps=1, depth_attn=True)
-    model = model.float()
+    model = make(**SIZE, ponder='loop', ponder_steps=1, depth_attn=True).float()
     return model, save(tmp_path / 'ckpt', model)
 
 
@@ -148,65 +121,97 @@ def test_prints_every_position(looped, capsys):
     assert len(lines) == 3 * 4                  # three bytes: a title, two passes and the layers
     assert lines[0] == "   0 'd'   2 passes"
     assert lines[4] == "   1 '\\xc3'   2 passes"
-
     after_last, values = lines[10:]
-    assert after_last.startswith('       after pass 2')
     numbers = [float(word) for word in after_last.split() if len(word) == 5 and word[:2] == '0.']
     p = output(model, torch.tensor(list('dé'.encode())))[2].softmax(-1).topk(2)
     assert numbers == pytest.approx(p.values.tolist(), abs=6e-4)
     assert 'output' not in after_last
-    assert 'layer 0' in values
-    assert 'earlier loops' in values
+    shares = [int(share) for share in re.findall(r'(\d+)%', values)]
+    assert 'earlier loops' in values and abs(sum(shares) - 100) < len(shares)
 
 
-def test_prints_no_more_tokens_than_there_are(looped, capsys):
+def test_prints_what_halting_compares(tmp_path, capsys):
+    settings = dict(TOGGLES['router'], **SIZE)
+    explain.main([save(tmp_path / 'a', make(**settings)), '--start=def add(a, b)', '--device=cpu'])
+    titles = [line for line in capsys.readouterr().out.splitlines() if 'further' in line]
+    assert len(titles) == len('def add(a, b)')
+    assert len({line.split('   ')[-2] for line in titles}) > 1      # 1 pass, 2 passes
+
+
+def test_refusals(looped, tmp_path):
     _, folder = looped
-    explain.main([folder, '--start=a', '--top=300', '--device=cpu'])    # the table has 320 rows
-    line = capsys.readouterr().out.splitlines()[1]
-    assert len(line.split('   ')[3:]) == 257
+    refused(program('tools/explain.py', folder, '--tokens=2', ok=False), 'no validation set')
+    for args, words in [([folder, '--start='], 'empty'), ([folder, '--tokens=65'], 'is 64'),
+                        ([folder, '--against=x'], 'against needs a page')]:
+        with pytest.raises(UserError, match=words):
+            explain.main(args)
+    short = save(tmp_path / 'short', make(**{**SIZE, 'block_size': 8}).float())
+    with pytest.raises(UserError, match='context .* of --against is 8'):
+        read_page(tmp_path, folder, 'a' * 9, f'--against={short}')
 
 
-def test_reads_the_validation_set(tmp_path, small_data, capsys):
-    model = make(vocab_size=320, n_tokens=257).float()
-    folder = save(tmp_path / 'ckpt', model, data_dir=small_data)
-    explain.main([folder, '--tokens=9', '--device=cpu'])
-    shard = open_shard(os.path.join(small_data, 'val_000000.bin'))
-    lines = capsys.readouterr().out.splitlines()[::2]
-    tokenizer = get_tokenizer('byte')
-    assert [line.split('   ')[-2].split(' ', 1)[1] for line in lines] == [
-        explain.word(token, tokenizer) for token in shard[:9].tolist()]
+# ---- the data of a page --------------------------------------------------------------------------
+
+def read_page(tmp_path, folder, text, *options):
+    """The data of the page about a checkpoint and a text."""
+    path = tmp_path / 'out' / 'think.html'
+    explain.main([folder, f'--start={text}', f'--html={path}', '--device=cpu', *options])
+    pattern = r'<script type="application/json".*?>(.*?)</script>'
+    [data] = re.findall(pattern, path.read_text(encoding='utf-8'))
+    return json.loads(data)
 
 
-@pytest.mark.parametrize('args, words', [
-    ([], 'checkpoint folder'),
-    (['nowhere'], 'no checkpoint'),
-    (['CKPT', '--top=0'], 'top'),
-    (['CKPT', '--start='], 'empty'),
-    (['CKPT', '--against=CKPT'], 'against needs a page'),
-    (['CKPT', '--tokens=25'], 'context .* is 24'),
-    (['CKPT', '--tokens=2'], 'names no data folder'),
-    (['CKPT', '--tokens=2', '--start=a'], 'in the place of start'),
-])
-def test_refusals(looped, args, words):
-    _, folder = looped
-    args = [folder if arg == 'CKPT' else arg for arg in args]
-    with pytest.raises(UserError, match=words):
-        explain.main(args)
+@pytest.mark.parametrize('name', ['latent2_depth', 'mask', 'exit_gate'])
+def test_the_data_is_what_look_saw(tmp_path, name):
+    model = make(**{**SIZE, **TOGGLES[name]}).float()
+    text = 'a = "é"\n'
+    data = read_page(tmp_path, save(tmp_path / 'ckpt', model), text, '--top=3')
+    tokens = list(text.encode())
+    assert data['tokens'] == tokens
+    assert data['counts'] == [True] * (len(tokens) - 1) + [False]
+    seen = explain.look(model, torch.tensor(tokens))
+    [said] = data['models']
+    assert said['steps'] == seen.steps.tolist()
+    assert said['mixed'] == seen.mixed.tolist()
+    assert said['tau'] == (model.config.halt_tau if model.mechanism.halts else None)
+    for got, want in zip(said['compared'], seen.compared, strict=True):
+        assert got == pytest.approx(want.tolist(), abs=1e-3)
+    for reading, logits in zip([*said['after'], said['output']], [*seen.after, seen.logits],
+                               strict=True):
+        best = logits.softmax(-1).topk(3)
+        assert reading['likeliest'] == best.indices.tolist()
+        assert reading['p'][0] == pytest.approx(best.values[0].tolist(), abs=1e-3)
+        log_p = logits.log_softmax(-1)
+        want = [-log_p[t, following].item() for t, following in enumerate(tokens[1:])]
+        assert reading['loss'][:-1] == pytest.approx(want, abs=1e-3)
 
 
-@pytest.mark.parametrize('halting', ['gate', 'router'])
-def test_prints_a_number_for_each_decision_that_was_made(halting, tmp_path, capsys):
-    settings = dict(TOGGLES[halting], vocab_size=320, n_tokens=257, halt_tau=0.3)
-    model = make(**settings).float()
-    folder = save(tmp_path / 'ckpt', model)
-    explain.main([folder, '--start=def add(a, b): return', '--device=cpu'])
-    taken = set()
-    for line in capsys.readouterr().out.splitlines():
-        if 'pass' not in line or 'after' in line:
-            continue
-        passes, decisions = line.split('   ')[-2:]      # 2 passes   gate 0.4710 0.2233
-        passes = int(passes.split()[0])
-        numbers = [word for word in decisions.split() if '.' in word]
-        assert len(numbers) == min(passes, model.config.ponder_steps)   # none after the last pass
-        taken.add(passes)
-    assert len(taken) > 1
+def test_on_a_made_task_only_answers_count(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(DataSettings(problems=100), ['addition'])
+    folder = save(tmp_path / 'ckpt', make(**SIZE).float(), data_dir='data/addition')
+    data = read_page(tmp_path, folder, '12+34,56+44=100')
+    text = ''.join(piece['text'] for piece in data['text'])
+    assert re.fullmatch(r'(∎\d{4}\+\d{4}=\d{5}){2}∎12\+34=046∎56\+44=100', text)
+    counted = [text[t + 1] for t, counts in enumerate(data['counts']) if counts]
+    assert ''.join(counted) == '046100'
+    with pytest.raises(UserError, match='--start=abc: no problem of addition'):
+        read_page(tmp_path, folder, 'abc')
+
+
+def test_bytes_are_joined_to_characters():
+    raw = 'a€\n'.encode() + b'\xff\xe2\x82'
+    pieces = page.pieces_of([*raw[:5], BYTE.eot_token, *raw[5:]], BYTE)
+    assert [(piece['text'], piece['count']) for piece in pieces] == [
+        ('a', 1), ('€', 3), ('\n', 1), ('∎', 1), ('\\xff', 1), ('\\xe2\\x82', 2)]
+
+
+def test_text_never_becomes_markup():
+    hostile = '</script><b id=owned>&amp;{{DATA}}\u202e\u2028é\r\n\t\'"`${1}\\<!--<script>'
+    data = dict(text=hostile, models=[dict(name=hostile)])
+    written = page.fill_template(data)
+    [said] = re.findall(r'<script type="application/json".*?>(.*?)</script>', written)
+    assert json.loads(said) == data
+    assert not set('<>&') & set(said)
+    assert '<b id' not in written
+    assert written.count('<script') == written.count('</script>') == 2
