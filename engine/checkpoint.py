@@ -166,9 +166,10 @@ def load_optimizer(optimizer, saved):
 
     shared_out = hasattr(optimizer, 'optim')    # ZeroRedundancyOptimizer: this rank's part is there
     for p, held in (optimizer.optim if shared_out else optimizer).state.items():
-        held['step'] = held['step'].to(p.device) if shared_out else held['step']  # for fused AdamW
-        for name, moment in held.items():   # of a shorter one AdamW would read past the end
-            if moment.dim() > 0 and moment.shape != p.shape:
+        for name, moment in held.items():
+            if moment.dim() == 0:
+                held[name] = moment.to(p.device) if shared_out else moment  # for fused AdamW
+            elif moment.shape != p.shape:       # which would read past the end of a shorter one
                 raise UserError(f"the checkpoint's optimizer belongs to another model: {name} has "
                                 f"shape {tuple(moment.shape)}, its parameter {tuple(p.shape)}")
     if shared_out:

@@ -1,0 +1,292 @@
+"""
+The faults that happen to a run's folder: files cut short, flipped or foreign, a full disk, other
+data, numbers that are not finite. What was lost is said; what is there is what was saved.
+"""
+import json
+import math
+import os
+
+import pytest
+import test_train
+import torch
+from conftest import TOGGLES, make, program, refused, save
+from test_train import log_of, same_weights
+
+import sample
+import train
+from engine.checkpoint import load_checkpoint, model_of, save_checkpoint
+from engine.files import UserError, alone
+from engine.shards import get_tokenizer
+from model import GPT
+from prepare_data import write_dataset
+from tools import evaluate
+from train import Trainer
+
+run_train = test_train.run_train    # the fixture
+
+
+@pytest.fixture
+def out(run_train, tmp_path):
+    """The folder of a run: checkpoints of its steps 4 and 2."""
+    run_train('out', '--max_steps=4', '--save_interval=2')
+    return tmp_path / 'out'
+
+
+def why(folder):
+    """The one line with which a folder is refused."""
+    with pytest.raises(UserError) as error:
+        load_checkpoint(str(folder))
+    assert '\n' not in str(error.value)
+    return str(error.value)
+
+
+def rewrite(folder, **fields):
+    """Put other fields into its checkpoint, as no program does."""
+    state = torch.load(folder / 'ckpt.pt', weights_only=True)
+    torch.save({**state, **fields}, folder / 'other.pt')
+    (folder / 'other.pt').replace(folder / 'ckpt.pt')   # what was loaded before may be mapped
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+def cut(content):
+    return content[:len(content) // 2]
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:]
+
+
+@pytest.mark.parametrize('damage', [cut, flip, lambda content: b''])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(out, capsys, damage):
+    path = out / 'ckpt.pt'
+    path.write_bytes(damage(path.read_bytes()))
+    assert load_checkpoint(str(out))['step'] == 2
+    told = capsys.readouterr().err
+    assert 'ckpt.pt: damaged' in told and 'using' in told and told.count('\n') == 1
+
+    path = out / 'ckpt_prev.pt'
+    path.write_bytes(damage(path.read_bytes()))
+    assert 'ckpt_prev.pt: damaged' in why(out)
+
+
+def test_a_run_killed_between_the_two_renames(run_train, out):
+    os.remove(out / 'ckpt.pt')
+    straight = run_train('straight', '--max_steps=4')
+    with pytest.raises(UserError, match='--init_from=resume'):
+        run_train('out', '--max_steps=4')
+    same_weights(straight, run_train('out', '--max_steps=4', '--init_from=resume'))
+
+
+def test_folders_without_a_checkpoint(tmp_path, out):
+    assert 'no checkpoint here' in why(tmp_path / 'nowhere')
+    assert 'name the folder it is in' in why(out / 'ckpt.pt')
+    (tmp_path / 'ckpt.pt').write_bytes(b'a text')
+    assert 'not a checkpoint of this program' in why(tmp_path)
+    torch.save({'some': 'dict'}, tmp_path / 'ckpt.pt')
+    assert 'not a checkpoint of this program' in why(tmp_path)
+
+
+class Evil:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_checkpoints_cannot_run_code(tmp_path):
+    pwned = tmp_path / 'pwned'
+    torch.save({'version': 3, 'model': Evil(str(pwned))}, tmp_path / 'ckpt.pt')
+    assert 'holds more than tensors' in why(tmp_path)
+    assert not pwned.exists()
+
+
+def test_checkpoints_of_another_program(out, run_train, capsys):
+    state = load_checkpoint(str(out))
+    os.remove(out / 'ckpt_prev.pt')
+    rewrite(out, version=2)
+    assert 'version 2, this program has 3' in why(out)
+    rewrite(out, version=3, config={**state['config'], 'ponder': 'telepathy'})
+    assert 'telepathy' in why(out)
+    rewrite(out, config=state['config'], settings={**state['settings'], 'min_lr': 0.5})
+    run_train('out', '--init_from=resume', '--max_steps=5')
+    assert 'no longer settings: min_lr' in capsys.readouterr().err
+
+
+def test_another_model_than_the_one_that_was_saved(out, run_train):
+    state = load_checkpoint(str(out))
+    rewrite(out, config={**state['config'], 'n_layer': 2})
+    with pytest.raises(UserError, match='do not fit'):
+        model_of(load_checkpoint(str(out)))
+
+    parameters = state['optimizer']['param_groups'][0]['params']
+    parameters[1], parameters[2] = parameters[2], parameters[1]     # as in a changed model.py
+    rewrite(out, config=state['config'], optimizer=state['optimizer'])
+    with pytest.raises(UserError, match='optimizer belongs to another model'):
+        run_train('out', '--init_from=resume', '--max_steps=5')
+
+
+def test_weights_alone_are_sampled_from_and_not_resumed(tmp_path, small_data, capsys):
+    folder = save(tmp_path / 'weights', make(vocab_size=320, n_tokens=257).float(),
+                  data_dir=small_data)
+    sample.main([folder, '--device=cpu', '--max_new_tokens=1'])
+    with pytest.raises(UserError, match='no optimizer state'):
+        train.main(['--init_from=resume', f'--out_dir={folder}', '--batch_tokens=192'])
+
+
+@pytest.mark.parametrize('toggle', TOGGLES)
+def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, toggle):
+    model = make(**TOGGLES[toggle]).float()
+    state = load_checkpoint(save(tmp_path, model))
+    loaded = model_of(state)
+    assert loaded.config == model.config
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name])
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+def test_a_full_disk_keeps_the_old_checkpoint(out, run_train, monkeypatch):
+    """PyTorch raises its own error over the disk's."""
+    before = (out / 'ckpt.pt').read_bytes()
+
+    def full(state, file):
+        file.write(before[:1000])
+        try:
+            raise OSError(28, 'No space left on device')
+        finally:
+            raise RuntimeError('[enforce fail at inline_container.cc:672]')
+
+    monkeypatch.setattr(torch, 'save', full)
+    with pytest.raises(UserError, match='ckpt.pt: cannot be written.*No space left on device'):
+        run_train('out', '--init_from=resume', '--max_steps=5')
+    assert (out / 'ckpt.pt').read_bytes() == before
+    assert not list(out.glob('*.tmp'))
+
+
+def test_a_full_disk_keeps_the_settings_and_half_a_line_of_the_log_costs_no_other(out, run_train,
+                                                                                   monkeypatch):
+    before = (out / 'settings.json').read_text()
+
+    def half(value, file, **_):
+        file.write('{"seed": 1')
+        raise OSError(28, 'No space left on device')
+
+    with monkeypatch.context() as full:
+        full.setattr(json, 'dump', half)
+        with pytest.raises(UserError, match='out: cannot be written'):
+            run_train('out', '--init_from=resume', '--max_steps=5')
+    assert (out / 'settings.json').read_text() == before
+
+    with open(out / 'log.jsonl', 'a') as f:
+        f.write('{"step": 4, "val')
+    run_train('out', '--init_from=resume', '--max_steps=5')
+    lines = (out / 'log.jsonl').read_text().splitlines()
+    lines.remove('{"step": 4, "val')
+    assert [json.loads(line)['step'] for line in lines] == [1, 4, 5]
+
+
+def test_no_run_overwrites_another(out, run_train, tmp_path):
+    with pytest.raises(UserError, match='out holds a checkpoint.*--init_from=resume'):
+        run_train('out')
+    with pytest.raises(UserError, match='out holds a checkpoint'):
+        run_train('out', f'--init_from={out}', '--max_steps=5')
+    with alone(str(out)), pytest.raises(UserError, match='another process writes here'):
+        run_train('out', '--init_from=resume', '--max_steps=5')
+    with pytest.raises(UserError, match='max_steps=4'):
+        run_train('out', '--init_from=resume', '--max_steps=4')
+    with pytest.raises(UserError, match='n_layer=4.*has 3'):
+        run_train('out', '--init_from=resume', '--max_steps=5', '--n_layer=4')
+    with pytest.raises(UserError, match='ponder=latent, but the model loaded has none'):
+        run_train('out', '--init_from=resume', '--max_steps=5', '--ponder=latent')
+    (tmp_path / 'file').write_text('in the way')
+    with pytest.raises(UserError, match='cannot be written'):
+        run_train(os.path.join('file', 'out'))
+
+
+# ---- numbers that are not finite -----------------------------------------------------------------
+
+def test_weights_that_are_not_finite_are_not_saved(out, run_train, monkeypatch):
+    """The update itself overflows: loss and gradient of its step are fine."""
+    train_step = Trainer.train_step
+
+    def overflow(self):
+        result = train_step(self)
+        self.model.ln_f.weight.data[3] = math.inf
+        return result
+
+    monkeypatch.setattr(Trainer, 'train_step', overflow)
+    with pytest.raises(UserError, match='after step 5 model.ln_f.weight is not finite.*learning_r'):
+        run_train('out', '--init_from=resume', '--max_steps=5')
+    assert load_checkpoint(str(out))['step'] == 4
+
+
+def test_moments_that_are_not_finite_are_not_saved(out):
+    state = torch.load(out / 'ckpt.pt', weights_only=True)
+    state['optimizer']['state'][0]['exp_avg'][0, 0] = math.nan
+    with pytest.raises(UserError, match='optimizer.0.exp_avg is not finite'):
+        save_checkpoint(str(out), state)
+
+
+@pytest.fixture
+def spoiled(tmp_path):
+    """A checkpoint whose finite weights make infinite sums."""
+    model = make(vocab_size=320, n_tokens=257).float()
+    model.h[0].mlp.c_proj.weight.data.fill_(3e38)
+    return save(tmp_path / 'spoiled', model)
+
+
+def test_nobody_reads_a_number_that_is_none(spoiled, small_data, tmp_path):
+    with pytest.raises(UserError, match='output is not finite'):
+        sample.main([spoiled, '--device=cpu', '--max_new_tokens=3'])
+    (tmp_path / 'text').write_text('some text')
+    with pytest.raises(UserError, match='text: the loss is not finite'):
+        evaluate.main([spoiled, str(tmp_path / 'text'), '--device=cpu'])
+    with pytest.raises(UserError, match='the validation loss is not finite'):
+        train.main([f'--init_from={spoiled}', '--eval_only=True', f'--data_dir={small_data}',
+                    '--device=cpu', '--dtype=float32', '--eval_tokens=24'])
+
+
+def test_the_log_is_json_whatever_happens(run_train, monkeypatch, tmp_path):
+    loss = GPT.nats
+    monkeypatch.setattr(train, 'BAD_STEPS', 100)
+    monkeypatch.setattr('engine.fast.FastGPT.loss',
+                        lambda self, h, y, weights=1.0: loss(self, h, y).sum() * math.nan)
+    with pytest.raises(UserError, match='validation loss'):
+        run_train('out', '--max_steps=2')
+    assert log_of(tmp_path / 'out')[0]['loss'] is None
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def other_data(tmp_path):
+    """Another data set of bytes."""
+    texts = [f'another text, number {i}\n'.encode() * 20 for i in range(100)]
+    write_dataset(str(tmp_path / 'other'), texts, get_tokenizer('byte'), 0.2, 'test')
+    return tmp_path / 'other'
+
+
+def test_other_data_than_before_is_named(out, run_train, other_data, capsys):
+    run_train('out', '--init_from=resume', '--max_steps=5')
+    assert 'not what this run read before' not in capsys.readouterr().err
+    run_train('out', '--init_from=resume', '--max_steps=6', f'--data_dir={other_data}')
+    assert 'other is not what this run read before' in capsys.readouterr().err
+
+
+def test_data_of_another_tokenizer_is_refused(out, run_train, other_data):
+    text = (other_data / 'meta.json').read_text()
+    for old, new in (('"byte"', '"gpt2"'), ('"n_tokens": 257', '"n_tokens": 50257'),
+                     ('"eot": 256', '"eot": 50256')):
+        text = text.replace(old, new)
+    (other_data / 'meta.json').write_text(text)
+    with pytest.raises(UserError, match='50257 tokens.*gpt2.*n_tokens=257'):
+        run_train('out', f'--data_dir={other_data}', '--init_from=resume', '--max_steps=6')
+
+
+# ---- as people meet them -------------------------------------------------------------------------
+
+def test_a_wrong_folder_is_one_line_and_status_2():
+    refused(program('sample.py', 'nowhere', ok=False), 'nowhere: no checkpoint', 'train.py')
