@@ -1,22 +1,20 @@
 """Made tasks: the problems, their answers, the data sets, and how right answers are counted."""
-import json
+import os
 import random
 import re
 
-import numpy as np
 import pytest
 import torch
-from conftest import make, save
+from conftest import ROOT, make, program, save
 
 import prepare_data
-import train
-from engine import tasks
-from engine.files import UserError, checksum
-from engine.shards import encode, get_tokenizer, read_meta
+from engine import answers, tasks
+from engine.files import UserError
+from engine.shards import get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS, check_context, problems
 from model import GPTConfig
 from prepare_data import DataSettings
-from tools import answers, compare, evaluate
+from tools import evaluate
 
 SMALL = dict(vocab_size=320, n_tokens=257, block_size=48, n_layer=1)
 
@@ -28,19 +26,14 @@ def in_tmp(tmp_path, monkeypatch):
 
 def prepare(task, **settings):
     prepare_data.prepare(DataSettings(**{'problems': 400, **settings}), [task])
-    return f'data/{task}'
+    return f"data/{settings.get('name', task)}"
 
 
 def all_problems(folder, split):
-    """Questions and answers of one split, by another way than tools/answers.py."""
-    meta = read_meta(folder)
-    tokenizer = get_tokenizer('byte')
+    """Questions and answers of one split, by another way than engine/answers.py."""
     text = ''
-    for shard in meta[split]['shards']:
-        with open(f"{folder}/{shard['name']}", 'rb') as f:
-            f.seek(1024)
-            tokens = memoryview(f.read()).cast('H').tolist()
-        text += tokenizer.decode(tokens)
+    for shard in read_meta(folder)[split]['shards']:
+        text += get_tokenizer('byte').decode(open_shard(f"{folder}/{shard['name']}").tolist())
     *found, rest = text.split('<|endoftext|>')
     assert rest == ''
     return found
@@ -78,29 +71,6 @@ def test_the_examples_of_the_first_page_are_right():
     assert [name for name, _, _ in examples] == list(TASKS)
     for name, question, answer in examples:
         assert TASKS[name].answer(question) == answer
-
-
-def carries(question):
-    """The longest carry by adding as one does on paper."""
-    a, b = question[:-1].split('+')
-    carry, longest, run = 0, 0, 0
-    for x, y in zip(a[::-1], b[::-1]):
-        total = int(x) + int(y) + carry
-        made_here = int(x) + int(y) >= 10
-        carry = total // 10
-        run = 0 if not carry else 1 if made_here else run + 1
-        longest = max(longest, run)
-    return longest
-
-
-def test_carries_of_many_sums():
-    task = TASKS['addition']
-    seen = set()
-    for seed in range(300):
-        question = task.question(random.Random(seed), 6)
-        assert task.difficulty(question) == carries(question)
-        seen.add(task.difficulty(question))
-    assert seen == {0, 1, 2, 3, 4, 5, 6}
 
 
 def test_traffic_car_by_car():
@@ -148,7 +118,7 @@ def test_the_longest_problem_is_as_long_as_said(name, size):
 
 
 @pytest.mark.parametrize('task', TASKS)
-def test_data_sets_are_disjoint_whole_and_the_same_again(task, in_tmp, capsys):
+def test_data_sets_are_disjoint_whole_and_the_same_again(task, in_tmp):
     folder = prepare(task)
     made = all_problems(folder, 'train'), all_problems(folder, 'val')
     assert not set(made[0]) & set(made[1])
@@ -157,51 +127,23 @@ def test_data_sets_are_disjoint_whole_and_the_same_again(task, in_tmp, capsys):
         question, end, answer = problem.partition(TASKS[task].end)
         assert TASKS[task].answer(question + end) == answer
 
-    prepare(task, name='again')
-    assert (all_problems('data/again', 'train'), all_problems('data/again', 'val')) == made
-    prepare(task, name='other', seed=2)
-    assert all_problems('data/other', 'val') != made[1]
-    prepare_data.main(['--check', folder])
+    again = prepare(task, name='again')
+    assert (all_problems(again, 'train'), all_problems(again, 'val')) == made
+    assert all_problems(prepare(task, name='other', seed=2), 'val') != made[1]
+    more = prepare(task, name='more', problems=800)     # none moves to the other side
+    assert set(made[1]) < set(all_problems(more, 'val'))
 
 
-def test_more_problems_move_none_to_the_other_side(in_tmp):
-    few = prepare('addition')
-    many = prepare('addition', name='many', problems=800) and 'data/many'
-    for split in ('train', 'val'):
-        assert set(all_problems(few, split)) < set(all_problems(many, split))
-
-
-@pytest.mark.parametrize('args, words', [
-    (['addition', '--size=0'], ['--size=0', 'addition', '1 to 100']),
-    (['addition', '--size=101'], ['--size=101']),
-    (['minimax', '--size=9'], ['minimax', '1 to 8']),
-    (['traffic', '--problems=5'], ['--problems=5']),
-    (['traffic', '--problems=-5'], ['--problems=-5']),
-    (['--size=3'], ['--size', 'addition, traffic, minimax']),
-])
-def test_impossible_dials_are_one_line(args, words, in_tmp):
-    with pytest.raises(UserError) as error:
-        prepare_data.main(args)
-    assert '\n' not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_another_size_replaces_the_data_set(in_tmp):
-    prepare('addition')
-    prepare('addition', size=2)
-    assert len(all_problems('data/addition', 'val')[0]) == len('11+22=033')
-
-
-def test_problems_have_to_fit_into_the_context(in_tmp):
+def test_refusals(in_tmp):
+    for args, words in [(['addition', '--size=101'], '--size=101.*1 to 100'),
+                        (['traffic', '--problems=5'], '--problems=5'),
+                        (['--size=3'], 'addition, traffic, minimax')]:
+        with pytest.raises(UserError, match=words):
+            prepare_data.main(args)
     meta = read_meta(prepare('addition', size=9))
     check_context(meta, 31)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match='31 tokens.*block_size=30'):
         check_context(meta, 30)
-    assert '31 tokens' in str(error.value) and 'block_size=30' in str(error.value)
-    shape = ['--n_layer=1', '--n_head=1', '--n_embd=8', '--mlp_hidden=8', '--batch_tokens=16']
-    with pytest.raises(UserError, match='block_size=16'):
-        train.main([*shape, '--block_size=16', '--data_dir=data/addition', '--max_steps=1'])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -270,63 +212,6 @@ def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, sh
     assert last == expected
 
 
-def rewrite(folder, split, text):
-    """Give a data set another split, one shard of this text; its meta.json describes the file."""
-    tokens = encode(get_tokenizer('byte'), text)
-    path = f'{folder}/{split}_000000.bin'
-    with open(path, 'r+b') as f:
-        f.truncate(0)
-        header = np.zeros(256, np.int32)
-        header[:3] = 20240520, 1, len(tokens)
-        f.write(header.tobytes() + tokens.tobytes())
-    meta = read_meta(folder)
-    shard = dict(name=f'{split}_000000.bin', tokens=len(tokens), sha256=checksum(path))
-    meta[split] = dict(bytes=len(text), tokens=len(tokens), shards=[shard])
-    write_meta(folder, meta)
-
-
-def write_meta(folder, meta):
-    with open(f'{folder}/meta.json', 'w') as f:
-        json.dump(meta, f)
-
-
-@pytest.mark.parametrize('name, text', [
-    ('addition', '12+34=047'), ('addition', '1+2=3'), ('addition', '12+34'), ('addition', '='),
-    ('addition', '12345+12345=024690'), ('addition', 'some text'), ('addition', '1+2+3=6'),
-    ('traffic', '2:>>..|>>..'), ('traffic', '99999999999:..|..'), ('traffic', ':>.|>.'),
-    ('minimax', '37a=7'), ('minimax', 'a=3'), ('minimax', '37z=3'), ('minimax', '=3'),
-    ('minimax', '37'),
-])
-def test_what_is_no_problem_of_the_task_is_one_line(name, text, in_tmp):
-    folder = prepare(name, size=4, problems=100)
-    rewrite(folder, 'val', text.encode())
-    prepare_data.main(['--check', folder])      # the files are those that it describes
-    with pytest.raises(UserError, match=f'no problem of {name} --size=4.* at place 0') as error:
-        answers.summary(StandIn(TASKS[name].answer), folder, 10)
-    assert '\n' not in str(error.value)
-
-
-@pytest.mark.parametrize('source', [
-    '', 'addition', 'addition --size=', 'addition --size=x --problems=1', 'juggling --size=4',
-    'addition --size=0 --problems=400', 'addition --size=999 --problems=400',
-    'addition --size=10000000000000000 --problems=400', 'addition mine.txt', '--size=4',
-])
-def test_sources_that_are_no_task(source, in_tmp):
-    folder = prepare('addition', problems=100)
-    meta = {**read_meta(folder), 'source': source}
-    write_meta(folder, meta)
-    check_context(read_meta(folder), 8)     # a text, which may be longer
-    with pytest.raises(UserError, match='--answers needs a task'):
-        answers.validation_problems(folder)
-
-
-def test_tasks_of_other_tokens_than_bytes_are_refused(in_tmp):
-    folder = prepare('addition', problems=100)
-    write_meta(folder, {**read_meta(folder), 'tokenizer': 'gpt2', 'n_tokens': 50257, 'eot': 50256})
-    with pytest.raises(UserError, match='a made task has byte tokens, not gpt2'):
-        read_meta(folder)
-
-
 def test_right_answers_are_counted_by_difficulty(in_tmp):
     folder = prepare('addition', problems=2000)
     task = TASKS['addition']
@@ -352,35 +237,34 @@ def test_passes_are_counted_by_how_far_a_digit_waits(in_tmp):
     assert 1 < by_reach[3]['passes'] <= 2
 
 
-def test_evaluate_prints_a_table_and_writes_json(in_tmp, capsys):
+def test_evaluate_prints_one_table_for_several_numbers_of_passes(in_tmp):
+    """The exact program; and each line is the model of so many passes."""
     folder = prepare('addition')
-    save('model', make(**SMALL, ponder='chain', halting='router'), data_dir=folder)
-    evaluate.main(['model', '--answers=50', '--json=answers.json'])
-    printed = capsys.readouterr().out
-    with open('answers.json') as f:
-        result = json.load(f)
-    assert '| longest carry | problems | right | passes |' in printed
-    assert '| places its carry depends on |' in printed
-    assert f"{result['right']:.1%} of {result['problems']}" in printed
-    assert result['problems'] == min(50, len(all_problems(folder, 'val')))
+    save('out', make(**SMALL, ponder='loop', ponder_steps=3), data_dir=folder)
+    evaluate = os.path.join(ROOT, 'tools', 'evaluate.py')
+    done = program(evaluate, 'out', '--answers=20', '--ponder_steps=0,3,6', cwd='.')
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith('addition: right answers to 20 problems, all and by longest carry')
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines if '|' in line]
+    assert rows[0][:4] == ['ponder_steps', 'passes', 'right', '0']
+    assert [row[:3] for row in rows[2:]] == [
+        ['0', '1.00', '0.0%'], ['3', '4.00', '0.0%'], ['6', '7.00', '0.0%']]
+
+
+def test_where_tokens_halt_the_threshold_varies(in_tmp, capsys):
+    folder = prepare('addition')
+    save('out', make(**SMALL, ponder='loop', halting='exit'), data_dir=folder)
+    evaluate.main(['out', '--halt_tau=1,0', '--answers=20', '--device=cpu'])
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]]
+            for line in capsys.readouterr().out.splitlines() if '|' in line]
+    assert rows[0][0] == 'halt_tau'
+    assert [row[:2] for row in rows[2:4]] == [['1', '1.00'], ['0', '4.00']]
+    assert rows[4] == ['halt_tau', '0', '1', '2', '3', '4']     # passes by reach
 
 
 def test_only_tasks_have_answers(small_data, in_tmp):
     save('model', make(**SMALL), data_dir=str(small_data))
     with pytest.raises(UserError, match='needs a task: addition, traffic, minimax'):
         evaluate.main(['model', '--answers=50'])
-    with pytest.raises(UserError, match='--answers'):
-        evaluate.main(['model', '--json=a.json'])
-
-
-def test_compare_counts_right_answers(in_tmp, capsys, monkeypatch):
-    folder = prepare('addition')
-    monkeypatch.setattr(compare, 'train', lambda args, *_: train.main(args))
-    shape = ['--n_layer=1', '--n_head=1', '--n_embd=16', '--mlp_hidden=16', '--block_size=32',
-             '--batch_tokens=64', '--micro_batch=2', '--max_steps=2', '--sample_tokens=0',
-             '--eval_tokens=64', '--learning_rate=0.01', '--device=cpu', '--dtype=float32']
-    compare.main([*shape, f'--data_dir={folder}', '--names=plain,loop', '--seeds=1',
-                  '--answers=20'])
-    printed = capsys.readouterr().out
-    assert '| run | seeds | right answers | lowest to highest | passes |' in printed
-    assert '| loop | 1 | 0.0% | 0.0% to 0.0% | 4.00 |' in printed
+    with pytest.raises(UserError, match="ponder='none'"):
+        evaluate.main(['model', '--answers=50', '--ponder_steps=1'])
