@@ -8,7 +8,7 @@ Sample from a checkpoint, streaming to the terminal.
 """
 
 import codecs
-import os
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -38,21 +38,18 @@ class SampleSettings:
     seed: int = 1337                    # sample i is drawn with seed + i
     ponder_steps: Optional[int] = None  # pondering steps or thoughts per token (None: as trained)
     halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
-    show_steps: bool = False            # colour each token by its passes; no colours: numbers
+    show_steps: bool = False            # colour each token by its passes
     exact: bool = False                 # latent: read the prompt token by token, not by iteration
     compile: bool = False               # compile decoding: pays after some ten thousand tokens
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves memory traffic where hardware has it
 
     def __post_init__(self):
-        check_range(self, 1, 10 ** 8, 'num_samples', 'max_new_tokens')
+        check_range(self, 1, math.inf, 'num_samples', 'max_new_tokens')
         check_range(self, 0, 2 ** 31 - 1, 'seed')
-        check_range(self, 0, 1, 'halt_tau')
-        if self.temperature != 0:       # logits divided by it are to be neither infinite nor alike
-            check_range(self, 1e-6, 1e6, 'temperature')
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None")
-        check_range(self, 1e-6, 1, 'top_p')
+        check_range(self, 0, 1, 'halt_tau', 'top_p')
+        check_range(self, 1, math.inf, 'top_k')
+        check_range(self, 0, math.inf, 'temperature')
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
@@ -140,22 +137,28 @@ def read_file(start):
 
 # ---- sampling ------------------------------------------------------------------------------------
 
-def print_sample(model, tokenizer, prompt, s, seed, shade):
+# of 1, 2, .. passes: numbers of a terminal's 256 colours, one hue, pale enough for black text
+SHADES = (255, 223, 216, 209, 202, 166)
+
+
+def shaded(text, passes):
+    """Text on the colour of a number of passes."""
+    return f"\033[30;48;5;{SHADES[min(passes, len(SHADES)) - 1]}m{text}\033[0m"
+
+
+def print_sample(model, tokenizer, prompt, s, seed):
     """Print what the model makes of a prompt, as it comes; returns (tokens, passes they took)."""
     utf8 = codecs.getincrementaldecoder('utf-8')('replace')     # a character may be several tokens
-    count = 0
-    total = 0
+    count, total = 0, 0
     for token, passes in model.stream([prompt], s.max_new_tokens, temperature=s.temperature,
                                       top_k=s.top_k, top_p=s.top_p, seed=seed,
                                       stop_token=tokenizer.eot_token, exact=s.exact):
-        token = token.item()                        # both are (1,): there is one prompt
-        passes = passes.item()
+        token, passes = token.item(), passes.item()     # both are (1,): there is one prompt
         count += 1
         total += passes
         if token != tokenizer.eot_token:
             text = utf8.decode(tokenizer.decode_single_token_bytes(token))
-            if text:
-                print(shade(text, passes), end='', flush=True)
+            print(shaded(text, passes) if s.show_steps and text else text, end='', flush=True)
     print(utf8.decode(b'', final=True), end='')     # what is left of a character that never ended
     return count, total
 
@@ -167,64 +170,24 @@ def main(argv):
     if s.compile:
         compile_decoding(model)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
-    shade = Shade(s.show_steps)
 
-    tokens = 0
-    passes = 0
+    tokens, passes = 0, 0
     started = time.perf_counter()
     for i in range(s.num_samples):
         if i > 0:
             print('\n' + '-' * 80)
-        if s.start and not s.start.startswith('FILE:'):
-            print(s.start, end='', flush=True)
-        count, total = print_sample(model, tokenizer, prompt, s, s.seed + i, shade)
+        if s.start is not None:
+            print(tokenizer.decode(prompt), end='', flush=True)
+        count, total = print_sample(model, tokenizer, prompt, s, s.seed + i)
         tokens += count
         passes += total
     seconds = time.perf_counter() - started
 
     if s.show_steps:
-        print(f"\n\n{shade.legend(model.mechanism.K + 1)}", end='')
+        legend = ' '.join(shaded(f" {n} ", n) for n in range(1, model.mechanism.K + 2))
+        print(f"\n\npasses per token: {legend}", end='')
     print(f"\n\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s, "
           f"{passes / tokens:.2f} passes per token", file=sys.stderr)
-
-
-# ---- colours -------------------------------------------------------------------------------------
-
-# of 1, 2, .. passes: numbers of a terminal's 256 colours, one hue, pale enough for black text
-SHADES = (255, 223, 216, 209, 202, 166)
-
-
-class Shade:
-    """Marks text with a number of passes: a colour behind it, or the number where it changes."""
-
-    def __init__(self, on):
-        self.on = on
-        self.colour = shows_colours(sys.stdout)
-        self.last = None                    # the number of passes of the text before
-
-    def __call__(self, text, passes):
-        if not self.on:
-            return text
-        if self.colour:
-            shade = SHADES[min(passes, len(SHADES)) - 1]
-            return f"\033[30;48;5;{shade}m{text}\033[0m"
-        changed = passes != self.last
-        self.last = passes
-        return f"[{passes}]{text}" if changed else text
-
-    def legend(self, most):
-        """What the marks mean, for up to `most` passes."""
-        marks = "[n] before the text"
-        if self.colour:
-            marks = ' '.join(self(f" {n} ", n) for n in range(1, most + 1))
-        return f"passes per token: {marks}"
-
-
-def shows_colours(file):
-    """Whether `file` is a terminal with colours, and nobody asked for none."""
-    if not file or not file.isatty():       # without a terminal, sys.stdout may be None
-        return False
-    return 'NO_COLOR' not in os.environ and os.environ.get('TERM') != 'dumb'
 
 
 if __name__ == '__main__':
