@@ -152,7 +152,7 @@ LESS = {
     'sample.py': ['--max_new_tokens=3', '--num_samples=2', '--compile=False'],
     'tools/choices.py': ['--tokens=99', '--lots=1'],
     'tools/compare.py': TINY,
-    'tools/evaluate.py': ['--max_new_tokens=3', '--tokens=99'],
+    'tools/evaluate.py': ['--tokens=99'],
     'tools/plot.py': ['--tokens=99'],
 }
 # models that a page uses and does not spell out how to train
