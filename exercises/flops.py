@@ -260,14 +260,14 @@ def check_all_fair():
 
 
 def conclusion():
-    """What the count means for the losses of days 6 and 9 in exercises/README.md."""
+    """What the count means for the losses of days 6 and 10 in exercises/README.md."""
     c = GPTConfig(**TINY, ponder='embedding', ponder_steps=3)
     tokens = fair_tokens(c, 256, 800 * 1024)
     return (
         "Now use it. After 0.82M bytes the plain model of day 6 is at 1.547 nats per byte, and the "
         "pondering one, with the same start, at 1.532: one seed, in which pondering wins at equal "
         f"tokens. But its work would have paid for {tokens / 1e6:.2f}M bytes of the plain model, "
-        "which is then at 1.217 (day 9). At equal FLOPs it loses, at this size and for so short a "
+        "which is then at 1.217 (day 10). At equal FLOPs it loses, at this size and for so short a "
         "training. Which of the two comparisons does a paper's plot show?")
 
 
