@@ -29,6 +29,7 @@ import torch.nn as nn
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, read
+from engine.answers import Progress
 from engine.compile import compile_blocks, compile_decoding
 from engine.fast import FastGPT
 from engine.files import UserError, run, table
@@ -90,9 +91,11 @@ def wait_for(device):
 def take_turns(candidates, repeats):
     """{name: [its results]} of {name: function}, called in turn; the first turn does not count."""
     results = {name: [] for name in candidates}
+    progress = Progress()
     for turn in range(1 + repeats):
         for name, measure in candidates.items():
             result = measure()
+            progress(f"turn {turn} of {repeats}, {name}")
             if turn > 0:
                 results[name].append(result)
     return results

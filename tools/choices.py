@@ -30,6 +30,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import check_range
+from engine.answers import Progress
 from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
 from engine.loss import in_parts
@@ -98,7 +99,7 @@ def best(gpt, h):
 
 
 @torch.inference_mode()
-def read(model, inputs, targets, passes=None):
+def read(model, inputs, targets, passes=None, progress=Progress()):
     """
     (losses (n,T), whether the likeliest token is the right one (n,T), passes (n,T) that were taken)
     of inputs and targets (n,T). passes: those that a halting model is told to take.
@@ -112,6 +113,7 @@ def read(model, inputs, targets, passes=None):
         right.append(in_parts(best, model, h)[..., 0] == targets[some])
         if model.mechanism.halts:
             taken.append(model.mechanism.passes)
+        progress(f"{i + 8} of {len(inputs)} windows")
     return torch.cat(losses), torch.cat(right), torch.cat(taken) if taken else None
 
 
