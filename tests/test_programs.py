@@ -1,0 +1,91 @@
+"""What people start: each program's --help, from another folder, and every config."""
+import os
+import sys
+
+import pytest
+from conftest import ROOT, program
+
+import train
+from engine import plan
+from model import GPTConfig
+
+VOCABULARY = GPTConfig.vocab_size
+CONFIG = os.path.join(ROOT, 'config')
+# parameters, Depth-Attention paper, tables 8 and 9
+PAPER = {'360m.py': 0.361e9, '500m.py': 0.498e9, '710m.py': 0.716e9, '1.5b.py': 1.344e9,
+         '3b.py': 2.748e9}
+# A process for each program, all from one that has imported what takes long.
+HELP_OF_EACH = """
+import os, runpy, sys
+import requests, tiktoken, torch.nn.parallel, torch.utils.flop_counter
+
+for path in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path[0] = os.path.dirname(path)
+        sys.argv, status = [path, '--help'], 0
+        try:
+            runpy.run_path(path, run_name='__main__')
+        except SystemExit as end:
+            status = end.code or 0
+        sys.stdout.flush()
+        os._exit(status)    # at once: Python's own end would take as long as all before
+    print(path, 'ended with', os.wait()[1], flush=True)
+"""
+
+
+def files(*folder, having=''):
+    """The Python files of a folder, their paths, that have this text in them."""
+    found = []
+    for name in sorted(os.listdir(os.path.join(ROOT, *folder))):
+        path = os.path.join(ROOT, *folder, name)
+        if name.endswith('.py'):
+            with open(path, encoding='utf-8') as f:
+                if having in f.read():
+                    found.append(path)
+    return found
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='fork')
+def test_each_program_says_what_it_does(tmp_path):
+    """In a shell, from another folder, which nobody has set up."""
+    programs = []
+    for folder in ('.', 'tools', 'exercises', os.path.join('exercises', 'labs')):
+        programs += files(folder, having="if __name__ == '__main__':")
+    programs = [path for path in programs if not path.endswith('attempt.py')]   # the marker's own
+    assert len(programs) > 20
+    done = program('-c', HELP_OF_EACH, *programs, cwd=tmp_path, PYTHONPATH='')
+    assert done.stderr == ''
+    for path in programs:
+        told, _, ended = done.stdout.partition(f'{path} ended with ')
+        assert ended.startswith('0\n'), path
+        name = os.path.relpath(path, ROOT).replace(os.sep, '/')
+        assert f'python {name}' in told, f"{name} --help has no line to copy"
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """What a dry run prints, in an empty folder. Its memory is measured in test_plan.py alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, 'activations', lambda *_: 0)
+
+    def run(*args):
+        train.main([*args, '--dry_run=True'])
+        return capsys.readouterr().out
+    return run
+
+
+@pytest.mark.parametrize('size', files('config', 'size'))
+def test_every_size_can_be_planned(dry_run, size):
+    name = os.path.basename(size)
+    out = dry_run(os.path.join(CONFIG, 'depth_attn.py'), size, f'--vocab_size={VOCABULARY}')
+    for line in ('compute', 'GB per GPU', 'days at 40% of the peak', 'H100'):
+        assert line in out
+    if name in PAPER:
+        millions = float(out.split()[1].removesuffix('M,').replace(',', ''))
+        assert millions == pytest.approx(PAPER[name] / 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize('mechanism', files('config'))
+def test_every_mechanism_and_task_can_be_planned(dry_run, mechanism):
+    for path in [os.path.join(CONFIG, 'size', 'tiny.py'), *files('config', 'task')]:
+        assert 'vocabulary 320 (of data/' in dry_run(mechanism, path)
