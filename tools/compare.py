@@ -72,7 +72,7 @@ RUNS = {
     'gate': ('halting_gate',),
     'router': ('halting_router',),
     'mask': ('halting_mask', '--ponder_steps=1'),
-    'exit': ('loop', '--halting=exit', '--exit_loss=uniform'),
+    'exit': ('halting_exit',),
 }
 ALL = [*RUNS]
 for name in RUNS:

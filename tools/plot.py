@@ -142,10 +142,9 @@ def draw_records(ax, runs, looks, x):
         cost = np.median([record[x] for record in runs[name]]) / least
         ends = [scale * record[key] for record in runs[name]]
         front = 2 if name in PLAIN_WORDS else 1
+        ax.plot([cost] * len(ends), ends, 'o', color=colour, markersize=4, zorder=front)
         ax.plot(cost, np.median(ends), mark, color=colour, markersize=10, zorder=front,
                 label=words, linestyle='none', markeredgecolor='white')
-        ax.plot([cost] * len(ends), ends, 'o', color=colour, markersize=5, zorder=front,
-                markeredgecolor='white')
         if answers and name in PLAIN_WORDS:
             learned = sum(end >= 100 * LEARNED for end in ends)
             side = -1 if name == 'plain_scaled_as_loop' else 1      # as costly as loop
