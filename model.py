@@ -162,13 +162,14 @@ def apply_rope(x, cos, sin):
     return torch.addcmul(x * cos, swapped, sin)  # x cos + swapped sin
 
 
-NEVER = 2 ** 40  # the time of padding, which nobody reads
+NEVER = 2 ** 40  # the time of what nobody reads, such as padding
 
 
 class Memory:
     """
     What attention reads: the keys and values of the tokens that go through the blocks now, and of
     all that went through before. In training the text is there at once, and nothing came before.
+    A token's time is its place in the text.
     pad     (B,): tokens of padding on the left of each row, if prompts have unequal lengths
     """
 
@@ -180,7 +181,7 @@ class Memory:
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
         # for Depth-Attention, part 3
-        self.made = {}              # of each layer: (k, v) of this pass alone
+        self.made = {}              # of each layer: (k, v) of the newest tokens alone
         self.loops = ()             # memories of the loops before this one
 
     def begin(self, B, T, device):
@@ -198,8 +199,8 @@ class Memory:
     def mask(self, S, device):
         """
         Which of N keys each of these S tokens reads: (B,1,S,N), True for those up to its own time.
-        None: itself and all before it, for which attention is faster. (Padding reads all there is:
-        a softmax needs something.)
+        None stands for plain causal attention, which needs no mask and is faster. (Padding reads
+        all there is: a softmax needs something.)
         """
         if self.length == S and self.pad is None:
             return None
@@ -577,9 +578,10 @@ class Memories(dict):
         return pos
 
     def __missing__(self, k):
+        B, T, device = self.begun
         self[k] = self.make()
-        self[k].tokens = self.tokens - self.begun[1]
-        self[k].begin(*self.begun)
+        self[k].tokens = self.tokens - T    # it has read none of the tokens before these
+        self[k].begin(B, T, device)
         return self[k]
 
 
@@ -659,14 +661,14 @@ class Loop(Mechanism):
 
 # Where passes read each other, or a token has several slots, it takes a rule. A slot is one vector
 # that goes through the blocks in one pass: a token, or one of its thoughts. It has labels: t, the
-# place of its token in the text, and k, the number of its pass or its place among the slots of its
-# token. A rule says by the labels of a query and of a key whether the one reads the other.
+# time of its token, and k, the number of its pass or its place among the slots of its token. A rule
+# says by the labels of a query and of a key whether the one reads the other.
 
 
 class Slots(SimpleNamespace):
     """
     Labels of N slots in each of B rows, (B,N) each.
-    t       the place of the token, or NEVER: padding, tokens that stopped, thoughts that are hidden
+    t       the time of the token, or NEVER: padding, tokens that stopped, thoughts that are hidden
     k       the number of the pass, or of the slot
     """
 
@@ -682,13 +684,13 @@ class SlotMemory(Memory):
         self.rule = rule
         self.key = Slots()          # labels of all slots so far
         self.query = None           # labels of those of this pass
-        self.before = 0             # slots of the tokens before these
+        self.settled = 0            # slots of the tokens before these
         self.causal = False         # whether the rule need not be asked in this pass
 
     def begin(self, B, T, device):
         pos = super().begin(B, T, device)
-        self.length -= T            # no slot was opened yet
-        self.before = self.length
+        self.length -= T            # which counts slots here: `open` adds them
+        self.settled = self.length
         return pos
 
     def open(self, k=0, n=1, visible=None, **labels):
@@ -726,7 +728,7 @@ class SlotMemory(Memory):
 
     def rewind(self):
         """Forget the slots of these tokens: they were guesses."""
-        n = self.length = self.before
+        n = self.length = self.settled
         self.key = Slots(**{name: label[:, :n] for name, label in vars(self.key).items()})
         kept = self.keys if n > 0 else ()
         self.keys = {layer: self.keys[layer][:, :, :n] for layer in kept}
@@ -789,8 +791,8 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        guesses = self.K + self.R if self.K > 0 else 0
-        for _ in range(guesses):
+        sweeps_before_last = self.K + self.R if self.K > 0 else 0
+        for _ in range(sweeps_before_last):
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
             thoughts = h[:self.K]                       # z_{k+1} is what came out of slot k
         return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
@@ -975,9 +977,9 @@ def newest(query, key):
     """
     N = key.t.size(-1)
     token = key.t.clamp(max=N)                                  # (B,1,N): t < N, and N for NEVER
-    last_of_token = token.new_zeros(len(token), 1, N + 1)
-    last_of_token = last_of_token.scatter_reduce(-1, token, key.k, 'amax')
-    last = last_of_token.gather(-1, token)                      # (B,1,N), of the token of each key
+    last_pass = token.new_zeros(len(token), 1, N + 1)           # of each token: its largest k
+    last_pass = last_pass.scatter_reduce(-1, token, key.k, 'amax')
+    last = last_pass.gather(-1, token)                          # (B,1,N), of the token of each key
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
@@ -1057,7 +1059,7 @@ def faded(query, key):
 
 
 @dataclass
-class Needing(Thinking):
+class MaskState(Thinking):
     s: torch.Tensor         # (B,T,K+1)  probability that it needs exactly k thoughts
     log_w: torch.Tensor     # (B,T,K+1)  log of the probability that it needs at least k
 
@@ -1126,7 +1128,7 @@ class Mask(Halting, Latent):
     def start(self, x, go_on):
         zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
         out = torch.zeros_like(x, dtype=zero.dtype)
-        return Needing(x=x, out=out, go_on=go_on, chance=zero[..., 0], s=zero, log_w=zero)
+        return MaskState(x=x, out=out, go_on=go_on, chance=zero[..., 0], s=zero, log_w=zero)
 
     def labels(self, state, k):
         return dict(log_w=state.log_w[..., k])
@@ -1140,7 +1142,7 @@ class Mask(Halting, Latent):
         if k < self.K:
             chance = log_w[..., k + 1].exp()
             go_on = state.go_on & (chance >= self.config.halt_tau)
-        return Needing(x=h, out=out, go_on=go_on, chance=chance, s=s, log_w=log_w)
+        return MaskState(x=h, out=out, go_on=go_on, chance=chance, s=s, log_w=log_w)
 
     def decisions(self):
         _, first = self.trace[0]
@@ -1155,7 +1157,7 @@ class Mask(Halting, Latent):
 
 
 @dataclass
-class Reaching(Thinking):
+class RouterState(Thinking):
     g: torch.Tensor         # (B,T)    probability of going on after its last pass
 
 
@@ -1195,7 +1197,7 @@ class Router(Halting, Chain):
     def start(self, x, go_on):
         reach = at_least_fp32(x.new_ones(go_on.shape))
         out = torch.zeros_like(x, dtype=reach.dtype)
-        return Reaching(x=x, out=out, go_on=go_on, chance=reach, g=torch.zeros_like(reach))
+        return RouterState(x=x, out=out, go_on=go_on, chance=reach, g=torch.zeros_like(reach))
 
     def after(self, gpt, state, x, h, k):
         reach = state.chance
@@ -1204,7 +1206,7 @@ class Router(Halting, Chain):
         go_on = state.go_on & (k < self.K) & (next_reach >= self.config.halt_tau)       # (6)
         weight = torch.where(go_on, reach * (1 - g), reach)             # (5), (7)
         out = state.out + weight[..., None] * h                         # (8)
-        return Reaching(x=h, out=out, go_on=go_on, chance=next_reach, g=g)
+        return RouterState(x=h, out=out, go_on=go_on, chance=next_reach, g=g)
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean over tokens of sum_k g^(k) p_k^beta."""
@@ -1219,7 +1221,7 @@ class Router(Halting, Chain):
 
 
 @dataclass
-class Leaving(Thinking):
+class ExitState(Thinking):
     lam: torch.Tensor       # (B,T)    the gate after its last pass
 
 
@@ -1270,7 +1272,7 @@ class Exit(Halting, Loop):
 
     def start(self, x, go_on):
         one = at_least_fp32(x.new_ones(go_on.shape))
-        return Leaving(x=x, out=torch.zeros_like(x), go_on=go_on, chance=one, lam=one)
+        return ExitState(x=x, out=torch.zeros_like(x), go_on=go_on, chance=one, lam=one)
 
     def after(self, gpt, state, x, h, k):
         out = h if self.norm else gpt.ln_f(h)
@@ -1281,8 +1283,10 @@ class Exit(Halting, Loop):
             chance = chance * (1 - lam)                                 # S_t
         elif k < self.K and not self.training:
             chance = 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
-        enough = (k == self.K) | ((chance < self.config.halt_tau) & (not self.training))
-        return Leaving(x=h, out=out, go_on=state.go_on & ~enough, chance=chance, lam=lam)
+        go_on = state.go_on & (k < self.K)
+        if not self.training:
+            go_on = go_on & (chance >= self.config.halt_tau)
+        return ExitState(x=h, out=out, go_on=go_on, chance=chance, lam=lam)
 
     def loss(self, gpt, h, targets):
         outs = [new.out for _, new in self.trace]                       # T times (B,T,C)

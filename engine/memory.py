@@ -285,7 +285,7 @@ class Cache(Memory):
         self.key = Slots()          # (B, places) each
         self.query = None           # of this pass
         self.first = 0              # where this pass begins
-        self.before = 0             # where the tokens that are read now begin
+        self.settled = 0             # where the tokens that are read now begin
         self.compiled = False       # whether the pass is one new token's, in compiled code
 
     def begin(self, B, T, device):
@@ -294,7 +294,7 @@ class Cache(Memory):
         length = self.length
         pos = super().begin(B, T, device)
         self.times = self.times[-1:]
-        self.length = self.before = length
+        self.length = self.settled = length
         if self.rule is earlier:
             self.open()
         return pos
@@ -409,7 +409,7 @@ class Cache(Memory):
 
     def rewind(self):
         """Forget the slots of these tokens."""
-        self.length = self.before
+        self.length = self.settled
         if vars(self.key):
             self.key.t[:, self.length:] = NEVER
 
