@@ -335,7 +335,7 @@ class Trainer:
         """What the model makes of some problems of a made task, [Outcome, ..]; [] of other data."""
         if task_of(self.meta) is None or self.ranks.rank > 0:
             return []
-        from tools.evaluate import answer_problems  # for tasks alone
+        from engine.answers import answer_problems  # for tasks alone
         with self.autocast():
             return answer_problems(self.model, self.settings.data_dir, PROBLEMS)
 
