@@ -13,11 +13,13 @@ does, which imports nothing of this folder, and this equals it, tested.
                 checkpoint.py   checkpoints: complete or absent
                 run.py          what a run says and leaves behind, and what ends it early
                 plan.py         what it would take
+    pages       page.py         what tools/explain.py draws, with page.html
     released    released.py     Hugging Face folders: settings, weights, tokenizers
                 variant.py      the blocks of released models that are not quite model.py's
     data        shards.py       tokenizers, token shards and their description
                 windows.py      which tokens a step reads
                 tasks.py        problems that take several steps of work
+                answers.py      right answers to them
                 download.py     over an unreliable network
                 files.py        whole files; one line for what the user can mend
 """
