@@ -160,8 +160,6 @@ def test_a_plan_where_nobody_named_a_size_is_the_papers(dry_run):
 
 
 @pytest.mark.parametrize('mechanism', [
-    ['--ponder=embedding', '--halting=gate'],
-    ['--ponder=latent', '--halting=mask'],
     ['--ponder=chain', '--halting=router'],
     ['--ponder=loop', '--halting=exit', '--exit_loss=gain'],
 ])
