@@ -38,7 +38,7 @@ from engine.shards import read_meta
 from engine.tasks import task_of
 from model import GPTConfig
 from sample import load_model
-from train import Settings
+from train import Settings, with_size
 
 
 @dataclass
@@ -390,6 +390,8 @@ def main(argv):
     failed = 0
     if not files:
         files = [os.path.join(compare.out, 'runs.jsonl')]
+        common = with_size(common)
+        asked, _ = read(common, '', Settings, GPTConfig)
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
         failed = make_runs(compare, common, asked, files[0])
     for path in files:

@@ -118,7 +118,7 @@ def main(argv):
     PONDER['middle'] = LateMiddle
     names = LabSettings.__dataclass_fields__
     ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
-    common = [arg for arg in argv if arg not in ours]
+    common = train.with_size([arg for arg in argv if arg not in ours])
     s = build(LabSettings, read(ours, __doc__, LabSettings)[0])
     keep_recipe(s.out, [*common, f'--start={s.start}'])     # UserError if runs there had another
     arms = make_arms(common, s.start)
