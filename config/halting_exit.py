@@ -8,6 +8,7 @@ takes, plus a head for each.
 out_dir = 'out/halting_exit'
 ponder = 'loop'
 ponder_steps = 3
+loop_norm = True
 halting = 'exit'
 exit_loss = 'uniform'
 halt_start = 0.4        # of the run: before, the last pass alone predicts

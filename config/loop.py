@@ -7,6 +7,7 @@ Cost: 4 plain passes.
 out_dir = 'out/loop'
 ponder = 'loop'
 ponder_steps = 3
+loop_norm = True        # as Ouro: without, some runs on the made tasks do not learn
 learning_rate = 3e-4
 batch_tokens = 512 * 2048
 max_steps = 50000
