@@ -221,7 +221,7 @@ def test_commands_run(page, tmp_path, monkeypatch, capsys):
     texts_to_learn_from(tmp_path)
     monkeypatch.setattr(prepare_data, 'python_sources', python_sources)
     monkeypatch.setattr(prepare_data, 'problems', fewer_problems)
-    monkeypatch.setattr(compare, 'train', lambda args, *_: train.main(args))  # in this process
+    monkeypatch.setattr(compare, 'train', lambda _, args, *rest: train.main(args))     # here
     for name in BEFORE[page]:
         train.main([f'config/{name}.py', 'config/size/tiny.py', *TINY])
     if page == 'docs/training.md':

@@ -209,7 +209,7 @@ def test_sample_shows_the_passes(ouro_folder):
                    '--dtype=bfloat16', '--device=cpu', '--show_steps=True', '--halt_tau=0.2')
     passes = float(done.stderr.split(' passes per token')[0].split()[-1])
     assert 1 < passes < 4
-    assert len(set(re.findall(r'\[[1-4]\]', done.stdout))) > 1
+    assert len(set(re.findall(r'48;5;(\d+)m', done.stdout))) > 1
 
 
 def test_training_on_trains_the_gate_alone(ouro_folder, tmp_path):

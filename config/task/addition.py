@@ -1,6 +1,6 @@
 """
-Sums of four digits (python prepare_data.py addition), one layer: 94 thousand parameters, two minutes
-on one CPU core. A carry may run through all places, so the first digit of a sum takes
+Sums of four digits (python prepare_data.py addition), one layer: 94 thousand parameters, two
+minutes on one CPU core. A carry may run through all places, so the first digit of a sum takes
 several steps.
 Give a mechanism first: python train.py config/loop.py config/task/addition.py
 """
