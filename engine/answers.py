@@ -5,8 +5,8 @@ of a run.
     outcomes = answer_problems(model, folder, 100)      an Outcome for each problem
     summary(model, folder, 1000)                        right answers and passes, by difficulty
 
-Answers are written greedily, through the cache, many at once; each question follows up to two
-problems of the validation set and their answers.
+Answers are written greedily, through the cache, many at once; each question follows two problems of
+the validation set and their answers, or as many as fit in.
 """
 
 import os
@@ -63,12 +63,12 @@ def read_problems(folder, meta, task):
 
 def answer_all(model, task, pairs, eot, batch_size=100):
     """
-    The Outcomes of a model on pairs [(question, answer), ..]. As in training, a question follows
-    others: without them some models lose count of the places.
+    The Outcomes of a model on pairs [(question, answer), ..], but the first EXAMPLES. As in
+    training, a question follows others: without them some models lose count of the places.
     """
     asked = []      # (tokens that the model reads, question, answer)
-    for i, (question, answer) in enumerate(pairs):
-        before = pairs[max(0, i - EXAMPLES):i]
+    for i, (question, answer) in enumerate(pairs[EXAMPLES:], start=EXAMPLES):
+        before = pairs[i - EXAMPLES:i]
         room = model.config.block_size - len(answer)
         asked.append((behind(before, [eot, *question.encode()], eot, room), question, answer))
     asked.sort(key=lambda one: len(one[0]))     # so that batches need little padding
@@ -109,15 +109,15 @@ def answer_batch(model, task, asked, eot):
 
 
 def answer_problems(model, folder, count):
-    """The Outcomes of the first `count` problems of a data folder's validation set."""
+    """The Outcomes of `count` problems of a data folder's validation set, behind the first two."""
     name, problems = validation_problems(folder)
-    pairs = list(islice(problems, count))
+    pairs = list(islice(problems, EXAMPLES + count))
     return answer_all(model, TASKS[name], pairs, read_meta(folder)['eot'])
 
 
 def summary(model, folder, count):
     """
-    Over the first `count` problems of a data folder's validation set:
+    Over `count` problems of a data folder's validation set:
     {'task', 'problems', 'right', 'passes', 'by_difficulty': [..], 'by_reach': [..]}; right is a
     share, passes are those of an answer's character.
     """

@@ -11,7 +11,7 @@ Measure a checkpoint: right answers, the loss on any text, the papers' tasks.
     python tools/evaluate.py out/depth_attn --tasks=lambada_openai,piqa --num_fewshot=0
         tasks of the papers
 
-Answers are written greedily, through the cache; each question follows up to two problems of the
+Answers are written greedily, through the cache; each question follows two problems of the
 validation set and their answers. --tasks needs EleutherAI's harness, pip install lm_eval, which
 fetches the tasks' data; those made of log-likelihoods work (LAMBADA, PIQA, SciQ, HellaSwag, ARC).
 """
