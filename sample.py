@@ -4,7 +4,7 @@ Sample from a checkpoint, streaming to the terminal.
     python sample.py out/depth_attn                                    from a document's start
     python sample.py out/depth_attn --start="def " --num_samples=3     go on from a text
     python sample.py out/depth_attn --start=FILE:prompt.txt --seed=7   from a file, repeatably
-    python sample.py out/halting_gate --show_steps=True                colour tokens by their passes
+    python sample.py out/halting_exit --show_steps=True                colour tokens by their passes
 """
 
 import codecs
@@ -17,7 +17,7 @@ from typing import Optional
 import torch
 
 from configurator import build, check_range, read
-from engine.checkpoint import change_steps, load_checkpoint, model_of
+from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halting
 from engine.compile import compile_decoding
 from engine.files import UserError, run
 from engine.hardware import expect_new_lengths, pick_device
@@ -37,6 +37,7 @@ class SampleSettings:
     top_p: Optional[float] = None       # keep the fewest tokens that together have this probability
     seed: int = 1337                    # sample i is drawn with seed + i
     ponder_steps: Optional[int] = None  # pondering steps or thoughts per token (None: as trained)
+    halting: Optional[str] = None       # 'exit': tokens leave a 'loop' when sure (None: as trained)
     halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
     show_steps: bool = False            # colour each token by its passes
     exact: bool = False                 # latent: read the prompt token by token, not by iteration
@@ -66,13 +67,16 @@ def override(model, s):
 
 # ---- the model -----------------------------------------------------------------------------------
 
-def load_model(folder, device, dtype=torch.float32):
+def load_model(folder, device, dtype=torch.float32, halting=None):
     """
     A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
-    train.py's settings). UserError if there is none, or no room for it.
+    train.py's settings). halting: a rule it was not trained with. UserError if there is none, or no
+    room for it.
     """
     device = torch.device(device)
     state = load_checkpoint(folder)
+    if halting is not None:
+        state = with_halting(state, halting)
     model = model_of(state)             # a FastGPT: engine/fast.py
     expect_new_lengths()
     tokenizer = get_tokenizer(state['tokenizer'])
@@ -93,7 +97,8 @@ def open_one(argv, description, block, example):
     if len(folders) != 1:
         raise UserError(f"name one checkpoint folder, such as: {example}")
     dtype = getattr(torch, getattr(s, 'dtype', 'float32'))
-    model, tokenizer, settings = load_model(folders[0], pick_device(s.device), dtype)
+    halting = getattr(s, 'halting', None)
+    model, tokenizer, settings = load_model(folders[0], pick_device(s.device), dtype, halting)
     return s, model, tokenizer, settings
 
 

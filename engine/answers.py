@@ -4,6 +4,7 @@ of a run.
 
     outcomes = answer_problems(model, folder, 100)      an Outcome for each problem
     summary(model, folder, 1000)                        right answers and passes, by difficulty
+    inputs, targets = read_answers(model, folder, 100)  the problems with their answers, as texts
 
 Answers are written greedily, through the cache, many at once; each question follows two problems of
 the validation set and their answers, or as many as fit in.
@@ -61,21 +62,33 @@ def read_problems(folder, meta, task):
             start = end + 1
 
 
-def answer_all(model, task, pairs, eot, batch_size=100):
+def ask(model, folder, count):
     """
-    The Outcomes of a model on pairs [(question, answer), ..], but the first EXAMPLES. As in
-    training, a question follows others: without them some models lose count of the places.
+    [(tokens that the model reads, question, answer), ..] of `count` problems of a data folder's
+    validation set. As in training, a question follows others: without them some models lose count
+    of the places.
     """
-    asked = []      # (tokens that the model reads, question, answer)
+    eot = read_meta(folder)['eot']
+    _, problems = validation_problems(folder)
+    pairs = list(islice(problems, EXAMPLES + count))
+    asked = []
     for i, (question, answer) in enumerate(pairs[EXAMPLES:], start=EXAMPLES):
         before = pairs[i - EXAMPLES:i]
         room = model.config.block_size - len(answer)
         asked.append((behind(before, [eot, *question.encode()], eot, room), question, answer))
+    return asked
+
+
+def answer_problems(model, folder, count, batch_size=100):
+    """The Outcomes of `count` problems of a data folder's validation set, behind the first two."""
+    name, _ = validation_problems(folder)
+    eot = read_meta(folder)['eot']
+    asked = ask(model, folder, count)
     asked.sort(key=lambda one: len(one[0]))     # so that batches need little padding
     progress = Progress()
     outcomes = []
     for first in range(0, len(asked), batch_size):
-        outcomes += answer_batch(model, task, asked[first:first + batch_size], eot)
+        outcomes += answer_batch(model, TASKS[name], asked[first:first + batch_size], eot)
         progress(f"{len(outcomes):,} of {len(asked):,} answers")
     return outcomes
 
@@ -108,11 +121,22 @@ def answer_batch(model, task, asked, eot):
     return outcomes
 
 
-def answer_problems(model, folder, count):
-    """The Outcomes of `count` problems of a data folder's validation set, behind the first two."""
-    name, problems = validation_problems(folder)
-    pairs = list(islice(problems, EXAMPLES + count))
-    return answer_all(model, TASKS[name], pairs, read_meta(folder)['eot'])
+def read_answers(model, folder, count):
+    """
+    The same problems with their answers: inputs and targets, (count, T) each. Targets are -1, which
+    do not count, but for the answer and the end of the text behind it. The model writes an answer
+    right if and only if each of these targets is the likeliest token, as caches are exact.
+    """
+    eot = read_meta(folder)['eot']
+    texts = [(tokens, [*answer.encode(), eot]) for tokens, _, answer in ask(model, folder, count)]
+    T = max(len(tokens) + len(answer) for tokens, answer in texts) - 1
+    inputs = torch.full((len(texts), T), eot)       # behind the answer, where nothing counts
+    targets = torch.full((len(texts), T), -1)
+    for i, (tokens, answer) in enumerate(texts):
+        end = len(tokens) + len(answer) - 1
+        inputs[i, :end] = torch.tensor(tokens + answer[:-1])
+        targets[i, len(tokens) - 1:end] = torch.tensor(answer)
+    return inputs, targets
 
 
 def summary(model, folder, count):

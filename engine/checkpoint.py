@@ -176,6 +176,21 @@ def load_optimizer(optimizer, saved):
         optimizer.state.clear()  # a second copy of that part, which nothing reads
 
 
+def with_halting(state, halting):
+    """
+    A checkpoint whose tokens stop by a rule that it was not trained with; UserError if the rule
+    needs weights that are not there.
+    """
+    config = {**state['config'], 'halting': halting}
+    try:
+        needs = without_numbers(config_of(config)).state_dict()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if needs.keys() != state['model'].keys():
+        raise UserError(f"halting={halting!r}: this model has other weights; train with it")
+    return {**state, 'config': config}
+
+
 def change_steps(model, K):
     """Let a trained model take K pondering steps; UserError if it has no weights for them."""
     config, trained = model.config, model.config.ponder_steps

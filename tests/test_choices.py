@@ -1,15 +1,22 @@
 """tools/choices.py: told what to take, a model is the one that took it by itself."""
+import json
+from statistics import fmean
+
+import prepare_data
 import pytest
 import torch
 from conftest import TOGGLES, make, save
-
+from engine import tasks
+from engine.answers import answer_problems, read_answers
 from engine.files import UserError
+from sample import load_model
 from tools import choices
 
 N, T = 10, 11
 ROWS = torch.randint(0, 50, (N, T + 1), generator=torch.Generator().manual_seed(3))
 X, Y = ROWS[:, :-1], ROWS[:, 1:].clone()
 Y[:, :2] = -1   # do not count
+TEXT = choices.Text(X, Y, answers=False)
 HALTING = ['gate_depth', 'router', 'router_depth', 'mask2_depth', 'exit', 'exit_gate']
 
 
@@ -22,8 +29,8 @@ def test_told_its_own_choice_it_is_the_same(model):
     seen = set()
     for tau in (1e-4, model.config.halt_tau, 0.6):
         model.config.halt_tau = tau
-        losses, _, passes = choices.read(model, X, Y)
-        told, _, taken = choices.read(model, X, Y, passes)
+        losses, _, passes = choices.see(model, X, Y)
+        told, _, taken = choices.see(model, X, Y, passes)
         assert torch.equal(passes, taken)
         assert model.config.halt_tau == tau
         # `mask` leaves out what it cuts, and told to it scales up the rest
@@ -34,23 +41,21 @@ def test_told_its_own_choice_it_is_the_same(model):
 
 
 def test_all_passes_are_threshold_0_and_one_is_the_plain_gpt(model):
-    losses, right = choices.after_each_pass(model, X, Y)
-    counts = Y >= 0
+    losses, right = choices.after_each_pass(model, TEXT)
     model.config.halt_tau = 0
     model.dense = True
-    everything = choices.read(model, X, Y)[0][counts]
+    everything = choices.see(model, X, Y)[0]
     torch.testing.assert_close(losses[-1], everything, rtol=0, atol=1e-9)
     h = model.trunk(model.embed(X), torch.arange(T))
-    plain = model.nats(h, Y)[counts]
-    torch.testing.assert_close(losses[0], plain, rtol=0, atol=1e-9)
-    assert torch.equal(right[0], (model.head(h).argmax(-1) == Y)[counts])
+    torch.testing.assert_close(losses[0], model.nats(h, Y), rtol=0, atol=1e-9)
+    assert torch.equal(right[0], model.head(h).argmax(-1) == Y)
 
 
 def test_a_lot_takes_the_same_passes_elsewhere(model):
-    losses, _, passes = choices.read(model, X, Y)
+    losses, _, passes = choices.see(model, X, Y)
     order = torch.randperm(N * T, generator=torch.Generator().manual_seed(0))
     lot = passes.flatten()[order].view(N, T)
-    dealt, _, taken = choices.read(model, X, Y, lot)
+    dealt, _, taken = choices.see(model, X, Y, lot)
     assert torch.equal(taken, lot)
     assert not torch.equal(lot, passes)
     assert (dealt.mean() - losses.mean()).abs() > 1e-6
@@ -58,25 +63,38 @@ def test_a_lot_takes_the_same_passes_elsewhere(model):
 
 def test_without_halting_each_pass_is_the_model_of_so_many():
     loop = make(**TOGGLES['loop'], block_size=T)
-    losses, _ = choices.after_each_pass(loop, X, Y)
+    losses, _ = choices.after_each_pass(loop, TEXT)
     assert loop.config.ponder_steps == 2
     loop.config.ponder_steps = 1
     logp = loop(X)[0].log_softmax(-1)
     want = -logp.gather(-1, Y.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(losses[1], want[Y >= 0])
+    torch.testing.assert_close(losses[1][Y >= 0], want[Y >= 0])
 
 
-def test_the_oracle_takes_the_best_pass_of_each_token(monkeypatch, capsys):
-    losses = torch.tensor([[1.0, 5.0], [2.0, 3.0], [4.0, 3.5]])         # (passes, 2)
-    right = torch.tensor([[True, False], [True, True], [False, True]])
-    monkeypatch.setattr(choices, 'after_each_pass', lambda *_: (losses, right))
-    choices.print_everyone(None, None, None)
-    lines = capsys.readouterr().out.replace('|', ' ').splitlines()
-    assert [line.split() for line in lines[2:]] == [
-        ['everyone', '1', '3.0000'],
-        ['everyone', '2', '2.5000', '50.0%', '0.0%'],
-        ['everyone', '3', '3.7500', '0.0%', '50.0%'],
-        ['oracle', '1.50', '2.0000']]
+# three passes over two answers of two characters each: of the first the oracle takes passes 1 and
+# 2, of the second 3 and 1
+LOSSES = torch.tensor([[[1, 5], [4, 1]], [[2, 3], [4, 2]], [[4, 3.5], [1, 3]]])
+RIGHT = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 0]], [[0, 1], [1, 0]]]).bool()
+ALL = torch.zeros(2, 2, dtype=torch.long)
+
+
+def test_the_oracle_takes_the_best_pass_of_each_token():
+    text = choices.Text(ALL, ALL, answers=False)
+    rows, oracle = choices.everyone(LOSSES, RIGHT, text)
+    assert [row['loss'] for row in rows] == [2.75, 2.75, 2.875]
+    assert [row['corrects'] for row in rows] == [0, 0.25, 0.25]
+    assert [row['breaks'] for row in rows] == [0, 0.25, 0.25]
+    assert oracle == {'passes': 1.75, 'loss': 1.5, 'result': 1.5}
+
+
+def test_an_answer_is_right_if_all_its_characters_are():
+    text = choices.Text(ALL, ALL, answers=True)
+    rows, oracle = choices.everyone(LOSSES, RIGHT, text)
+    assert [row['result'] for row in rows] == [0, 0.5, 0]
+    assert oracle['result'] == 1
+    not_all_count = choices.Text(ALL, torch.tensor([[0, -1], [-1, 0]]), answers=True)
+    rows, _ = choices.everyone(LOSSES, RIGHT, not_all_count)
+    assert [row['result'] for row in rows] == [1, 0.5, 0]
 
 
 def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsys):
@@ -84,10 +102,41 @@ def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsy
     folder = save(tmp_path / 'a', make(**{**TOGGLES['exit'], **size}), data_dir=small_data)
     choices.main([folder, '--tokens=100', '--lots=2', '--taus=0.2,0.9', '--device=cpu'])
     lines = capsys.readouterr().out.replace('|', ' ').splitlines()
-    assert lines[0] == 'nats per token of 112 validation tokens'
+    assert lines[0] == 'nats per token; 112 validation tokens'
     assert [line.split()[0] for line in lines if line.strip()] == [
         'nats', 'halt_tau', '--------', '0.2', '0.9', 'passes', '-----------', 'everyone',
         'everyone', 'everyone', 'oracle']
     plain = save(tmp_path / 'b', make(**size), data_dir=small_data)
     with pytest.raises(UserError, match="ponder='none'"):
         choices.main([plain])
+
+
+def test_on_a_made_task_answers_count(tmp_path, monkeypatch, capsys):
+    """Those that are generated are those that are right when the answer is read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_data, 'problems',
+                        lambda name, size, count, seed: tasks.problems(name, size, 900, seed))
+    prepare_data.main(['addition', '--size=2'])
+    size = dict(vocab_size=320, n_tokens=257, block_size=32)
+    loop = make(**{**TOGGLES['loop'], **size}).float()
+    optimizer = torch.optim.AdamW(loop.parameters(), 3e-3)
+    inputs, targets = read_answers(loop, 'data/addition', 30)
+    for _ in range(60):         # until some are right and some are not
+        loss = loop(inputs, targets)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    save('out', loop.eval(), data_dir='data/addition')
+    choices.main(['out', '--halting=exit', '--taus=0.3', '--lots=1', '--problems=30',
+                  '--json=out/choices.jsonl', '--device=cpu'])
+    assert 'right answers to 30 problems; 120 validation tokens' in capsys.readouterr().out
+    with open('out/choices.jsonl') as f:
+        [record] = map(json.loads, f)
+    model, _, _ = load_model('out', 'cpu', halting='exit')
+    model.config.halt_tau = 0.3
+    wrote = fmean(outcome.right for outcome in answer_problems(model, 'data/addition', 30))
+    [row] = record['taus']
+    assert row['chosen'] == pytest.approx(wrote)
+    assert 0.1 < wrote < 1
+    assert 1 < row['passes'] < 3
+    assert record['everyone'][-1]['result'] > record['everyone'][0]['result']

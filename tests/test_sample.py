@@ -111,6 +111,21 @@ def test_each_setting_reaches_the_model(tmp_path, monkeypatch):
     assert told == [(7, options, torch.bfloat16, False)]
 
 
+def test_a_rule_without_weights_can_be_asked_for(tmp_path):
+    """A loop that was trained without leaves early; what the rule needs weights for is refused."""
+    loop = make(**SMALL, ponder='loop', ponder_steps=3).float()
+    model, _, _ = sample.load_model(save(tmp_path / 'loop', loop), 'cpu', halting='exit')
+    model.config.halt_tau = 1.0     # nobody is that unsure: all leave after the first pass
+    idx = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(idx)[0], model.head(model.trunk(model.embed(idx), torch.arange(3))))
+    assert model.mechanism.passes.tolist() == [[1, 1, 1]]
+    model.config.halt_tau = 0.0
+    torch.testing.assert_close(model(idx)[0], loop.eval()(idx)[0])
+    ponder = make(**SMALL, ponder='embedding').float()
+    with pytest.raises(UserError, match="halting='gate': this model has other weights"):
+        sample.load_model(save(tmp_path / 'ponder', ponder), 'cpu', halting='gate')
+
+
 def test_attention_that_plans_each_length_is_for_training(folder):
     assert torch.backends.cuda.cudnn_sdp_enabled()
     sample.load_model(folder, torch.device('cpu'))
@@ -129,6 +144,7 @@ def test_attention_that_plans_each_length_is_for_training(folder):
     (['CKPT', '--top_k=0'], ['top_k']),
     (['CKPT', '--num_samples=0'], ['num_samples']),
     (['CKPT', '--halt_tau=0.5'], ['halt_tau', "halting='none'"]),
+    (['CKPT', '--halting=exit'], ["halting='exit'", "ponder='loop'"]),
     (['CKPT', '--ponder_steps=2'], ['ponder_steps', "ponder='none'"]),
     (['CKPT', '--device=tpu9'], ['tpu9']),
 ])

@@ -259,7 +259,9 @@ def test_where_tokens_halt_the_threshold_varies(in_tmp, capsys):
             for line in capsys.readouterr().out.splitlines() if '|' in line]
     assert rows[0][0] == 'halt_tau'
     assert [row[:2] for row in rows[2:4]] == [['1', '1.00'], ['0', '4.00']]
-    assert rows[4] == ['halt_tau', '0', '1', '2', '3', '4']     # passes by reach
+    assert rows[4][0] == 'halt_tau'                             # passes by difficulty
+    assert [row[:2] for row in rows[6:8]] == [['1', '1.00'], ['0', '4.00']]
+    assert rows[8] == ['halt_tau', '0', '1', '2', '3', '4']     # and by reach
 
 
 def test_only_tasks_have_answers(small_data, in_tmp):

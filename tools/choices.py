@@ -1,24 +1,32 @@
 """
-What the choices of a halting model are worth: its validation loss, and that of the same passes
-dealt out otherwise. And what any choice could be worth, of a model that does not halt too.
+What the choices of a halting model are worth: its validation loss, on a made task its right
+answers, and those of the same passes dealt out otherwise. And what any choice could be worth, of a
+model that does not halt too.
 
-    python tools/choices.py out/halting_router
-    python tools/choices.py out/loop
+    python tools/choices.py out/halting_exit
+    python tools/choices.py out/loop --halting=exit
+        a rule it was not trained with
     python tools/choices.py hf:models/ponder --data_dir=data/mine-neox
 
-Each line has one halt_tau: the mean passes per token, the loss with the passes that the model
-chose, and the loss with the same numbers of passes handed out to the tokens at random. Weights stay
-as they are: what differs is who gets the passes. ('mask' weighs its thoughts by the probabilities
-it chooses by: those of the thoughts that are left are scaled to a sum of 1, in all columns.)
+Each line has one halt_tau: the mean passes per token, the result with the passes that the model
+chose, and the result with the same numbers of passes handed out to the tokens at random. Weights
+stay as they are: what differs is who gets the passes. ('mask' weighs its thoughts by the
+probabilities it chooses by: those of the thoughts that are left are scaled to a sum of 1, in all
+columns.)
 
 Then every token takes the same number; "corrects" is the share of tokens whose likeliest successor
 becomes the right one by the last of these passes, "breaks" the share where it was right before. The
 oracle knows the text: it takes for each token the number of passes, the same for all tokens, after
 which the token's loss is least. No rule that only halts can do better with these weights, except by
-what tokens read of each other. On a made task only the answers' characters count.
+what tokens read of each other.
+
+On a made task the text is problems, each behind two others, and only the characters of its answer
+and the end behind it count: passes are theirs, and an answer is right if all of them are. --json
+adds a line to a file, from which tools/plot.py halting draws.
 """
 
 import contextlib
+import json
 import os
 import statistics
 import sys
@@ -29,12 +37,13 @@ from unittest import mock
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from configurator import check_range
-from engine.answers import Progress
+from configurator import check_range, read
+from engine.answers import Progress, read_answers
 from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
 from engine.loss import in_parts
 from engine.shards import read_meta
+from engine.tasks import task_of
 from engine.windows import Windows
 from sample import data_dir_of, open_one
 
@@ -42,17 +51,19 @@ from sample import data_dir_of, open_one
 @dataclass
 class ChoiceSettings:
     """what to try"""
+    halting: Optional[str] = None       # 'exit': tokens leave a 'loop' when sure (None: as trained)
     taus: str = '0.0001,0.1,0.5'        # values of halt_tau, with commas between
     lots: int = 3                       # times that the passes are dealt out at random
     data_dir: Optional[str] = None      # whose validation set is read (None: that of its training)
     tokens: int = 8192                  # of the validation set that are read
+    problems: int = 500                 # of a made task that are read
+    json: Optional[str] = None          # file to add a line to, with all numbers
     seed: int = 1337                    # of the dealing
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
         check_range(self, 0, 2 ** 31 - 1, 'seed')
-        if self.lots < 1 or self.tokens < 1:
-            raise ValueError("lots and tokens must be at least 1")
+        check_range(self, 1, 10 ** 9, 'lots', 'tokens', 'problems')
         try:
             right = all(0 < float(tau) <= 1 for tau in self.taus.split(','))
         except ValueError:
@@ -99,85 +110,148 @@ def best(gpt, h):
 
 
 @torch.inference_mode()
-def read(model, inputs, targets, passes=None, progress=Progress()):
+def see(model, inputs, targets, passes=None, progress=Progress()):
     """
     (losses (n,T), whether the likeliest token is the right one (n,T), passes (n,T) that were taken)
     of inputs and targets (n,T). passes: those that a halting model is told to take.
     """
     losses, right, taken = [], [], []
-    for i in range(0, len(inputs), 8):
-        some = slice(i, i + 8)
+    for i in range(0, len(inputs), 32):
+        some = slice(i, i + 32)
         with told(model, passes[some]) if passes is not None else contextlib.nullcontext():
             h = model.hidden(inputs[some])
         losses.append(model.nats(h, targets[some]))
         right.append(in_parts(best, model, h)[..., 0] == targets[some])
         if model.mechanism.halts:
             taken.append(model.mechanism.passes)
-        progress(f"{i + 8} of {len(inputs)} windows")
+        progress(f"{min(i + 32, len(inputs))} of {len(inputs)} texts")
     return torch.cat(losses), torch.cat(right), torch.cat(taken) if taken else None
 
 
 # -------------------------------------------------------------------------------------------------
+# The tables
 
 
-def print_taus(model, inputs, targets, s):
-    """A line per halt_tau: passes, the loss as chosen, the losses of the lots."""
-    counts = targets >= 0
+@dataclass
+class Text:
+    """What is read, and what of it counts."""
+    inputs: torch.Tensor    # (n,T)
+    targets: torch.Tensor   # (n,T), -1 where nothing counts
+    answers: bool           # whether each row holds one answer, which may be right
+
+    @property
+    def counts(self):
+        return self.targets >= 0
+
+    def result(self, losses, right):
+        """Of (n,T) each: the share of right answers, or the mean loss."""
+        if self.answers:
+            return (right | ~self.counts).all(1).float().mean().item()
+        return losses[self.counts].mean().item()
+
+    def words(self, result):
+        return f"{result:.1%}" if self.answers else f"{result:.4f}"
+
+
+def open_text(model, tokenizer, data_dir, s):
+    """The Text of a data folder's validation set."""
+    meta = read_meta(data_dir, tokenizer)
+    device = model.wte.weight.device
+    if task_of(meta):
+        inputs, targets = read_answers(model, data_dir, s.problems)
+        return Text(inputs.to(device), targets.to(device), True)
+    windows = Windows(data_dir, 'val', meta, model.config.block_size)
+    n = min(windows.n, -(-s.tokens // model.config.block_size))
+    return Text(*windows.get(range(n), device), False)
+
+
+def each_tau(model, text, s):
+    """For each halt_tau: {'tau', 'passes', 'chosen', 'random': [of each lot]}."""
     draw = torch.Generator().manual_seed(s.seed)
-    rows = []
-    for tau in s.taus.split(','):
-        model.config.halt_tau = float(tau)
-        *_, passes = read(model, inputs, targets)
+    for tau in map(float, s.taus.split(',')):
+        model.config.halt_tau = tau
+        *_, passes = see(model, text.inputs, text.targets)
         # told for chosen and lots alike, or 'mask' would differ by its scale
-        chosen = read(model, inputs, targets, passes)[0][counts].mean()
+        chosen = text.result(*see(model, text.inputs, text.targets, passes)[:2])
         lots = []
         for _ in range(s.lots):
-            order = torch.randperm(int(counts.sum()), generator=draw).to(passes.device)
+            order = torch.randperm(int(text.counts.sum()), generator=draw).to(passes.device)
             dealt = passes.clone()
-            dealt[counts] = passes[counts][order]
-            lots.append(read(model, inputs, targets, dealt)[0][counts].mean().item())
-        rows.append([tau, f"{passes[counts].float().mean():.2f}", f"{chosen:.4f}",
-                     f"{statistics.mean(lots):.4f}", f"{min(lots):.4f} to {max(lots):.4f}"])
-    print(table(['halt_tau', 'passes', 'chosen', 'at random', 'lowest to highest'], rows), '\n',
-          flush=True)
+            dealt[text.counts] = passes[text.counts][order]
+            lots.append(text.result(*see(model, text.inputs, text.targets, dealt)[:2]))
+        taken = passes[text.counts].float().mean().item()
+        yield {'tau': tau, 'passes': taken, 'chosen': chosen, 'random': lots}
 
 
-def after_each_pass(model, inputs, targets):
+def print_taus(found, text):
+    rows = []
+    for row in found:
+        lots = row['random']
+        rows.append([f"{row['tau']:g}", f"{row['passes']:.2f}", text.words(row['chosen']),
+                     text.words(statistics.mean(lots)),
+                     f"{text.words(min(lots))} to {text.words(max(lots))}"])
+    header = ['halt_tau', 'passes', 'chosen', 'at random', 'lowest to highest']
+    print(table(header, rows), '\n', flush=True)
+
+
+def after_each_pass(model, text):
     """
-    When all tokens take 1, 2, .. K + 1 passes: each counted token's loss (K+1,N), and whether the
-    right one is the likeliest (K+1,N).
+    When all tokens take 1, 2, .. K + 1 passes: losses (K+1,n,T), and whether the right token is the
+    likeliest (K+1,n,T).
     """
-    counts = targets >= 0
     K = model.mechanism.K
     losses, right = [], []
     for n in range(1, K + 2):
         passes = None
         if model.mechanism.halts:
-            passes = torch.full_like(inputs, n)
+            passes = torch.full_like(text.inputs, n)
         else:
             change_steps(model, n - 1)
-        loss, hit, _ = read(model, inputs, targets, passes)
-        losses.append(loss[counts])
-        right.append(hit[counts])
+        loss, hit, _ = see(model, text.inputs, text.targets, passes)
+        losses.append(loss)
+        right.append(hit)
     model.config.ponder_steps = K
     return torch.stack(losses), torch.stack(right)
 
 
-def print_everyone(model, inputs, targets):
-    """A line per number of passes that all tokens take, and one of the oracle."""
-    losses, right = after_each_pass(model, inputs, targets)
+def everyone(losses, right, text):
+    """
+    Of after_each_pass: {'passes', 'result', 'loss'} of each number of passes, of the second on with
+    'corrects' and 'breaks'; and of the oracle.
+    """
     rows = []
     for n in range(1, len(losses) + 1):
-        row = [f"everyone {n}", f"{losses[n - 1].mean():.4f}", '', '']
-        if n > 1:
-            now, before = right[n - 1], right[n - 2]
-            row[2] = f"{(now & ~before).float().mean():.1%}"
-            row[3] = f"{(before & ~now).float().mean():.1%}"
-        rows.append(row)
+        now, before = right[n - 1][text.counts], right[max(0, n - 2)][text.counts]
+        rows.append({
+            'passes': n,
+            'result': text.result(losses[n - 1], right[n - 1]),
+            'loss': losses[n - 1][text.counts].mean().item(),
+            'corrects': (now & ~before).float().mean().item(),
+            'breaks': (before & ~now).float().mean().item(),
+        })
     least = losses.min(0)
-    passes = least.indices.float().mean() + 1
-    rows.append([f"oracle {passes:.2f}", f"{least.values.mean():.4f}", '', ''])
-    print(table(['passes', 'loss', 'corrects', 'breaks'], rows))
+    chosen = right.gather(0, least.indices[None])[0]
+    oracle = {
+        'passes': least.indices[text.counts].float().mean().item() + 1,
+        'result': text.result(least.values, chosen),
+        'loss': least.values[text.counts].mean().item(),
+    }
+    return rows, oracle
+
+
+def print_everyone(rows, oracle, text):
+    header = ['passes', 'loss', 'right answers', 'corrects', 'breaks']
+    cells = []
+    for row in [*rows, oracle]:
+        name = f"oracle {row['passes']:.2f}" if row is oracle else f"everyone {row['passes']}"
+        shares = [f"{row[key]:.1%}" if row['passes'] != 1 and key in row else ''
+                  for key in ('corrects', 'breaks')]
+        cells.append([name, f"{row['loss']:.4f}", text.words(row['result']), *shares])
+    if not text.answers:    # where the result is the loss
+        header.pop(2)
+        for row in cells:
+            row.pop(2)
+    print(table(header, cells))
 
 
 def main(argv):
@@ -188,13 +262,22 @@ def main(argv):
         raise UserError(f"this model has ponder={config.ponder!r} and "
                         f"ponder_steps={config.ponder_steps}: name one with several passes")
     data_dir = s.data_dir or data_dir_of(settings)
-    windows = Windows(data_dir, 'val', read_meta(data_dir, tokenizer), config.block_size)
-    n = min(windows.n, -(-s.tokens // config.block_size))
-    inputs, targets = windows.get(range(n), model.wte.weight.device)
-    print(f"nats per token of {int((targets >= 0).sum()):,} validation tokens\n", flush=True)
+    text = open_text(model, tokenizer, data_dir, s)
+    what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
+    print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
+    found = []
     if model.mechanism.halts:
-        print_taus(model, inputs, targets, s)
-    print_everyone(model, inputs, targets)
+        found = list(each_tau(model, text, s))
+        print_taus(found, text)
+    rows, oracle = everyone(*after_each_pass(model, text), text)
+    print_everyone(rows, oracle, text)
+    if s.json is not None:
+        _, [folder] = read(argv, '', ChoiceSettings)
+        record = {'checkpoint': folder, 'halting': config.halting, 'exit_by': config.exit_by,
+                  'exit_loss': config.exit_loss, 'data': data_dir, 'taus': found,
+                  'everyone': rows, 'oracle': oracle}
+        with open(s.json, 'a', encoding='utf-8') as f:
+            f.write(json.dumps(record) + '\n')
 
 
 if __name__ == '__main__':

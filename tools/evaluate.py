@@ -4,7 +4,9 @@ Measure a checkpoint: right answers, the loss on any text, the papers' tasks.
     python tools/evaluate.py out/loop --answers=1000
         right answers to problems of the made task that it was trained on
     python tools/evaluate.py out/loop --answers=500 --ponder_steps=0,1,2,3,6
-        the same weights with other numbers of passes; where tokens halt, --halt_tau=0.5,0.1,0.01
+        the same weights with other numbers of passes
+    python tools/evaluate.py out/loop --answers=500 --halting=exit --halt_tau=0.5,0.1,0.01
+        tokens leave as soon as the model is sure, with three ideas of what sure is
     python tools/evaluate.py out/depth_attn notes.txt data/mine
         the loss on texts, token shards (.bin) or data folders; without any, on the validation set
         of its data
@@ -44,6 +46,7 @@ class EvaluateSettings:
     answers: int = 0                    # problems of a made task to answer
     tokens: Optional[int] = None        # read only so many tokens of each text (None: all)
     ponder_steps: Optional[str] = None  # one or several, as 0,1,2,3 (None: as trained)
+    halting: Optional[str] = None       # 'exit': tokens leave a 'loop' when sure (None: as trained)
     halt_tau: Optional[str] = None      # with halting: one or several; larger stops earlier
     tasks: Optional[str] = None         # names of lm_eval tasks, with commas between
     num_fewshot: Optional[int] = None   # examples before each question (None: what the task says)
@@ -195,11 +198,20 @@ def print_answers(model, folder, s):
           f"{task.unit}; passes per character of an answer\n")
     print(table([name, 'passes', 'right', *map(str, levels)], rows))
 
-    if model.mechanism.halts and first['by_reach']:
-        rows = [[f'{value:g}', *(f"{row['passes']:.2f}" for row in found['by_reach'])]
-                for value, found in results.items()]
-        places = [str(row[task.reach_unit]) for row in first['by_reach']]
-        print(f"\npasses by {task.reach_unit}\n\n{table([name, *places], rows)}")
+    if model.mechanism.halts:
+        print_passes(results, 'by_difficulty', task.unit)
+        if first['by_reach']:
+            print_passes(results, 'by_reach', task.reach_unit)
+
+
+def print_passes(results, groups, unit):
+    """A line for each halt_tau: what the passes went to."""
+    first = next(iter(results.values()))
+    header = ['halt_tau', *(str(row[unit]) for row in first[groups])]
+    rows = []
+    for value, found in results.items():
+        rows.append([f'{value:g}', *(f"{row['passes']:.2f}" for row in found[groups])])
+    print(f"\npasses by {unit}\n\n{table(header, rows)}")
 
 
 # ---- lm_eval's tasks -----------------------------------------------------------------------------
@@ -314,7 +326,7 @@ def main(argv):
                         "python tools/evaluate.py out/depth_attn")
     checkpoint, *texts = paths
     device = pick_device(s.device)
-    model, tokenizer, settings = load_model(checkpoint, device)
+    model, tokenizer, settings = load_model(checkpoint, device, halting=s.halting)
     model.to(getattr(torch, s.dtype))
     if device.type == 'cpu':
         tune_cpu()
