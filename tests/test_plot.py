@@ -76,6 +76,26 @@ def test_records_of_earlier_days(tmp_path):
     assert (tmp_path / 'out' / 'records.png').read_bytes().startswith(b'\x89PNG')
 
 
+def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):
+    """A line for each kind of model, of those that halt a dotted one."""
+    lines = []
+    for seed, right in enumerate((0.5, 0.7, 0.6)):
+        taus = [{'tau': tau, 'passes': 2 - tau, 'chosen': right - tau, 'random': [0.1, 0.3]}
+                for tau in (0.0, 0.5)]
+        everyone = [{'passes': 1, 'result': 0.2}, {'passes': 2, 'result': right}]
+        lines.append(dict(checkpoint=f'out/exit-s{seed}', data='data/a', answers=True, taus=taus))
+        lines.append(dict(checkpoint=f'out/loop-s{seed}', data='data/a', answers=True, taus=[],
+                          everyone=everyone))
+    path = tmp_path / 'a.jsonl'
+    path.write_text('\n'.join(map(json.dumps, lines)))
+    figure = plot.halting([str(path)], PlotSettings())
+    close = pytest.approx
+    assert drawn(figure) == [([1.5, 2.0], close([10, 60])), ([1.5, 2.0], close([20, 20])),
+                             ([1, 2], close([20, 60]))]
+    with pytest.raises(UserError, match='names'):
+        plot.halting([str(path)], PlotSettings(names='gate'))
+
+
 @pytest.mark.parametrize('kind, toggle', [('depth', 'loop_depth'), ('steps', 'exit'),
                                           ('steps', 'gate')])
 def test_pictures_of_a_checkpoint(kind, toggle, tmp_path, small_data, capsys):

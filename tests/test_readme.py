@@ -157,7 +157,7 @@ LESS = {
 }
 # models that a page uses and does not spell out how to train
 BEFORE = {
-    'README.md': ('ponder', 'halting_gate'),
+    'README.md': (),
     'docs/training.md': (),
     'docs/released.md': (),
     'exercises/README.md': (),

@@ -3,6 +3,9 @@ Pictures of runs and checkpoints. Needs: pip install matplotlib
 
     python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl
         what tools/compare.py's runs reached: a panel for each runs.jsonl, a dot for each seed
+    python tools/plot.py halting docs/runs/halting.jsonl
+        right answers against passes, of tools/choices.py --json: a line for each kind of model,
+        dotted with the same passes dealt out at random
     python tools/plot.py curves out/compare/*-s* --x=flops
         loss against tokens, training FLOPs or seconds, of train.py's folders
     python tools/plot.py depth out/depth_attn
@@ -53,7 +56,7 @@ class PlotSettings:
     """what to draw"""
     out: Optional[str] = None        # file to write: .png, .svg or .pdf (None: out/KIND.png)
     x: str = 'flops'                 # of runs: against 'tokens', 'flops' or 'seconds'
-    names: Optional[str] = None      # records: only these runs, with commas between
+    names: Optional[str] = None      # records, halting: only these, with commas between
     start: Optional[str] = None      # text to read, or FILE:path (None: the validation set)
     tokens: int = 2048               # how much of the validation set to read
     device: Optional[str] = None     # 'cpu', 'cuda', 'mps' (None: the best there is)
@@ -164,6 +167,49 @@ def draw_records(ax, runs, looks, x):
     else:
         ax.set_title('text', loc='left', size=TEXT)
         ax.set_ylabel('nats per byte, better ↓')
+
+
+# -------------------------------------------------------------------------------------------------
+# What tools/choices.py found
+
+
+def halting(paths, s):
+    """A panel for each data set: medians over seeds, against the passes that were taken."""
+    panels = {}     # {data set: {name: [record, ..]}}
+    for record in [record for path in paths for record in read_lines(path)]:
+        name = re.sub(r'-s\d+/*$', '', os.path.basename(record['checkpoint']))
+        if s.names is None or name in s.names.split(','):
+            runs = panels.setdefault(os.path.basename(record['data']), {})
+            runs.setdefault(name, []).append(record)
+    if not panels:
+        raise UserError(f"{', '.join(paths)}: no line of tools/choices.py with one of these names")
+    columns = min(len(panels), 2)
+    figure, axes = new_figure(len(panels), (6 * columns, 4.2 * math.ceil(len(panels) / columns)))
+    for ax, (data, runs) in zip(axes, panels.items()):
+        for (name, found), colour in zip(runs.items(), LINES + (GREY, '#cc79a7', '#56b4e9')):
+            draw_halting(ax, name, found, colour)
+        answers = next(iter(runs.values()))[0]['answers']
+        ax.set(xlabel='passes per token', ylabel='right answers (%), better ↑' if answers
+               else 'loss (nats per token), better ↓')
+        ax.set_title(data, loc='left', size=TEXT)
+        ax.legend(frameon=False, fontsize=TEXT - 2)
+    return figure
+
+
+def draw_halting(ax, name, records, colour):
+    """A line over all thresholds; a dotted one for the same passes at random."""
+    key = 'taus' if records[0]['taus'] else 'everyone'
+    scale = 100 if records[0]['answers'] else 1
+    points = []
+    for rows in zip(*(record[key] for record in records)):      # of one threshold, all seeds
+        chosen = [row['chosen'] if 'chosen' in row else row['result'] for row in rows]
+        dealt = [np.mean(row['random']) for row in rows if 'random' in row]
+        passes = np.median([row['passes'] for row in rows])
+        points.append((passes, scale * np.median(chosen), scale * np.median(dealt or chosen)))
+    passes, chosen, dealt = zip(*sorted(points))
+    ax.plot(passes, chosen, 'o-', color=colour, markersize=5, label=name)
+    if key == 'taus':
+        ax.plot(passes, dealt, ':', color=colour)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -294,7 +340,7 @@ def steps(model, tokens):
 
 # -------------------------------------------------------------------------------------------------
 
-RUNS = {'records': records, 'curves': curves}
+RUNS = {'records': records, 'halting': halting, 'curves': curves}
 CHECKPOINT = {'depth': depth, 'steps': steps}
 KINDS = {**RUNS, **CHECKPOINT}
 
