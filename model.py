@@ -53,9 +53,8 @@ from torch.utils.flop_counter import FlopCounterMode
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. Where
-    the comment has a default for None, it is filled in when the config is made, and stays what it
-    is in dataclasses.replace.
+    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. None
+    is filled in once, when the config is made; dataclasses.replace keeps what was filled in.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows in use, the others are padding (None: all)
@@ -90,9 +89,10 @@ class GPTConfig:
     halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain,
                                          # 'exit' loop
     halt_tau: float = 1e-4               # below this probability a pass is not taken
-    halt_lambda: Optional[float] = None  # weight of the loss term for fewer passes (None: default)
-    halt_start: Optional[float] = None   # share of the run at which that term starts, and from
-    halt_full: Optional[float] = None    # which it counts in full (None: gate, mask 0.4 and 0.48)
+    halt_lambda: Optional[float] = None  # weight of the loss term that halting adds
+    halt_start: Optional[float] = None   # share of the run at which halting's loss begins
+    halt_full: Optional[float] = None    # and at which it counts in full; None, for all three: what
+                                         # the class has in `defaults`
     halt_share: float = 0.1              # gate: the term averages at most this share, the lowest
     halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
     exit_by: str = 'confidence'          # exit: what decides; or 'gate'
@@ -168,8 +168,8 @@ NEVER = 2 ** 40  # the time of what nobody reads, such as padding
 class Memory:
     """
     What attention reads: the keys and values of the tokens that go through the blocks now, and of
-    all that went through before. In training the text is there at once, and nothing came before.
-    A token's time is its place in the text.
+    all that went through before. In training the text is there at once and nothing came before:
+    `mask` is None, and `update` gives back what it takes. A token's time is its place in the text.
     pad     (B,): tokens of padding on the left of each row, if prompts have unequal lengths
     """
 
@@ -313,7 +313,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Normal matrices; pondering models, as in their papers, have small residual branches."""
+        """Gaussian matrices; pondering models, as in their papers, have small residual branches."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
@@ -328,8 +328,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats, in training perhaps with more. Negative targets do not
-        count.
+        the mean cross-entropy in nats, in training with what the mechanism adds. Negative targets
+        do not count.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -362,7 +362,8 @@ class GPT(nn.Module):
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
         Positions may repeat.
         memory      what else there is to read. None: each slot reads itself and all before it
-        layers      the blocks to go through, for mechanisms that repeat only some (None: all)
+        layers      the blocks to go through (None: all), for mechanisms that repeat only some; what
+                    is repeated takes a memory of its own each time
         norm        False: without the final norm
         """
         if memory is None:
@@ -404,7 +405,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, pad=None):
         """
-        Append tokens, one by one, to idx (B,T), up to block_size. For a model in eval mode.
+        Append tokens, one by one, to idx (B,T); block_size is the most there can be. For a model in
+        eval mode.
         temperature     0 takes the likeliest token
         top_k           only the k likeliest are drawn from
         pad             (B,): so many on the left of each row are padding, see Memory
@@ -530,7 +532,7 @@ class Mechanism(nn.Module):
 
     def draws(self):
         """
-        What training draws anew for each optimizer step: values of the same probability, the one
+        What training draws anew for each optimizer step: values that are equally likely, the one
         that costs most first.
         """
         return [None]
@@ -672,8 +674,8 @@ class Slots(SimpleNamespace):
     k       the number of the pass, or of the slot
     """
 
-    def unsqueeze(self, axis):
-        return Slots(**{name: label.unsqueeze(axis) for name, label in vars(self).items()})
+    def __getitem__(self, where):
+        return Slots(**{name: label[where] for name, label in vars(self).items()})
 
 
 class SlotMemory(Memory):
@@ -682,8 +684,8 @@ class SlotMemory(Memory):
     def __init__(self, rule, pad=None):
         super().__init__(pad)
         self.rule = rule
-        self.key = Slots()          # labels of all slots so far
-        self.query = None           # labels of those of this pass
+        self.key_labels = Slots()          # labels of all slots so far
+        self.query_labels = None           # labels of those of this pass
         self.settled = 0            # slots of the tokens before these
         self.causal = False         # whether the rule need not be asked in this pass
 
@@ -703,19 +705,19 @@ class SlotMemory(Memory):
         T = self.times[-1].size(1)
         t = self.times[-1].repeat_interleave(n, dim=1)                  # (B, T n)
         numbers = torch.arange(k, k + n, device=t.device).repeat(T)
-        self.query = Slots(t=t, k=numbers.expand_as(t), **labels)
-        new = vars(self.query)
+        self.query_labels = Slots(t=t, k=numbers.expand_as(t), **labels)
+        new = vars(self.query_labels)
         if visible is not None:
             new = {**new, 't': t.where(visible, NEVER)}
 
         # In the first pass over a text these rules are plain causal attention, which is faster.
         first = self.length == 0
         whole = self.pad is None and visible is None
-        known = self.rule is flat or (n == 1 and self.rule in (by_pass, newest))
+        known = self.rule is flat or (n == 1 and self.rule is by_pass)
         self.causal = first and whole and known
         for name, label in new.items():
-            held = label[:, :0] if first else getattr(self.key, name)
-            setattr(self.key, name, torch.cat((held, label), dim=1))
+            held = label[:, :0] if first else getattr(self.key_labels, name)
+            setattr(self.key_labels, name, torch.cat((held, label), dim=1))
         self.length += T * n
         self.made = {}
         return self
@@ -724,12 +726,12 @@ class SlotMemory(Memory):
         """Which keys each slot of this pass reads, (B,1,S,N): True, or a number for the score."""
         if self.causal:
             return None
-        return self.rule(self.query.unsqueeze(2), self.key.unsqueeze(1))[:, None]
+        return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
 
     def rewind(self):
         """Forget the slots of these tokens: they were guesses."""
         n = self.length = self.settled
-        self.key = Slots(**{name: label[:, :n] for name, label in vars(self.key).items()})
+        self.key_labels = self.key_labels[:, :n]
         kept = self.keys if n > 0 else ()
         self.keys = {layer: self.keys[layer][:, :, :n] for layer in kept}
         self.values = {layer: self.values[layer][:, :, :n] for layer in kept}
@@ -894,7 +896,9 @@ class Thinking:
 class Halting(Mechanism):
     """
     A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
-    pass and what is made of its output, and what training adds to the loss; the loop is here.
+    pass and what is made of its output, and what training adds to the loss; the loop is here. In it
+    tokens that stopped go through the blocks all the same, and nobody reads them; engine/fast.py
+    leaves them out, and the costs below count it so.
     """
     halts = True
     norm = True             # whether a pass ends with the final norm
@@ -935,9 +939,9 @@ class Halting(Mechanism):
         self.trace = []
         for k in range(self.K + 1):
             on = state.go_on            # (B,T): who takes pass k; the others are not read in it
-            reads = memory.open(k, visible=on, **self.labels(state, k))
+            opened = memory.open(k, visible=on, **self.labels(state, k))
             x = self.before(gpt, state, k)
-            h = gpt.trunk(x, pos, reads, norm=self.norm)
+            h = gpt.trunk(x, pos, opened, norm=self.norm)
             new = self.after(gpt, state, x, h, k)
             state = new.where(on, state)
             self.trace.append((on, new))
@@ -950,7 +954,7 @@ class Halting(Mechanism):
         """What was compared with halt_tau, (B,T) each, after the passes 0, 1, .. of a text."""
         return [new.chance for _, new in self.trace[:self.K]]
 
-    def ramp(self):
+    def onset(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
         start, full = self.config.halt_start, self.config.halt_full
         if self.progress >= full:
@@ -964,7 +968,10 @@ class Halting(Mechanism):
 
 
 def in_fp32(module, h):
-    """module(h) without autocast, as fp32: the result is compared with halt_tau, 1e-4."""
+    """
+    module(h) in the precision of its weights, without autocast: what comes out, at least fp32, is
+    compared with halt_tau, 1e-4.
+    """
     with torch.autocast('cpu' if h.is_meta else h.device.type, enabled=False):
         weight_dtype = next(module.parameters()).dtype
         return at_least_fp32(module(h.to(weight_dtype)))
@@ -976,8 +983,8 @@ def newest(query, key):
     token's last pass if it stopped before.
     """
     N = key.t.size(-1)
-    token = key.t.clamp(max=N)                                  # (B,1,N): t < N, and N for NEVER
-    last_pass = token.new_zeros(len(token), 1, N + 1)           # of each token: its largest k
+    token = key.t.clamp(max=N)                                  # (B,1,N): its t, or N for NEVER
+    last_pass = token.new_zeros(len(token), 1, N + 1)           # largest k of token 0, 1, .. N
     last_pass = last_pass.scatter_reduce(-1, token, key.k, 'amax')
     last = last_pass.gather(-1, token)                          # (B,1,N), of the token of each key
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
@@ -1046,7 +1053,7 @@ class Gate(Halting, Embedding):
         counts = targets >= 0                                           # (B,T)
         gates = torch.stack(self.decisions())                           # (K,B,T)
         gates = gates.masked_fill(~counts, math.inf).flatten().sort().values
-        share = self.ramp() * self.config.halt_share                    # (14)
+        share = self.onset() * self.config.halt_share                    # (14)
         n = (share * self.K * counts.sum()).floor()
         lowest = torch.arange(len(gates), device=gates.device) < n
         mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13); n stays on the GPU
@@ -1153,7 +1160,7 @@ class Mask(Halting, Latent):
         _, first = self.trace[0]
         counts = targets >= 0                                           # (B,T)
         expected = (first.s * torch.arange(self.K + 1, device=counts.device)).sum(-1)
-        return self.config.halt_lambda * self.ramp() * mean_where(counts, expected)
+        return self.config.halt_lambda * self.onset() * mean_where(counts, expected)
 
 
 @dataclass
@@ -1217,7 +1224,7 @@ class Router(Halting, Chain):
                 p = gpt.nats(new.x, counted).neg().exp()                # new.x is z
             total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
-        return self.config.halt_lambda * self.ramp() * mean             # (9), (10)
+        return self.config.halt_lambda * self.onset() * mean             # (9), (10)
 
 
 @dataclass
@@ -1278,7 +1285,8 @@ class Exit(Halting, Loop):
         out = h if self.norm else gpt.ln_f(h)
         lam, chance = state.lam, state.chance
         if self.gate is not None:
-            lam = in_fp32(self.gate, out).squeeze(-1).sigmoid()
+            seen = out.detach() if self.config.exit_loss == 'gain' else out
+            lam = in_fp32(self.gate, seen).squeeze(-1).sigmoid()
         if self.config.exit_by == 'gate':
             chance = chance * (1 - lam)                                 # S_t
         elif k < self.K and not self.training:
@@ -1298,11 +1306,10 @@ class Exit(Halting, Loop):
             return losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)     # (4)
         if how == 'gain':
             return self.gain_loss(gpt, outs, targets)
-        T = len(outs)
-        prior = [0.0] * T
+        prior = [0.0] * len(outs)
         if how != 'last':
-            weights = [t if how == 'ramp' else 1 for t in range(1, T + 1)]
-            prior = [self.ramp() * weight / sum(weights) for weight in weights]
+            weights = [k + 1 if how == 'ramp' else 1 for k in range(len(outs))]
+            prior = [self.onset() * weight / sum(weights) for weight in weights]
         prior[-1] += 1 - sum(prior)
         return sum(w * gpt.loss(out, targets) for out, w in zip(outs, prior) if w > 0)
 
@@ -1324,7 +1331,7 @@ class Exit(Halting, Loop):
             lam = new.lam.clamp(1e-6, 1 - 1e-6)
             surprise = goes_on * (1 - lam).log() + (1 - goes_on) * lam.log()
             total = total - mean_where(targets >= 0, surprise)          # (6)
-        return total / len(outs)
+        return total / len(outs)                                        # 1 / T, as theirs
 
 
 def confidence(gpt, h):
@@ -1401,6 +1408,8 @@ def check_together(c):
         require(c.halt_start <= c.halt_full,
                 f"halt_start={c.halt_start} must not be above halt_full={c.halt_full}")
     if c.halting == 'exit':
+        require(c.exit_loss != 'gain' or c.exit_by == 'gate',
+                "exit_loss='gain' trains a gate that nobody asks: set exit_by='gate'")
         require(c.exit_by != 'gate' or c.exit_loss in ('learned', 'gain'),
                 f"exit_by='gate' has no gate with exit_loss={c.exit_loss!r}: set 'learned' or "
                 "'gain'")
@@ -1420,7 +1429,8 @@ def flops_per_token(gpt, T, training=True):
         if sources > 0:
             slot += 2 * (sources + 1) * c.n_kv_head * c.head_dim
     key = 2 * c.n_layer * c.n_head * c.head_dim             # q k^T, and its weight times v
-    total, draws = 0, mechanism.draws() if training else mechanism.draws()[:1]
+    draws = mechanism.draws() if training else mechanism.draws()[:1]
+    total = 0
     for drawn in draws:
         row = cost(gpt, drawn, training).get(type(mechanism))
         if row is None:
@@ -1428,8 +1438,9 @@ def flops_per_token(gpt, T, training=True):
             continue
         slots, keys, other, no_grad = row
         forward = slots * slot + keys * T * key + gpt.lm_head.weight.numel() + other
-        backward = 2 * forward + no_grad if training else 0
-        total += 2 * (forward + backward)
+        if training:
+            forward = 3 * forward + no_grad     # backward takes twice what forward takes
+        total += 2 * forward
     return total / len(draws)
 
 
@@ -1442,15 +1453,15 @@ def cost(gpt, drawn, training):
     c = gpt.config
     K, R, C = gpt.mechanism.K, drawn or 0, c.n_embd
     head = gpt.lm_head.weight.numel()
-    mixture = head + (c.ponder_topk or c.vocab_size) * C
+    mixing = head + (c.ponder_topk or c.vocab_size) * C
     own = linear_weights(gpt.mechanism)                     # of gates and routers
     sweeps = [*range(1, K + 1), *[K + 1] * (R + 1 if K > 0 else 1)]     # slots of a token in each
     read = sum(n * n for n in sweeps)
     asks_head = c.exit_loss in ('uniform', 'ramp', 'learned') if training else c.exit_by != 'gate'
     return {
         Plain: (1, 1, 0, 0),
-        Embedding: (K + 1, K + 1, K * mixture, 0),
-        Gate: (K + 1, K + 1, K * mixture + own, 0),
+        Embedding: (K + 1, K + 1, K * mixing, 0),
+        Gate: (K + 1, K + 1, K * mixing + own, 0),
         Latent: (sum(sweeps), read, 0, 0),
         Mask: (sum(sweeps), read, own * len(sweeps), 0),
         Chain: (K + 1, (K + 1) * (K + 2) / 2, 0, 0),

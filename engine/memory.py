@@ -192,18 +192,18 @@ class RulePass(TextPass):
         # in the first pass these are causal, in the order of the slots
         known = rule is flat or (one_each and rule in (by_pass, newest))
         self.causal = before is None and known
-        self.query = query
-        self.key = key
+        self.query_labels = query
+        self.key_labels = key
         if before is not None:
             joined = {}
             for name, label in vars(key).items():
-                joined[name] = torch.cat((getattr(before.key, name), label), dim=1)
-            self.key = Slots(**joined)
+                joined[name] = torch.cat((getattr(before.key_labels, name), label), dim=1)
+            self.key_labels = Slots(**joined)
 
     def mask(self, S, device):
         if self.causal:
             return None
-        return self.rule(self.query.unsqueeze(2), self.key.unsqueeze(1))[:, None]
+        return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
 
 
 class TextSlots:
@@ -282,8 +282,8 @@ class Cache(Memory):
         self.rule = rule
         self.ordered = pad is None and rule in (earlier, flat)
         self.places = capacity if self.ordered or static else 0     # there is room for so many now
-        self.key = Slots()          # (B, places) each
-        self.query = None           # of this pass
+        self.key_labels = Slots()          # (B, places) each
+        self.query_labels = None           # of this pass
         self.first = 0              # where this pass begins
         self.settled = 0             # where the tokens that are read now begin
         self.compiled = False       # whether the pass is one new token's, in compiled code
@@ -325,19 +325,19 @@ class Cache(Memory):
 
     def open_slots(self, query, key_t, one_token):
         """query: labels (B,S); key_t (B,S): t of the same slots as keys."""
-        self.query = query
+        self.query_labels = query
         self.reserve(key_t.size(1), one_token, key_t.device)
         for name, new in vars(query).items():
             nothing = NEVER if name == 't' else 0
             new = key_t if name == 't' else new
-            held = getattr(self.key, name, None)
+            held = getattr(self.key_labels, name, None)
             if held is None:
                 held = new.new_full((len(new), self.places), nothing)
             more = self.places - held.size(1)
             if more > 0:
                 held = F.pad(held, (0, more), value=nothing)
             held[:, self.first:self.length] = new
-            setattr(self.key, name, held)
+            setattr(self.key_labels, name, held)
         return self
 
     def reserve(self, S, one_token, device):
@@ -357,8 +357,8 @@ class Cache(Memory):
 
     def mask(self, S, device):
         if not self.ordered:
-            key = {name: label[:, None, :self.readable] for name, label in vars(self.key).items()}
-            return self.as_numbers(self.rule(self.query.unsqueeze(2), Slots(**key))[:, None])
+            key = self.key_labels[:, None, :self.readable]
+            return self.as_numbers(self.rule(self.query_labels[:, :, None], key)[:, None])
         if not self.compiled and (S == 1 or self.first == 0):
             return None
         key = torch.arange(self.readable, device=device)
@@ -410,15 +410,16 @@ class Cache(Memory):
     def rewind(self):
         """Forget the slots of these tokens."""
         self.length = self.settled
-        if vars(self.key):
-            self.key.t[:, self.length:] = NEVER
+        if vars(self.key_labels):
+            self.key_labels.t[:, self.length:] = NEVER
 
     def forget_hidden(self):
         """Forget the slots that nobody reads: those behind them move up."""
-        gone = self.key.t == NEVER                                      # (B, places)
+        gone = self.key_labels.t == NEVER                                      # (B, places)
         order = gone.byte().argsort(dim=1, stable=True)                 # the others first
         self.length = int((~gone).sum(1).max())
-        self.key = Slots(**{name: x.gather(1, order) for name, x in vars(self.key).items()})
+        for name, label in vars(self.key_labels).items():
+            setattr(self.key_labels, name, label.gather(1, order))
         for held in self.all_tensors():
             held.copy_(held.gather(2, order[:, None, :, None].expand_as(held)))
 
@@ -426,7 +427,7 @@ class Cache(Memory):
         """Forget all rows of the batch but these (r,)."""
         self.keys = {layer: k[rows] for layer, k in self.keys.items()}
         self.values = {layer: v[rows] for layer, v in self.values.items()}
-        self.key = Slots(**{name: label[rows] for name, label in vars(self.key).items()})
+        self.key_labels = self.key_labels[rows]
 
     def all_tensors(self):
         """Keys and values of all layers that have some."""
@@ -436,7 +437,7 @@ class Cache(Memory):
         """Slots in the cache, of all rows together."""
         if self.ordered:
             return self.length * len(self.times[-1])
-        return int((self.key.t < NEVER).sum())
+        return int((self.key_labels.t < NEVER).sum())
 
     def bytes(self):
         """Bytes allocated so far."""

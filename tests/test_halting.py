@@ -316,8 +316,8 @@ def test_a_cached_prompt_is_forward_at_the_same_number_of_iterations(K, J, idx):
         held = cache.held()
         assert held > 3 * 13
         cache.begin(3, 0, 'cpu')    # what follows finds the slots in order, and nothing between
-        t, k, log_w = (label[:, :cache.length] for label in (cache.key.t, cache.key.k,
-                                                             cache.key.log_w))
+        held_labels = cache.key_labels[:, :cache.length]
+        t, k, log_w = held_labels.t, held_labels.k, held_labels.log_w
         there = t < NEVER                                               # (B, length)
         assert there.sum() == held
         assert (log_w[there] >= math.log(0.3)).all()
@@ -452,4 +452,4 @@ def test_a_ramp_may_be_a_step(idx):
     model = make_mode('gate', halt_start=0.5, halt_full=0.5)
     for progress, ramp in ((0.2, 0), (0.5, 1), (0.7, 1)):
         model.mechanism.progress = progress
-        assert model.mechanism.ramp() == ramp
+        assert model.mechanism.onset() == ramp
