@@ -1234,8 +1234,9 @@ class ExitState(Thinking):
 
 class Exit(Halting, Loop):
     """
-    Exits from the looped Transformer: by confidence; or by Ouro's gate, Scaling Latent Reasoning
-    via Looped Language Models (arXiv 2510.25741). The papers count passes t = 1 .. T, T = K + 1.
+    Exits from the looped Transformer: by confidence (arXiv 2607.20519); or by Ouro's gate, Scaling
+    Latent Reasoning via Looped Language Models (arXiv 2510.25741). The papers count passes
+    t = 1 .. T, T = K + 1.
 
         h^t    = the final norm of what pass t makes; with loop_norm it goes on from there, as Ouro
         L^t    = cross-entropy of head(h^t)                                                      (2)
@@ -1245,17 +1246,21 @@ class Exit(Halting, Loop):
 
     A token takes its next pass while its chance is at least halt_tau. By the gate that is S_t (Ouro
     leaves when p_1 + .. + p_t reaches q, here 1 - halt_tau). By confidence it is 1 - the largest
-    probability of head(h^t): no weights, and as good (arXiv 2607.20519). Its newest keys and values
-    are read after it left, as in Gate. In training all tokens take all passes, and exit_loss says
-    what is minimised:
+    probability of head(h^t): no weights. Its newest keys and values are read after it left, as in
+    Gate. What training minimises is exit_loss:
 
         last        L^T
-        uniform     sum_t L^t / T                   a fixed prior over passes, as 2607.20519; before
-        ramp        sum_t t L^t / sum_t t           halt_start it is L^T, from halt_full on all this
+        uniform     sum_t L^t / T                   a fixed prior over passes; before halt_start it
+        ramp        sum_t t L^t / sum_t t           is L^T, from halt_full on all this
         learned     sum_t p_t L^t - halt_lambda H(p)        Ouro's stage I                       (4)
         gain        of the gate alone, the model is frozen: cross-entropy of 1 - lam_t with
                     sigmoid(50 (I - 0.005)), where I = max(0, L^t - L^{t+1}) is what the next
                     pass gains: Ouro's stage II                                             (5), (6)
+
+    Two things are ours. With the first three losses tokens leave in training too, from halt_full
+    on: what reads early keys learns to; L^t is then that of the last pass the token took. And tokens
+    whose targets do not count, such as questions, are taught to stay (halt_lambda): nothing else
+    says what they should be sure of, and whatever follows reads them.
 
     Cost: K + 1 passes, in generation those that are taken; a head per pass where it is asked for
     confidence, or for its loss. Unlike in the authors' code, a token that left costs nothing more:
@@ -1265,7 +1270,7 @@ class Exit(Halting, Loop):
     """
     rule = staticmethod(newest)
     needs = 'loop'
-    defaults = dict(halt_lambda=0.1, halt_start=0.0, halt_full=0.0)
+    defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
     settings = ('ponder_steps', 'loop_norm')
 
     def __init__(self, config):
@@ -1289,21 +1294,28 @@ class Exit(Halting, Loop):
             lam = in_fp32(self.gate, seen).squeeze(-1).sigmoid()
         if self.config.exit_by == 'gate':
             chance = chance * (1 - lam)                                 # S_t
-        elif k < self.K and not self.training:
+        elif k < self.K and self.may_leave():
             chance = 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
         go_on = state.go_on & (k < self.K)
-        if not self.training:
+        if self.may_leave():
             go_on = go_on & (chance >= self.config.halt_tau)
         return ExitState(x=h, out=out, go_on=go_on, chance=chance, lam=lam)
 
+    def may_leave(self):
+        late = self.gate is None and self.progress >= self.config.halt_full
+        return late or not self.training
+
     def loss(self, gpt, h, targets):
-        outs = [new.out for _, new in self.trace]                       # T times (B,T,C)
+        outs = []                                                       # T times (B,T,C)
+        for on, new in self.trace:
+            outs.append(torch.where(on[..., None], new.out, outs[-1]) if outs else new.out)
         how = self.config.exit_loss
         if how == 'learned':
             p = self.leaving()                                          # T times (B,T)
             losses = sum(gpt.loss(out, targets, p_t) for out, p_t in zip(outs, p))
             entropy = -sum(torch.special.xlogy(p_t, p_t) for p_t in p)  # (B,T)
-            return losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)     # (4)
+            losses = losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)   # (4)
+            return losses + self.penalty(gpt, targets)
         if how == 'gain':
             return self.gain_loss(gpt, outs, targets)
         prior = [0.0] * len(outs)
@@ -1311,7 +1323,22 @@ class Exit(Halting, Loop):
             weights = [k + 1 if how == 'ramp' else 1 for k in range(len(outs))]
             prior = [self.onset() * weight / sum(weights) for weight in weights]
         prior[-1] += 1 - sum(prior)
-        return sum(w * gpt.loss(out, targets) for out, w in zip(outs, prior) if w > 0)
+        losses = sum(w * gpt.loss(out, targets) for out, w in zip(outs, prior) if w > 0)
+        return losses + self.penalty(gpt, targets)
+
+    def penalty(self, gpt, targets):
+        """halt_lambda times what it costs the tokens whose targets do not count to stay."""
+        given = targets < 0                                             # (B,T)
+        if not given.any():
+            return 0.0
+        total = 0.0
+        for _, new in self.trace[:-1]:
+            if self.gate is None:
+                surprise = self.by_rows(surprise_of_chance, gpt, new.out).squeeze(-1)
+            else:
+                surprise = -(1 - new.lam).clamp(min=1e-6).log()
+            total = total + mean_where(given, surprise)
+        return self.config.halt_lambda * self.onset() * total / self.K
 
     def leaving(self):
         """p_t, (B,T) each, for t = 1 .. T."""
@@ -1327,16 +1354,22 @@ class Exit(Halting, Loop):
         total = 0.0
         for t, (_, new) in enumerate(self.trace[:-1]):
             gain = (nats[t] - nats[t + 1]).clamp(min=0)                 # (5)
-            goes_on = torch.sigmoid(50 * (gain - 0.005))
+            goes_on = torch.sigmoid(50 * (gain - 0.005)).masked_fill(targets < 0, 1.0)
             lam = new.lam.clamp(1e-6, 1 - 1e-6)
             surprise = goes_on * (1 - lam).log() + (1 - goes_on) * lam.log()
-            total = total - mean_where(targets >= 0, surprise)          # (6)
+            total = total - surprise.mean()                             # (6)
         return total / len(outs)                                        # 1 / T, as theirs
 
 
 def confidence(gpt, h):
     """The largest probability of head(h): (.., C) -> (.., 1)."""
     return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1, keepdim=True)
+
+
+def surprise_of_chance(gpt, h):
+    """Cross-entropy of head(h) with the distribution that knows nothing: (.., C) -> (.., 1)."""
+    logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
+    return logits.logsumexp(-1, keepdim=True) - logits.mean(-1, keepdim=True)
 
 
 def mean_where(chosen, values):

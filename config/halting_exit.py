@@ -1,7 +1,7 @@
 """
 The looped Transformer whose tokens leave when the model is confident (arXiv 2607.20519): a fixed
-prior makes each pass predict, so that any of them can be the last. When that begins is ours; the
-rest is config/loop.py's.
+prior makes each pass predict, so that any of them can be the last. That it begins late, and that
+tokens then leave in training too, is ours; the rest is config/loop.py's.
 Cost: as config/loop.py in training, plus a head per pass; at inference only the passes that a token
 takes, plus a head for each.
 """
@@ -10,9 +10,10 @@ ponder = 'loop'
 ponder_steps = 3
 loop_norm = True
 halting = 'exit'
-exit_loss = 'uniform'
-halt_start = 0.4        # of the run: before, the last pass alone predicts
-halt_full = 0.7
+exit_loss = 'ramp'
+halt_start = 0.5        # of the run: before, the last pass alone predicts
+halt_full = 0.7         # from here on tokens leave
+halt_tau = 0.02         # when the model is sure to 98 %
 learning_rate = 3e-4
 batch_tokens = 512 * 2048
 max_steps = 50000

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EXIT, LOOP, close, make
+from conftest import EXIT, EXIT_GATE, LOOP, close, make
 from test_promises import targets
 
 from model import GPT
@@ -31,7 +31,8 @@ def each_pass(model, idx):
     ('ramp', [1 / 6, 2 / 6, 3 / 6]),
 ])
 def test_a_fixed_prior_weighs_the_passes(how, weights, idx, kind):
-    model = make(**{**EXIT, 'exit_loss': how, 'halt_start': 0.4, 'halt_full': 0.6}, kind=kind)
+    late = dict(exit_loss=how, halt_start=0.4, halt_full=0.6, halt_tau=0.0)
+    model = make(**{**EXIT, **late}, kind=kind)
     nats, _ = each_pass(model, idx)
     for progress, share in [(0.3, 0.0), (0.5, 0.5), (0.9, 1.0)]:
         model.mechanism.progress = progress
@@ -67,6 +68,48 @@ def test_gain_is_the_papers_second_stage(idx, kind):
     assert model.mechanism.trains_alone
     loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.mechanism.parameters())
+
+
+def test_tokens_leave_in_training_as_in_generation(idx, kind):
+    """From halt_full on, and then the loss of a pass is that of the last one a token took."""
+    model = make(**{**EXIT, 'halt_tau': 0.8, 'halt_start': 0.4, 'halt_full': 0.6}, kind=kind)
+    model(idx)
+    taken = model.mechanism.passes
+    assert 1 <= taken.min() < taken.max() <= 3
+    model.train()
+    model.mechanism.progress = 0.5
+    model(idx)
+    assert (model.mechanism.passes == 3).all()
+
+    model.mechanism.progress = 0.7
+    nats, _ = each_pass(model, idx)
+    assert torch.equal(model.mechanism.passes, taken)
+    second = nats[1].where(taken > 1, nats[0])
+    third = nats[2].where(taken > 2, second)
+    close(model(idx, targets(idx))[1], (nats[0] + second + third).mean() / 3)
+
+
+@pytest.mark.parametrize('toggle', [EXIT, {**EXIT_GATE, 'halt_full': 0.0, 'halt_start': 0.0}])
+def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx, kind):
+    """Its doubt, or its gate's probability of staying, grows; without such tokens nothing is added."""
+    model = make(**{**toggle, 'halt_tau': 0.0, 'halt_lambda': 0.5}, kind=kind)
+    model.train()
+    wanted = targets(idx)
+    model(idx, wanted)
+    assert model.mechanism.penalty(model, wanted) == 0
+    wanted[:, :4] = -1
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stays = []
+    for _ in range(2):
+        model(idx, wanted)
+        first = model.mechanism.trace[0][1]
+        p = model.head(first.out).softmax(-1)[..., :model.config.n_tokens]
+        doubt = 1 - first.lam if model.mechanism.gate is not None else -(p.log().mean(-1))
+        stays.append(doubt[:, :4].mean().item())
+        model.mechanism.penalty(model, wanted).backward()
+        optimizer.step()
+    staying = stays[1] > stays[0] if model.mechanism.gate is not None else stays[1] < stays[0]
+    assert staying
 
 
 @pytest.mark.parametrize('toggle', [{**EXIT, 'halt_tau': 0.8}, {**GAIN, 'halt_tau': 0.4}])

@@ -87,9 +87,9 @@ RUNS.update({
     'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
     # the term for fewer steps waits
     'router_late': ('halting_router', '--halt_start=0.6', '--halt_full=0.8'),
-    # other losses for exit: of all passes from the first step on; more for later ones; Ouro's
-    'exit_at_once': ('halting_exit', '--halt_start=0', '--halt_full=0'),
-    'exit_ramp': ('halting_exit', '--exit_loss=ramp'),
+    # other losses for exit: of the last pass alone; of all equally; Ouro's
+    'exit_last': ('halting_exit', '--exit_loss=last'),
+    'exit_uniform': ('halting_exit', '--exit_loss=uniform'),
     'exit_learned': ('halting_exit', '--exit_loss=learned', '--exit_by=gate'),
     # as PonderLM-2's released scripts have it: their vanilla baseline, and the norms of all runs
     'plain_stock': ('vanilla', '--norm_eps=0.1', '--init_std=0.01', '--weight_decay=0.01'),
