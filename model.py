@@ -1258,9 +1258,9 @@ class Exit(Halting, Loop):
                     pass gains: Ouro's stage II                                             (5), (6)
 
     Two things are ours. With the first three losses tokens leave in training too, from halt_full
-    on: what reads early keys learns to; L^t is then that of the last pass the token took. And tokens
-    whose targets do not count, such as questions, are taught to stay (halt_lambda): nothing else
-    says what they should be sure of, and whatever follows reads them.
+    on: later ones learn to read their early keys; L^t is then that of the last pass the token took.
+    And tokens whose targets do not count, such as questions, are taught to stay (halt_lambda):
+    nothing else says what they should be sure of, and all that follows reads them.
 
     Cost: K + 1 passes, in generation those that are taken; a head per pass where it is asked for
     confidence, or for its loss. Unlike in the authors' code, a token that left costs nothing more:

@@ -91,7 +91,7 @@ def test_tokens_leave_in_training_as_in_generation(idx, kind):
 
 @pytest.mark.parametrize('toggle', [EXIT, {**EXIT_GATE, 'halt_full': 0.0, 'halt_start': 0.0}])
 def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx, kind):
-    """Its doubt, or its gate's probability of staying, grows; without such tokens nothing is due."""
+    """Doubt, or its gate's probability of staying, grows; without such tokens nothing is due."""
     model = make(**{**toggle, 'halt_tau': 0.0, 'halt_lambda': 0.5}, kind=kind)
     model.train()
     wanted = targets(idx)
