@@ -97,6 +97,7 @@ def new_figure(panels=1, size=(7.5, 4.5)):
 PLAIN_WORDS = {
     'plain_scaled': ('one pass', INK, 'o'),
     'plain_scaled_as_loop': ('one pass, trained longer', BLUE, 's'),
+    'plain_deep': ('four layers', '#009e73', 'o'),      # a ring, around loop's mark
     'loop': ('four passes', ORANGE, 'D'),
 }
 MARKS = 'v^<>pPX*hd'    # of the others, in grey
@@ -146,12 +147,15 @@ def draw_records(ax, runs, looks, x):
         ends = [scale * record[key] for record in runs[name]]
         front = 2 if name in PLAIN_WORDS else 1
         ax.plot([cost] * len(ends), ends, 'o', color=colour, markersize=4, zorder=front)
-        ax.plot(cost, np.median(ends), mark, color=colour, markersize=10, zorder=front,
-                label=words, linestyle='none', markeredgecolor='white')
-        if answers and name in PLAIN_WORDS:
+        look = dict(markersize=10, markeredgecolor='white')
+        if name == 'plain_deep':
+            look = dict(markersize=18, markerfacecolor='none', markeredgewidth=2)
+        ax.plot(cost, np.median(ends), mark, color=colour, zorder=front, label=words,
+                linestyle='none', **look)
+        if answers and name in PLAIN_WORDS and name != 'plain_deep':
             learned = sum(end >= 100 * LEARNED for end in ends)
             side = -1 if name == 'plain_scaled_as_loop' else 1      # as costly as loop
-            ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (9 * side, 0),
+            ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (13 * side, 0),
                         textcoords='offset points', color=colour, size=TEXT, va='center',
                         ha='left' if side > 0 else 'right')
     ax.set_xscale('log', base=2)
@@ -163,7 +167,7 @@ def draw_records(ax, runs, looks, x):
         task = found[0].get('task', 'task')
         ax.set_title(f"{task} (n of m: seeds that learned it)", loc='left', size=TEXT)
         ax.set_ylabel('right answers (%), better ↑')
-        ax.set_ylim(0, 102)
+        ax.set_ylim(0, 106)
     else:
         ax.set_title('text', loc='left', size=TEXT)
         ax.set_ylabel('nats per byte, better ↓')
