@@ -669,7 +669,8 @@ def test_two_ranks_equal_one(run_train, train_to_the_end, tmp_path, toggle):
 
 @posix
 def test_a_mechanism_trains_alone_on_two_ranks(run_train, train_to_the_end):
-    gain = ['--ponder=loop', '--halting=exit', '--exit_loss=gain', '--max_steps=4']
+    gain = ['--ponder=loop', '--halting=exit', '--exit_by=gate', '--exit_loss=gain',
+            '--max_steps=4']
     one = run_train('one', *gain)
     same_weights(one, train_to_the_end('two', *gain, world=2), 2e-5)
 
