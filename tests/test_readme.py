@@ -151,7 +151,7 @@ TINY = SHAPE + [
 LESS = {
     'sample.py': ['--max_new_tokens=3', '--num_samples=2', '--compile=False'],
     'tools/choices.py': ['--tokens=99', '--lots=1'],
-    'tools/compare.py': TINY,
+    'tools/compare.py': [*TINY, '--block_size=64', '--batch_tokens=128', '--answers=20'],
     'tools/evaluate.py': ['--tokens=99'],
     'tools/plot.py': ['--tokens=99'],
 }
