@@ -68,9 +68,9 @@ class PlotSettings:
             raise ValueError("tokens must be at least 2")
 
 
-def new_figure(panels=1, size=(7.5, 4.5)):
+def new_figure(panels=1, size=(7.5, 4.5), most_columns=2):
     """
-    (figure, list of axes, two in a row) on an opaque white ground, so that it can be read on a dark
+    (figure, list of axes) on an opaque white ground, so that it can be read on a dark
     page; UserError without matplotlib.
     """
     try:
@@ -80,7 +80,7 @@ def new_figure(panels=1, size=(7.5, 4.5)):
     figure = Figure(size, dpi=150, facecolor='white', layout='constrained')
     axes = []
     for i in range(panels):
-        columns = min(panels, 2)
+        columns = min(panels, most_columns)
         axes.append(figure.add_subplot(math.ceil(panels / columns), columns, i + 1))
     for ax in axes:
         ax.spines[['top', 'right']].set_visible(False)
@@ -187,16 +187,18 @@ def halting(paths, s):
             runs.setdefault(name, []).append(record)
     if not panels:
         raise UserError(f"{', '.join(paths)}: no line of tools/choices.py with one of these names")
-    columns = min(len(panels), 2)
-    figure, axes = new_figure(len(panels), (6 * columns, 4.2 * math.ceil(len(panels) / columns)))
+    size = (1 + 4.2 * len(panels), 4.2)
+    figure, axes = new_figure(len(panels), size, most_columns=len(panels))
     for ax, (data, runs) in zip(axes, panels.items()):
         for (name, found), colour in zip(runs.items(), LINES + (GREY, '#cc79a7', '#56b4e9')):
             draw_halting(ax, name, found, colour)
         answers = next(iter(runs.values()))[0]['answers']
         ax.set(xlabel='passes per token', ylabel='right answers (%), better ↑' if answers
                else 'loss (nats per token), better ↓')
+        if answers:
+            ax.set_ylim(0, 106)
         ax.set_title(data, loc='left', size=TEXT)
-        ax.legend(frameon=False, fontsize=TEXT - 2)
+    axes[-1].legend(frameon=False, fontsize=TEXT, loc='lower right')
     return figure
 
 
