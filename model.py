@@ -1259,8 +1259,8 @@ class Exit(Halting, Loop):
 
     Two things are ours. With the first three losses tokens leave in training too, from halt_full
     on: later ones learn to read their early keys; L^t is then that of the last pass the token took.
-    And tokens whose targets do not count, such as questions, are taught to stay (halt_lambda):
-    nothing else says what they should be sure of, and all that follows reads them.
+    And tokens whose targets do not count, such as questions, are taught to stay, with weight
+    halt_lambda: nothing else says what they should be sure of, and all that follows reads them.
 
     Cost: K + 1 passes, in generation those that are taken; a head per pass where it is asked for
     confidence, or for its loss. Unlike in the authors' code, a token that left costs nothing more:
@@ -1329,16 +1329,17 @@ class Exit(Halting, Loop):
     def penalty(self, gpt, targets):
         """halt_lambda times what it costs the tokens whose targets do not count to stay."""
         given = targets < 0                                             # (B,T)
-        if not given.any():
+        weight = self.config.halt_lambda * self.onset()
+        if weight == 0 or not given.any():
             return 0.0
         total = 0.0
         for _, new in self.trace[:-1]:
-            if self.gate is None:
+            if self.config.exit_by == 'confidence':
                 surprise = self.by_rows(surprise_of_chance, gpt, new.out).squeeze(-1)
             else:
                 surprise = -(1 - new.lam).clamp(min=1e-6).log()
             total = total + mean_where(given, surprise)
-        return self.config.halt_lambda * self.onset() * total / self.K
+        return weight * total / self.K
 
     def leaving(self):
         """p_t, (B,T) each, for t = 1 .. T."""
@@ -1516,6 +1517,7 @@ def counted_flops(gpt, T, training, drawn):
         twin = GPT(replace(gpt.config, block_size=T)).train(training)
         idx = torch.zeros(1, T, dtype=torch.long)
     twin.mechanism.drawn = drawn
+    twin.mechanism.progress = 0.0       # nobody halts yet
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         if training:
             twin(idx, idx)[1].backward()

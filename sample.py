@@ -70,8 +70,8 @@ def override(model, s):
 def load_model(folder, device, dtype=torch.float32, halting=None):
     """
     A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
-    train.py's settings). halting: a rule it was not trained with. UserError if there is none, or no
-    room for it.
+    train.py's settings). halting: a rule it was not trained with. UserError if there is no
+    checkpoint, or no room for it.
     """
     device = torch.device(device)
     state = load_checkpoint(folder)

@@ -125,7 +125,8 @@ def read_answers(model, folder, count):
     """
     The same problems with their answers: inputs and targets, (count, T) each. Targets are -1, which
     do not count, but for the answer and the end of the text behind it. The model writes an answer
-    right if and only if each of these targets is the likeliest token, as caches are exact.
+    right if and only if each of these targets is the likeliest token, as caches are exact (but
+    latent and mask read by iteration).
     """
     eot = read_meta(folder)['eot']
     texts = [(tokens, [*answer.encode(), eot]) for tokens, _, answer in ask(model, folder, count)]

@@ -162,6 +162,7 @@ def test_a_plan_where_nobody_named_a_size_is_the_papers(dry_run):
 @pytest.mark.parametrize('mechanism', [
     ['--ponder=chain', '--halting=router'],
     ['--ponder=loop', '--halting=exit', '--exit_by=gate', '--exit_loss=gain'],
+    ['--ponder=loop', '--halting=exit', '--exit_loss=ramp'],
 ])
 def test_what_halts_can_be_planned(dry_run, mechanism):
     out = dry_run('--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32',

@@ -17,8 +17,8 @@ columns.)
 Then every token takes the same number; "corrects" is the share of tokens whose likeliest successor
 becomes the right one by the last of these passes, "breaks" the share where it was right before. The
 oracle knows the text: it takes for each token the number of passes, the same for all tokens, after
-which the token's loss is least. No rule that only halts can do better with these weights, except by
-what tokens read of each other.
+which the token's loss is least. No rule that only halts has a lower loss with these weights, except
+by what tokens read of each other.
 
 On a made task the text is problems, each behind two others, and only the characters of its answer
 and the end behind it count: passes are theirs, and an answer is right if all of them are. --json
@@ -216,8 +216,8 @@ def after_each_pass(model, text):
 
 def everyone(losses, right, text):
     """
-    Of after_each_pass: {'passes', 'result', 'loss'} of each number of passes, of the second on with
-    'corrects' and 'breaks'; and of the oracle.
+    Of after_each_pass: {'passes', 'result', 'loss', 'corrects', 'breaks'} of each number of passes,
+    both 0 for the first; and the first three of the oracle.
     """
     rows = []
     for n in range(1, len(losses) + 1):

@@ -199,15 +199,15 @@ def print_answers(model, folder, s):
     print(table([name, 'passes', 'right', *map(str, levels)], rows))
 
     if model.mechanism.halts:
-        print_passes(results, 'by_difficulty', task.unit)
+        print_passes(name, results, 'by_difficulty', task.unit)
         if first['by_reach']:
-            print_passes(results, 'by_reach', task.reach_unit)
+            print_passes(name, results, 'by_reach', task.reach_unit)
 
 
-def print_passes(results, groups, unit):
-    """A line for each halt_tau: what the passes went to."""
+def print_passes(name, results, groups, unit):
+    """A line for each value of the setting `name`: what the passes went to."""
     first = next(iter(results.values()))
-    header = ['halt_tau', *(str(row[unit]) for row in first[groups])]
+    header = [name, *(str(row[unit]) for row in first[groups])]
     rows = []
     for value, found in results.items():
         rows.append([f'{value:g}', *(f"{row['passes']:.2f}" for row in found[groups])])

@@ -49,6 +49,7 @@ GREY = '#8a8a8a'
 ORANGE = '#d75f00'      # thinking
 BLUE = '#0072b2'
 LINES = (ORANGE, BLUE, INK, '#009e73')
+MANY = (*LINES, GREY, '#cc79a7', '#56b4e9', '#e69f00', '#b09000', '#7a3b00')
 
 
 @dataclass
@@ -180,34 +181,47 @@ def draw_records(ax, runs, looks, x):
 def halting(paths, s):
     """A panel for each data set: medians over seeds, against the passes that were taken."""
     panels = {}     # {data set: {name: [record, ..]}}
+    colours = {}    # of a name, in all panels
     for record in [record for path in paths for record in read_lines(path)]:
-        name = re.sub(r'-s\d+/*$', '', os.path.basename(record['checkpoint']))
-        if s.names is None or name in s.names.split(','):
-            runs = panels.setdefault(os.path.basename(record['data']), {})
-            runs.setdefault(name, []).append(record)
+        folder = os.path.basename(record.get('checkpoint', '').rstrip('/'))
+        name = re.sub(r'-s\d+$', '', folder)
+        if not folder or (s.names and name not in s.names.split(',')):
+            continue
+        if not record['taus']:
+            name += ', the same for all'
+        colours.setdefault(name, MANY[len(colours) % len(MANY)])
+        runs = panels.setdefault(os.path.basename(record['data'].rstrip('/')), {})
+        runs.setdefault(name, []).append(record)
     if not panels:
         raise UserError(f"{', '.join(paths)}: no line of tools/choices.py with one of these names")
     size = (1 + 4.2 * len(panels), 4.2)
     figure, axes = new_figure(len(panels), size, most_columns=len(panels))
     for ax, (data, runs) in zip(axes, panels.items()):
-        for (name, found), colour in zip(runs.items(), LINES + (GREY, '#cc79a7', '#56b4e9')):
-            draw_halting(ax, name, found, colour)
-        answers = next(iter(runs.values()))[0]['answers']
-        ax.set(xlabel='passes per token', ylabel='right answers (%), better ↑' if answers
-               else 'loss (nats per token), better ↓')
+        for name, found in runs.items():
+            draw_halting(ax, name, found, colours[name])
+        answers = found[0]['answers']
+        ylabel = 'right answers (%), better ↑' if answers else 'loss (nats per token), better ↓'
+        ax.set(xlabel='passes per token', ylabel=ylabel)
         if answers:
             ax.set_ylim(0, 106)
         ax.set_title(data, loc='left', size=TEXT)
-    axes[-1].legend(frameon=False, fontsize=TEXT, loc='lower right')
+    handles = {}
+    for ax in axes:
+        handles.update(zip(*reversed(ax.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles, loc='outside lower center', ncols=4, frameon=False,
+                  fontsize=TEXT)
     return figure
 
 
 def draw_halting(ax, name, records, colour):
     """A line over all thresholds; a dotted one for the same passes at random."""
-    key = 'taus' if records[0]['taus'] else 'everyone'
+    key, place = ('taus', 'tau') if records[0]['taus'] else ('everyone', 'passes')
     scale = 100 if records[0]['answers'] else 1
+    found = {}      # of each threshold, or number of passes: the rows of all seeds
+    for row in [row for record in records for row in record[key]]:
+        found.setdefault(row[place], []).append(row)
     points = []
-    for rows in zip(*(record[key] for record in records)):      # of one threshold, all seeds
+    for rows in found.values():
         chosen = [row['chosen'] if 'chosen' in row else row['result'] for row in rows]
         dealt = [np.mean(row['random']) for row in rows if 'random' in row]
         passes = np.median([row['passes'] for row in rows])
