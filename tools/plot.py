@@ -110,7 +110,8 @@ def records(paths, s):
     figure, axes = new_figure(len(paths), size=(6 * columns, 4.2 * rows + 0.9))
     panels = [read_records(path, s) for path in paths]
     names = list(dict.fromkeys(name for runs in panels for name in runs))
-    names.sort(key=lambda name: name not in PLAIN_WORDS)
+    known = [*PLAIN_WORDS]
+    names.sort(key=lambda name: known.index(name) if name in known else len(known))
     others = [name for name in names if name not in PLAIN_WORDS]
     looks = {name: (name, GREY, MARKS[i % len(MARKS)]) for i, name in enumerate(others)}
     looks.update(PLAIN_WORDS)
