@@ -1517,7 +1517,8 @@ def counted_flops(gpt, T, training, drawn):
         twin = GPT(replace(gpt.config, block_size=T)).train(training)
         idx = torch.zeros(1, T, dtype=torch.long)
     twin.mechanism.drawn = drawn
-    twin.mechanism.progress = 0.0       # nobody halts yet
+    if twin.mechanism.halts:
+        twin.mechanism.progress = 0.0   # nobody does yet
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         if training:
             twin(idx, idx)[1].backward()
