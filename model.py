@@ -86,13 +86,11 @@ class GPTConfig:
     loop_norm: bool = False              # loop: the final norm after every pass, as Ouro
 
     # halting
-    halting: str = 'none'                # 'gate' for embedding, 'mask' latent, 'router' chain,
-                                         # 'exit' loop
+    halting: str = 'none'     # 'gate' (embedding), 'mask' (latent), 'router' (chain), 'exit' (loop)
     halt_tau: float = 1e-4               # below this probability a pass is not taken
-    halt_lambda: Optional[float] = None  # weight of the loss term that halting adds
-    halt_start: Optional[float] = None   # share of the run at which halting's loss begins
-    halt_full: Optional[float] = None    # and at which it counts in full; None, for all three: what
-                                         # the class has in `defaults`
+    halt_lambda: Optional[float] = None  # weight of the loss that halting adds (None: by class)
+    halt_start: Optional[float] = None   # share of the run at which it begins (None: by class)
+    halt_full: Optional[float] = None    # share at which it counts in full (None: by class)
     halt_share: float = 0.1              # gate: the term averages at most this share, the lowest
     halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
     exit_by: str = 'confidence'          # exit: what decides; or 'gate'
