@@ -1452,8 +1452,8 @@ def flops_per_token(gpt, T, training=True):
     FLOPs of one token in a text of T, forward and backward, or forward alone: 2 for each
     multiply-add of a matrix product, as PyTorch's own counter has them. In training the mean over
     what is drawn; nobody halts. Attention counts all T keys, read or not, as is usual. Left out:
-    norms, activations, sources of earlier loops, what backward computes once more, the heads by which
-    Exit trains to leave and to stay.
+    norms, activations, sources of earlier loops, what backward computes once more, the heads by
+    which Exit trains to leave and to stay.
     """
     c, mechanism = gpt.config, gpt.mechanism
     slot = linear_weights(gpt.h)                            # multiply-adds, as all that follow
