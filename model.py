@@ -682,8 +682,8 @@ class SlotMemory(Memory):
     def __init__(self, rule, pad=None):
         super().__init__(pad)
         self.rule = rule
-        self.key_labels = Slots()          # labels of all slots so far
-        self.query_labels = None           # labels of those of this pass
+        self.key_labels = Slots()   # of all slots so far
+        self.query_labels = None    # of those of this pass
         self.settled = 0            # slots of the tokens before these
         self.causal = False         # whether the rule need not be asked in this pass
 
@@ -1051,7 +1051,7 @@ class Gate(Halting, Embedding):
         counts = targets >= 0                                           # (B,T)
         gates = torch.stack(self.decisions())                           # (K,B,T)
         gates = gates.masked_fill(~counts, math.inf).flatten().sort().values
-        share = self.onset() * self.config.halt_share                    # (14)
+        share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * counts.sum()).floor()
         lowest = torch.arange(len(gates), device=gates.device) < n
         mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13); n stays on the GPU
@@ -1222,7 +1222,7 @@ class Router(Halting, Chain):
                 p = gpt.nats(new.x, counted).neg().exp()                # new.x is z
             total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
-        return self.config.halt_lambda * self.onset() * mean             # (9), (10)
+        return self.config.halt_lambda * self.onset() * mean            # (9), (10)
 
 
 @dataclass

@@ -282,8 +282,8 @@ class Cache(Memory):
         self.rule = rule
         self.ordered = pad is None and rule in (earlier, flat)
         self.places = capacity if self.ordered or static else 0     # there is room for so many now
-        self.key_labels = Slots()          # (B, places) each
-        self.query_labels = None           # of this pass
+        self.key_labels = Slots()   # (B, places) each
+        self.query_labels = None    # of this pass
         self.first = 0              # where this pass begins
         self.settled = 0             # where the tokens that are read now begin
         self.compiled = False       # whether the pass is one new token's, in compiled code
@@ -415,7 +415,7 @@ class Cache(Memory):
 
     def forget_hidden(self):
         """Forget the slots that nobody reads: those behind them move up."""
-        gone = self.key_labels.t == NEVER                                      # (B, places)
+        gone = self.key_labels.t == NEVER                               # (B, places)
         order = gone.byte().argsort(dim=1, stable=True)                 # the others first
         self.length = int((~gone).sum(1).max())
         for name, label in vars(self.key_labels).items():

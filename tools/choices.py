@@ -48,6 +48,9 @@ from engine.windows import Windows
 from sample import data_dir_of, open_one
 
 
+TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048
+
+
 @dataclass
 class ChoiceSettings:
     """what to try"""
@@ -115,16 +118,17 @@ def see(model, inputs, targets, passes=None, progress=Progress()):
     (losses (n,T), whether the likeliest token is the right one (n,T), passes (n,T) that were taken)
     of inputs and targets (n,T). passes: those that a halting model is told to take.
     """
+    rows = max(1, TOKENS_AT_ONCE // inputs.size(1))
     losses, right, taken = [], [], []
-    for i in range(0, len(inputs), 32):
-        some = slice(i, i + 32)
+    for i in range(0, len(inputs), rows):
+        some = slice(i, i + rows)
         with told(model, passes[some]) if passes is not None else contextlib.nullcontext():
             h = model.hidden(inputs[some])
         losses.append(model.nats(h, targets[some]))
         right.append(in_parts(best, model, h)[..., 0] == targets[some])
         if model.mechanism.halts:
             taken.append(model.mechanism.passes)
-        progress(f"{min(i + 32, len(inputs))} of {len(inputs)} texts")
+        progress(f"{min(i + rows, len(inputs))} of {len(inputs)} texts")
     return torch.cat(losses), torch.cat(right), torch.cat(taken) if taken else None
 
 
