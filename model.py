@@ -1331,12 +1331,12 @@ class Exit(Halting, Loop):
         if weight == 0 or not given.any():
             return 0.0
         total = 0.0
-        for _, new in self.trace[:-1]:
+        for on, new in self.trace[:-1]:
             if self.config.exit_by == 'confidence':
                 surprise = self.by_rows(surprise_of_chance, gpt, new.out).squeeze(-1)
             else:
                 surprise = -(1 - new.lam).clamp(min=1e-6).log()
-            total = total + mean_where(given, surprise)
+            total = total + mean_where(given & on, surprise)
         return weight * total / self.K
 
     def leaving(self):

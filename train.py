@@ -3,12 +3,10 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
     python train.py config/depth_attn.py
         the paper's 360M on a GPU; without one config/size/tiny.py, 3 to 4 minutes on 2 CPU cores
-    python train.py config/depth_attn.py config/size/small.py --data_dir=data/fineweb-edu
-        other sizes and data
     torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu
-        eight GPUs
+        eight GPUs, other data
     python train.py --init_from=resume --out_dir=out
-        resume after an interruption
+        go on after an interruption
     python train.py config/depth_attn.py --dry_run=True
         what it would take: memory, days
 
@@ -28,7 +26,6 @@ from typing import Optional
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
@@ -37,17 +34,15 @@ from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.compile import prepare
 from engine.fast import FastGPT
 from engine.files import UserError, run
-from engine.hardware import best_device, local_rank, pick_device, pick_dtype, process_group
-from engine.run import Log, Stop, print_answers, print_sample
+from engine.hardware import best_device, pick_dtype, process_group
+from engine.run import Log, Stop
 from engine.shards import read_meta
-from engine.start import check_resume, checkpoint_of, settings_of, start_model
-from engine.tasks import task_of
+from engine.start import checkpoint_of, start_model
 from engine.windows import Windows
 from model import GPTConfig
 
 BAD_STEPS = 5   # in a row that are not finite end a run
-PROBLEMS = 100  # of a made task, which each evaluation asks
-SIZE = {'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden', 'block_size'}
+SIZE = {'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden'}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'size', 'tiny.py')
 
 
@@ -85,12 +80,9 @@ class Settings:
     dry_run: bool = False               # print what it would take, and stop; needs no data or GPU
 
     def __post_init__(self):
-        for name in ('max_steps', 'batch_tokens', 'micro_batch', 'learning_rate', 'grad_clip',
-                     'log_interval', 'eval_interval', 'eval_tokens', 'save_interval',
-                     'max_seconds'):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive")
+        check_range(self, 1, math.inf, 'max_steps', 'batch_tokens', 'micro_batch', 'log_interval',
+                    'eval_interval', 'eval_tokens', 'save_interval')
+        check_range(self, 1e-12, math.inf, 'learning_rate', 'grad_clip', 'max_seconds')
         check_range(self, 0, 1, 'min_lr_rate', 'warmup', 'beta1', 'beta2')
         if max(self.beta1, self.beta2) == 1:
             raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
@@ -113,16 +105,6 @@ class Settings:
 
 
 # ---- set-up --------------------------------------------------------------------------------------
-
-def open_data(folder, ranks):
-    """The data set's description; prepares a built-in one if it is missing."""
-    if folder in prepare_data.BUILTIN:
-        if ranks.rank == 0:
-            prepare_data.prepare_builtin(folder)
-        if ranks.world > 1:
-            dist.barrier()  # on every rank, even one that arrives after the data is there
-    return read_meta(folder)
-
 
 def make_optimizer(s, model, ranks, device):
     """AdamW, in one piece or shared out among the ranks; weight decay on matrices only."""
@@ -168,8 +150,11 @@ class Trainer:
         # where the weights first came from: never 'resume'
         self.origin = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
-        # the data, the model, and the step it is at
-        self.meta = open_data(s.data_dir, ranks)
+        # the data (a built-in set is made when it is missing), the model, and the step it is at
+        if ranks.rank == 0:
+            prepare_data.prepare_builtin(s.data_dir)
+        ranks.wait()
+        self.meta = read_meta(s.data_dir)
         self.model, self.step = start_model(FastGPT, s, given, self.meta, state, ranks, device)
         self.config = self.model.config
         if self.model.mechanism.trains_alone:
@@ -185,10 +170,7 @@ class Trainer:
         self.optimizer = make_optimizer(s, self.model, ranks, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         if state and not s.eval_only:
-            check_resume(state, self.step, self.meta, s, ranks, device)
-            load_optimizer(self.optimizer, state['optimizer'])
-            if state.get('scaler'):
-                self.scaler.load_state_dict(state['scaler'])
+            load_optimizer(self.optimizer, self.scaler, state)
         self.ddp = None
         if ranks.world > 1:
             self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -290,7 +272,9 @@ class Trainer:
                 return
             if last or self.step % s.eval_interval == 0:
                 with self.log.clock_stopped():
+                    self.model.eval()
                     self.evaluate()
+                    self.model.train()
 
     @torch.no_grad()
     def evaluate(self):
@@ -303,12 +287,9 @@ class Trainer:
         rank, world = self.ranks.rank, self.ranks.world
         n = min(data.n, max(world, self.settings.eval_tokens // data.T))
         mine = (np.arange(n) * data.n // n)[rank::world]                # numbers of windows
-        was_training = self.model.training
-        self.model.eval()
         total = torch.zeros(3, device=self.device)      # of losses, their targets, passes
         for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks
             if self.stop.asked():
-                self.model.train(was_training)
                 return
             some = mine[i:i + at_once]
             if len(some) == 0:
@@ -322,22 +303,12 @@ class Trainer:
             if self.model.mechanism.halts:
                 total[2] += self.model.mechanism.passes.float().mean() * len(some)
             self.log.alive(f"evaluation: {world * (i + len(some))} of {n} windows")
-        self.model.train(was_training)
         total = self.ranks.sum(total)
         loss, passes = (total[0] / total[1]).item(), total[2].item() / n
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is not finite; lower "
                             "learning_rate, or take a wider dtype")
-        right = [outcome.right for outcome in self.answers()]
-        self.log.evaluation(self.step, loss, passes or None, right, self.meta)
-
-    def answers(self):
-        """What the model makes of some problems of a made task, [Outcome, ..]; [] of other data."""
-        if task_of(self.meta) is None or self.ranks.rank > 0:
-            return []
-        from engine.answers import answer_problems  # for tasks alone
-        with self.autocast():
-            return answer_problems(self.model, self.settings.data_dir, PROBLEMS)
+        self.log.evaluation(self.step, loss, passes or None, self.meta, self.autocast)
 
     def save(self):
         """Checkpoint by rank 0."""
@@ -361,6 +332,7 @@ class Trainer:
         """Evaluate only, or train to max_steps; ends early on a signal."""
         s = self.settings
         if s.eval_only:
+            self.model.eval()
             self.evaluate()
             return
         if self.step >= s.max_steps:
@@ -370,13 +342,8 @@ class Trainer:
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
         with self.log.open(settings, resumed=s.init_from == 'resume'), self.stop.on_signals():
             self.loop()
-        complete = self.step == s.max_steps and not self.stop.since
-        if not complete or not s.sample_tokens or self.ranks.rank > 0:
-            return
-        if task_of(self.meta):
-            print_answers(self.answers())
-        else:
-            print_sample(self.model, self.val_data, self.meta['tokenizer'], s, self.autocast)
+        if self.step == s.max_steps and s.sample_tokens and not self.stop.since:
+            self.log.sample(self.val_data, self.meta, self.autocast)
 
 
 # ---- main ----------------------------------------------------------------------------------------
@@ -390,7 +357,8 @@ def with_size(argv):
         return argv
     files = [i for i, arg in enumerate(argv) if not arg.startswith('--')]
     behind = files[-1] + 1 if files else 0
-    return [*argv[:behind], TINY, *argv[behind:]]
+    context = [f"--block_size={given['block_size']}"] if 'block_size' in given else []
+    return [*argv[:behind], TINY, *context, *argv[behind:]]
 
 
 def main(argv):
@@ -399,19 +367,16 @@ def main(argv):
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
-    settings = build(Settings, given)
-    state = checkpoint_of(settings)
-    if state:
-        settings = build(Settings, {**settings_of(state, Settings), **given})
+    state, before = checkpoint_of(build(Settings, given))
+    settings = build(Settings, {**before, **given})
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second
         print_plan(settings, given, prepare_data.BUILTIN, state)
         return
 
-    device = pick_device(settings.device, local_rank())
-    with process_group(device) as ranks:
+    with process_group(settings.device) as (ranks, device):
         if args != argv and ranks.rank == 0:
-            print("no size named, and no GPU here: config/size/tiny.py (the paper's size: add "
+            print("no size named, and no CUDA GPU here: config/size/tiny.py (the paper's size: add "
                   "config/size/360m.py)", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         trainer.run()

@@ -5,7 +5,7 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
     state = load_checkpoint(folder)     the newest one that can be read
     model = model_of(state)             its model, with these weights
     load_weights(model, weights)        weights, into a model of the same shape
-    load_optimizer(optimizer, state)    AdamW's moments; `optimizer_state` for saving
+    load_optimizer(optimizer, scaler, state)    AdamW's moments; `optimizer_state` for saving
     change_steps(model, K)              it is to take K pondering steps
 """
 
@@ -157,8 +157,11 @@ def load_weights(model, weights, assign=False):
                         f"leave out what differs from the checkpoint's") from None
 
 
-def load_optimizer(optimizer, saved):
-    """Put the state of a checkpoint back. Learning rate, decay and so on stay what they are."""
+def load_optimizer(optimizer, scaler, state):
+    """Put those of a checkpoint back. Learning rate, decay and so on stay what they are."""
+    if state.get('scaler'):
+        scaler.load_state_dict(state['scaler'])
+    saved = state['optimizer']
     groups = []
     for now, then in zip(optimizer.param_groups, saved['param_groups']):
         groups.append({**now, 'params': then['params']})

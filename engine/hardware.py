@@ -116,27 +116,31 @@ class Ranks(NamedTuple):
             dist.all_reduce(value)
         return value
 
+    def wait(self):
+        """Until all ranks are here."""
+        if self.world > 1:
+            dist.barrier()
+
     def mean(self, value):
         """A one-element tensor, averaged over all ranks, as a float."""
         return self.sum(value).item() / self.world
 
 
 @contextlib.contextmanager
-def process_group(device):
-    """The Ranks of this process, with a process group around it when torchrun started it."""
+def process_group(name):
+    """
+    (the Ranks of this process, the device of this name that it computes on), with a process group
+    around it when torchrun started it.
+    """
+    device = pick_device(name, int(os.environ.get('LOCAL_RANK', 0)))
     several = 'RANK' in os.environ  # torchrun's; a WORLD_SIZE without it may be a scheduler's
     with explained():  # after a failure the group stays: taking it down would wait for the others
         ranks = join_group(device) if several else Ranks(0, 1)
-        yield ranks
+        yield ranks, device
         if several:
             dist.barrier()  # nobody leaves while another still talks
     if several:
         dist.destroy_process_group()
-
-
-def local_rank():
-    """The number of this process among those of its machine."""
-    return int(os.environ.get('LOCAL_RANK', 0))
 
 
 def join_group(device):

@@ -11,12 +11,13 @@ import json
 import math
 import os
 import signal
-import statistics
 import sys
 import time
+from statistics import fmean
 
 import torch
 
+from engine.answers import answer_problems
 from engine.checkpoint import CHECKPOINTS
 from engine.files import UserError, alone, whole
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
@@ -24,6 +25,7 @@ from engine.shards import get_tokenizer
 from engine.tasks import task_of
 
 SILENCE = 20    # seconds: no run is longer without a line
+PROBLEMS = 100  # of a made task, which each evaluation asks
 
 
 class Stop:
@@ -165,7 +167,7 @@ class Log:
         now = time.perf_counter()
         seconds = (now - self.began) / len(self.losses)
         finite = [loss for loss in self.losses if math.isfinite(loss)] or [math.nan]
-        loss = statistics.fmean(finite)     # what is trained on: with halting's term
+        loss = fmean(finite)     # what is trained on: with halting's term
         tokens, rate = step * s.batch_tokens, s.batch_tokens / seconds
         mfu, shares = self.mfu(rate), self.shares()
         left = round((s.max_steps - step) * seconds)
@@ -206,11 +208,13 @@ class Log:
         self.passes = []
         return mean.tolist()
 
-    def evaluation(self, step, loss, passes, right, meta):
+    def evaluation(self, step, loss, passes, meta, autocast):
         """
         Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. Of a made
-        task only the answers count. meta: the data's description.
+        task only the answers count, and PROBLEMS of it are asked. meta: the data's description.
         """
+        if self.ranks.rank > 0:
+            return
         s = self.settings
         per_byte, unit = loss, "nats per answer character"  # a character is a byte there
         if task_of(meta) is None:
@@ -224,11 +228,29 @@ class Log:
         text = f"{where}step {step}: validation loss {loss:.4f} {unit}"
         if passes:
             text += f", {passes:.3f} passes per token"
-        if right:
-            text += f", {sum(right)} of {len(right)} answers right"
+        right = None
+        if task_of(meta):
+            with autocast():
+                outcomes = answer_problems(self.model, s.data_dir, PROBLEMS)
+            n_right = sum(outcome.right for outcome in outcomes)
+            text += f", {n_right} of {len(outcomes)} answers right"
+            right = n_right / len(outcomes)
         self.say(text, step=step, tokens=step * s.batch_tokens, val_loss=loss,
-                 val_nats_per_byte=per_byte, val_passes=passes,
-                 val_right=sum(right) / len(right) if right else None)
+                 val_nats_per_byte=per_byte, val_passes=passes, val_right=right)
+
+
+    def sample(self, data, meta, autocast):
+        """
+        Print what the model makes of some problems of a made task, or of a piece of the validation
+        text. data: its Windows. autocast: makes the context that the model runs in.
+        """
+        if self.ranks.rank > 0:
+            return
+        with autocast():
+            if task_of(meta):
+                print_answers(answer_problems(self.model, self.settings.data_dir, PROBLEMS))
+            else:
+                print_sample(self.model, data, meta['tokenizer'], self.settings)
 
 
 def describe(shares):
@@ -248,10 +270,10 @@ def end_torn_line(file):
         file.write('\n')
 
 
-def print_sample(model, data, tokenizer, settings, autocast):
+def print_sample(model, data, tokenizer, settings):
     """
     Print a piece of the validation text, and how the model goes on. data: its Windows. tokenizer:
-    its name. autocast: makes the context that the model runs in.
+    its name.
     """
     try:
         tokenizer = get_tokenizer(tokenizer)
@@ -262,8 +284,7 @@ def print_sample(model, data, tokenizer, settings, autocast):
     device = model.wte.weight.device
     window, _ = data.get([data.n // 2], device)                         # (1,T)
     prompt = window[:, :max(1, data.T // 4)]
-    with autocast():
-        out = model.generate(prompt, settings.sample_tokens, temperature=0.7, seed=settings.seed)
+    out = model.generate(prompt, settings.sample_tokens, temperature=0.7, seed=settings.seed)
     tokens = out[0].tolist()
     given = tokenizer.decode(tokens[:prompt.size(1)])
     new = tokenizer.decode(tokens[prompt.size(1):])

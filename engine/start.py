@@ -54,10 +54,13 @@ def start_model(kind, settings, given, meta, state, ranks, device):
             change_steps(model, steps)
     check_asked(model.config, asked)
     check_data(model.config, meta, state, settings)
+    step = 0 if is_new(settings) else state['step']
+    if settings.init_from == 'resume' and not settings.eval_only:
+        check_resume(state, step, meta, settings, ranks, device)
     idle = idle_settings(model, asked)
     if idle and ranks.rank == 0:
         print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
-    return model, 0 if is_new(settings) else state['step']
+    return model, step
 
 
 def asked_of_model(given):
@@ -191,19 +194,18 @@ def check_resume(state, step, meta, settings, ranks, device):
 # ---- a checkpoint's own settings -----------------------------------------------------------------
 
 def checkpoint_of(settings):
-    """The checkpoint that the run goes on from, or evaluates; None where there is none of ours."""
-    start = settings.init_from
-    if start == 'resume':
-        return load_checkpoint(settings.out_dir)
-    if settings.eval_only and start != 'scratch' and not start.startswith('hf:'):
-        return load_checkpoint(start)
-    return None
-
-
-def settings_of(state, Settings):
-    """All settings of the run that left a checkpoint. Settings: train.py's class."""
-    known = {field.name: field.default for field in fields(Settings)}
+    """
+    The checkpoint that the run goes on from, or evaluates, and all settings of the run that left
+    it; (None, {}) where there is none of ours.
+    """
+    folder = settings.init_from
+    if folder == 'resume':
+        folder = settings.out_dir
+    elif not settings.eval_only or folder == 'scratch' or folder.startswith('hf:'):
+        return None, {}
+    state = load_checkpoint(folder)
+    known = {field.name: field.default for field in fields(settings)}
     gone = sorted(state['settings'].keys() - known)
     if gone:
         print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
-    return {**known, **state['settings']}
+    return state, {**known, **state['settings']}

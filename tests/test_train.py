@@ -483,12 +483,13 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     assert settings['ponder'] == 'chain'
     assert settings['max_steps'] == 1           # what stands on the command line counts
 
-    for args in (['config/size/small.py'], ['--n_layer=2'], ['--block_size=64'],
-                 ['--device=cuda'], ['--init_from=resume'], ['--dry_run=True'],
+    for args in (['config/size/small.py'], ['--n_layer=2'], ['--device=cuda'],
+                 ['--init_from=resume'], ['--dry_run=True'],
                  ['config/chain.py', 'config/task/addition.py'],
                  [str(tmp_path / 'out' / 'settings.json')]):
         assert train.with_size(args) == args
     assert train.with_size(['--seed=1']) == [train.TINY, '--seed=1']
+    assert train.with_size(['--block_size=64'])[:2] == [train.TINY, '--block_size=64']
     monkeypatch.setattr(train, 'best_device', lambda: 'cuda')
     assert train.with_size(['config/chain.py']) == ['config/chain.py']
     assert train.with_size(['--device=cpu']) != ['--device=cpu']
@@ -704,7 +705,8 @@ def test_sharded_state_is_restored_to_the_device():
             held = dict(step=torch.tensor(1.0), exp_avg=torch.ones(4, 4),
                         exp_avg_sq=torch.ones(4, 4))
             group = {**optimizer.param_groups[0], 'params': [0]}
-            load_optimizer(optimizer, dict(state={0: held}, param_groups=[group]))
+            saved = dict(state={0: held}, param_groups=[group])
+            load_optimizer(optimizer, None, dict(optimizer=saved))
             devices = [t.device.type for t in optimizer.optim.state[w].values()]
             assert devices == ['cuda'] * 3
             assert not optimizer.state
