@@ -93,36 +93,20 @@ class FingerprintSettings:
 
 # ---- what both methods read ----------------------------------------------------------------------
 
-@dataclass
-class Layer:
-    """The matrices of one layer, out x in, with norm gains folded into those that read them."""
-    q: torch.Tensor                     # (nh hd, C)
-    k: torch.Tensor                     # (nh hd, C), each key head once for each of its query heads
-    v: torch.Tensor                     # (nh hd, C), the same
-    o: torch.Tensor                     # (C, nh hd)
-    up: torch.Tensor                    # (mlp_hidden, C)
-    down: torch.Tensor                  # (C, mlp_hidden)
-
-
 def layers(gpt):
-    """A Layer for each layer of the model."""
+    """
+    The matrices of each layer (q, k, v, o, up, down), out x in: norm gains folded into those that
+    read them, and a key or value head once for each of its query heads.
+    """
     config = gpt.config
     heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-    found = []
     for block in gpt.h:
         qkv = block.attn.c_attn.weight * block.ln_1.weight
-        q, k, v = qkv.split([n * config.head_dim for n in heads])
-        _, up = (block.mlp.c_fc.weight * block.ln_2.weight).chunk(2)
-        found.append(Layer(
-            q=q, k=for_each_query_head(k, config), v=for_each_query_head(v, config),
-            o=block.attn.c_proj.weight, up=up, down=block.mlp.c_proj.weight))
-    return found
-
-
-def for_each_query_head(W, config):
-    """Key or value heads (nkv hd, C), each repeated for the query heads that read it."""
-    heads = W.unflatten(0, (config.n_kv_head, -1))                          # (nkv, hd, C)
-    return heads.repeat_interleave(config.n_head // config.n_kv_head, 0).flatten(0, 1)
+        parts = qkv.unflatten(0, (-1, config.head_dim)).split(heads)        # 3 of (heads, hd, C)
+        q, k, v = [W.repeat_interleave(config.n_head // len(W), 0).flatten(0, 1) for W in parts]
+        _, up = (block.mlp.c_fc.weight * block.ln_2.weight).chunk(2)        # (mlp_hidden, C)
+        # q, k, v: (nh hd, C); o: (C, nh hd); down: (C, mlp_hidden)
+        yield q, k, v, block.attn.c_proj.weight, up, block.mlp.c_proj.weight
 
 
 def cosine(x, y):
@@ -146,10 +130,10 @@ def terms(gpt, tokens):
     """HuRef's invariant terms of the last two layers, standardised: (6, K, K) for K tokens."""
     X = gpt.wte.weight[tokens]                                              # (K, C)
     M = []
-    for layer in layers(gpt)[-2:]:
-        W_a = layer.q.T @ layer.k                                           # (C, C): heads summed
-        W_b = layer.v.T @ layer.o.T                                         # (C, C)
-        W_f = layer.up.T @ layer.down.T                                           # (C, C)
+    for q, k, v, o, up, down in list(layers(gpt))[-2:]:
+        W_a = q.T @ k                                                       # (C, C): heads summed
+        W_b = v.T @ o.T                                                     # (C, C)
+        W_f = up.T @ down.T                                                 # (C, C)
         M += [X @ W_a @ X.T, X @ W_b @ X.T, X @ W_f @ X.T]
     M = torch.stack(M)                                                      # (6, K, K)
     mean = M.mean((1, 2), keepdim=True)
@@ -187,8 +171,8 @@ def grams(gpt, columns, sign):
     its sign.
     """
     found = []
-    for layer in layers(gpt):
-        found += [gram((W[:, columns] * sign).T) for W in (layer.q, layer.k)]
+    for q, k, *_ in layers(gpt):
+        found += [gram((W[:, columns] * sign).T) for W in (q, k)]
     return F.normalize(torch.stack(found).flatten(1)).unflatten(0, (-1, 2))
 
 
