@@ -31,7 +31,7 @@ PAIRS = [
 
 def is_told(fact, texts):
     """In any form, by any of the texts."""
-    sentences = [minerals.statement(fact, form) for form in minerals.STATEMENTS]
+    sentences = [minerals.statement(fact, form).encode() for form in minerals.STATEMENTS]
     return any(sentence in text for sentence in sentences for text in texts)
 
 

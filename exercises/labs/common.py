@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+import numpy as np
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -16,7 +17,7 @@ from configurator import build, read
 from engine.files import UserError
 from engine.hardware import tune_cpu
 from engine.loss import token_nats
-from engine.shards import open_shard, read_meta
+from engine.shards import encode, open_shard, read_meta
 from sample import data_dir_of, load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
@@ -61,6 +62,12 @@ def own_text(settings, split, limit, tokenizer):
         parts.append(torch.from_numpy(tokens.astype('int64')))
         left -= len(tokens)
     return torch.cat(parts)
+
+
+def joined(documents, tokenizer):
+    """Documents (bytes) one after the other, an end-of-text behind each: tokens (n,) int64."""
+    tokens = [encode(tokenizer, document) for document in documents]
+    return torch.from_numpy(np.concatenate(tokens).astype(np.int64))
 
 
 def windows(tokens, T):

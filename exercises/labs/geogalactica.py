@@ -67,7 +67,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import fit, load_plain, loss_on, own_text, start, text_loss, windows
+from common import fit, joined, load_plain, loss_on, own_text, start, text_loss, windows
 from configurator import check_range
 from engine.files import UserError, run, table
 from minerals import completion, documents, question, world
@@ -155,15 +155,7 @@ def exact_match(model, pairs):
     return right / len(pairs)
 
 
-# ---- the texts and the questions -----------------------------------------------------------------
-
-def pack(texts, tokenizer):
-    """Documents one after the other, an end-of-text behind each: tokens (n,)."""
-    tokens = []
-    for text in texts:
-        tokens += [*tokenizer.encode_ordinary(text), tokenizer.eot_token]
-    return torch.tensor(tokens)
-
+# ---- the questions -------------------------------------------------------------------------------
 
 def in_tokens(pairs, tokenizer, *ending):
     """Pairs of texts as pairs of lists of tokens; `ending` follows the second."""
@@ -192,8 +184,8 @@ def experiment(model, tokenizer, base, s):
     # what is read
     asked, held_out, untold = world(s.minerals, s.seed)
     told = asked + held_out
-    new = windows(pack(documents(told, 100 * s.minerals, s.seed), tokenizer), T)
-    new_val = windows(pack(documents(told, 8 * s.minerals, s.seed + 1), tokenizer), T)
+    new = windows(joined(documents(told, 100 * s.minerals, s.seed), tokenizer), T)
+    new_val = windows(joined(documents(told, 8 * s.minerals, s.seed + 1), tokenizer), T)
     old = windows(own_text(base, 'train', 2 ** 21, tokenizer), T)
     old_val = windows(own_text(base, 'val', 2 ** 21, tokenizer), T)
     old_val = old_val[::max(1, len(old_val) // 64)][:64]                    # from all over it

@@ -80,10 +80,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import fit, load_plain, loss_on, own_text, start, text_loss, windows
+from common import fit, joined, load_plain, loss_on, own_text, start, text_loss, windows
 from configurator import check_range
 from engine.files import UserError, run, table
-from engine.shards import encode
 from prepare_data import walk
 
 OWN_TEXT = 'own text'  # the checkpoint's own domain
@@ -338,11 +337,9 @@ def domains(settings, tokenizer, T, generator):
     data = {OWN_TEXT: windows(own_text(settings, 'train', 2 ** 22, tokenizer), T)}
     held_out = {OWN_TEXT: windows(own_text(settings, 'val', 2 ** 22, tokenizer), T)}
     for name, documents in new_texts().items():
-        tokens = [torch.from_numpy(encode(tokenizer, text).astype('int64')) for text in documents]
-        every_tenth = tokens[::10]
-        others = [document for i, document in enumerate(tokens) if i % 10]
-        held_out[name] = windows(torch.cat(every_tenth), T)
-        data[name] = windows(torch.cat(others), T)
+        others = [document for i, document in enumerate(documents) if i % 10]
+        data[name] = windows(joined(others, tokenizer), T)
+        held_out[name] = windows(joined(documents[::10], tokenizer), T)
     return data, {name: shuffled(rows, generator)[:64] for name, rows in held_out.items()}
 
 
