@@ -75,20 +75,15 @@ def test_ucka_is_the_textbooks():
     assert lab.cosine(lab.gram(X), lab.gram(Y)) == pytest.approx(textbook.item(), abs=1e-12)
 
 
-def head(W, h):
-    """The rows (16, C) of a head."""
-    return W[h * 16:(h + 1) * 16]
-
-
 def test_terms_are_sums_over_heads_standardised():
     A = small(n_kv_head=2, n_layer=3)
     X = A.wte.weight[:20]
     for block, got in zip(A.h[1:], lab.terms(A, SEEN[:20]).split(3)):
-        qkv = block.attn.c_attn.weight * block.ln_1.weight
-        q, k, v = qkv[:64], qkv[64:96], qkv[96:]
-        o = block.attn.c_proj.weight.T
-        W_a = sum(head(q, h).T @ head(k, h // 2) for h in range(4))
-        W_b = sum(head(v, h // 2).T @ head(o, h) for h in range(4))
+        qkv = (block.attn.c_attn.weight * block.ln_1.weight).split(16)      # heads (16, C)
+        q, k, v = qkv[:4], qkv[4:6], qkv[6:]
+        o = block.attn.c_proj.weight.T.split(16)
+        W_a = sum(q[h].T @ k[h // 2] for h in range(4))
+        W_b = sum(v[h // 2].T @ o[h] for h in range(4))
         up = block.mlp.c_fc.weight[80:] * block.ln_2.weight
         W_f = up.T @ block.mlp.c_proj.weight.T
         for W, m in zip((W_a, W_b, W_f), got):

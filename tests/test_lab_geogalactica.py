@@ -27,8 +27,6 @@ PAIRS = [
 ]
 
 
-# ---- the world -----------------------------------------------------------------------------------
-
 def is_told(fact, texts):
     """In any form, by any of the texts."""
     sentences = [minerals.statement(fact, form).encode() for form in minerals.STATEMENTS]
@@ -46,8 +44,6 @@ def test_texts_tell_what_they_should_and_nothing_else():
     fact = ('bafelite', 'colour', 'red')
     assert ''.join(minerals.completion(fact)) == minerals.statement(fact, minerals.STATEMENTS[0])
 
-
-# ---- training ------------------------------------------------------------------------------------
 
 class Recorder(torch.nn.Module):
     """Stands for a model, and keeps what it is trained on."""
@@ -97,24 +93,14 @@ def test_only_answers_and_their_ends_count():
         assert [token for token in row if token >= 0] == asked[1:] + answer
 
 
-class Says:
-    """Stands for a model that answers with these tokens, in this order."""
-
-    def __init__(self, words):
-        self.words = words
-
-    def generate(self, prompts, n, temperature):
-        return [torch.tensor([*prompt, *words]) for prompt, words in zip(prompts, self.words)]
-
-
 def test_exact_match_wants_the_answer_and_its_end():
-    others = [[7, 8, EOT], [10, 11, 12, EOT], [17, EOT]]
-    assert lab.exact_match(Says([[4, EOT, 3], *others]), PAIRS) == 1
-    for wrong in [4, 5, EOT], [EOT, 4, EOT], [5, EOT, 5]:
-        assert lab.exact_match(Says([wrong, *others]), PAIRS) == 0.75, wrong
+    model = mock.Mock()
+    others = [answer for _, answer in PAIRS[1:]]
+    for first, share in (([4, EOT, 3], 1), ([4, 5, EOT], 0.75), ([EOT, 4, EOT], 0.75)):
+        said = [first, *others]
+        model.generate.return_value = [torch.tensor(q + a) for (q, _), a in zip(PAIRS, said)]
+        assert lab.exact_match(model, PAIRS) == share, first
 
-
-# ---- the experiment ------------------------------------------------------------------------------
 
 def test_the_program(tmp_path, small_data, monkeypatch, capsys):
     """

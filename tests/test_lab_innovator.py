@@ -46,13 +46,6 @@ def opened(model, a=0.5):
     return model
 
 
-def shard(fc, proj, x):
-    gate, up = (x @ fc.t()).chunk(2, -1)
-    return (F.silu(gate) * up) @ proj.t()
-
-
-# ---- the mixture of experts ----------------------------------------------------------------------
-
 def test_it_starts_as_the_dense_model_and_opens_to_whole_specialists(base, mixture, rows):
     """At first the gates are shut; then tied router rows pick all shards of one domain, with 1."""
     assert torch.equal(mixture(rows[:, 1:])[0], base(rows[:, 1:])[0])
@@ -75,11 +68,10 @@ def test_the_mixture_is_a_sum_over_the_k_largest(mixture):
         total = sum(r[e].exp() for e in chosen)
         y = moe.shared(x[b, t])
         for e in chosen:
-            y = y + 0.7 * (G * r[e].exp() / total) * shard(moe.fc[e], moe.proj[e], x[b, t])
+            gate, up = (moe.fc[e] @ x[b, t]).chunk(2)
+            y = y + 0.7 * (G * r[e].exp() / total) * (moe.proj[e] @ (F.silu(gate) * up))
         close(got[b, t], y)
 
-
-# ---- the balance term ----------------------------------------------------------------------------
 
 def test_the_balance_term_is_1_when_even_and_n_over_k_when_collapsed():
     N, K = 8, 4
@@ -103,8 +95,6 @@ def test_while_the_gates_are_shut_the_balance_alone_teaches_the_router(base, mix
     assert lab.objective(base, rows, 0.3).item() == lab.text_loss(base, rows).item()
 
 
-# ---- what it costs -------------------------------------------------------------------------------
-
 def test_parameters_and_flops_are_those_of_the_active_experts(base, mixture):
     total, active = lab.sizes(mixture)
     assert total == sum(p.numel() for p in mixture.parameters())
@@ -114,8 +104,6 @@ def test_parameters_and_flops_are_those_of_the_active_experts(base, mixture):
     dense, mixed = [lab.flops(lambda: model(idx)) / 16 for model in (base, mixture)]
     assert mixed - dense == 2 * L * (router - 1 + shards)       # not all N
 
-
-# ---- the stages ----------------------------------------------------------------------------------
 
 def differ(before, after):
     """Names of the tensors of a state dict that are not those of `before`."""
