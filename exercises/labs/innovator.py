@@ -220,8 +220,8 @@ def flops(call):
 
 def train(name, model, parameters, batches, s, faster=1):
     """
-    Train these parameters of a model on a list of batches (B, T + 1), all others frozen, `faster`
-    than the learning rate that is set; returns the FLOPs it took.
+    Train these parameters of a model on a list of batches (B, T + 1), all others frozen, at
+    `faster` times the learning rate of the settings; returns the FLOPs it took.
     """
     parameters = list(parameters)
     model.train().requires_grad_(False)
