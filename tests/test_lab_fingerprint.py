@@ -27,11 +27,6 @@ def small(seed=0, **settings):
     return make(seed, **{**dict(n_layer=2, n_embd=64, mlp_hidden=80), **settings})
 
 
-def score(A, B, **options):
-    value, _ = lab.awm(A, B, SEEN, **options)
-    return value
-
-
 def ics(A, B):
     return lab.cosine(lab.terms(A, SEEN), lab.terms(B, SEEN))
 
@@ -53,11 +48,11 @@ def test_a_disguise_keeps_the_logits_and_no_weight_and_is_seen_through(shape, id
         if 'q_norm' not in name and 'k_norm' not in name:
             assert not torch.isclose(p, B.get_parameter(name)).all(), name
     assert lab.pcs(A, B) < 0.5
-    assert score(A, B) > 0.9999
+    assert lab.awm(A, B, SEEN)[0] > 0.9999
     assert ics(A, B) > 0.9999
-    assert score(A, B, lap=False) < 0.1     # what the assignment is for
+    assert lab.awm(A, B, SEEN, lap=False)[0] < 0.1      # what the assignment is for
     other = small(1, **SHAPES[shape])
-    assert score(A, other) < 0.2
+    assert lab.awm(A, other, SEEN)[0] < 0.2
     assert abs(ics(A, other)) < 0.2
 
 
@@ -71,31 +66,24 @@ def hsic(K, L):
     return (K @ L).trace() + sums - 2 / (n - 2) * (one @ K @ L @ one)
 
 
-def test_ucka_is_the_textbooks_and_sees_neither_rotation_nor_scale():
+def test_ucka_is_the_textbooks():
     torch.manual_seed(0)
     X = torch.randn(20, 9, dtype=torch.float64)
     Y = torch.randn(20, 13, dtype=torch.float64) + 0.5
     K, L = X @ X.T, Y @ Y.T
     textbook = hsic(K, L) / (hsic(K, K) * hsic(L, L)).sqrt()
     assert lab.cosine(lab.gram(X), lab.gram(Y)) == pytest.approx(textbook.item(), abs=1e-12)
-    U = torch.linalg.qr(torch.randn(9, 9, dtype=torch.float64))[0]
-    assert lab.cosine(lab.gram(X), lab.gram(3.7 * X @ U)) == pytest.approx(1, abs=1e-12)
-
-
-def head(W, h):
-    """The rows (16, C) of a head."""
-    return W[h * 16:(h + 1) * 16]
 
 
 def test_terms_are_sums_over_heads_standardised():
     A = small(n_kv_head=2, n_layer=3)
     X = A.wte.weight[:20]
     for block, got in zip(A.h[1:], lab.terms(A, SEEN[:20]).split(3)):
-        qkv = block.attn.c_attn.weight * block.ln_1.weight
-        q, k, v = qkv[:64], qkv[64:96], qkv[96:]
-        o = block.attn.c_proj.weight.T
-        W_a = sum(head(q, h).T @ head(k, h // 2) for h in range(4))
-        W_b = sum(head(v, h // 2).T @ head(o, h) for h in range(4))
+        qkv = (block.attn.c_attn.weight * block.ln_1.weight).split(16)      # heads (16, C)
+        q, k, v = qkv[:4], qkv[4:6], qkv[6:]
+        o = block.attn.c_proj.weight.T.split(16)
+        W_a = sum(q[h].T @ k[h // 2] for h in range(4))
+        W_b = sum(v[h // 2].T @ o[h] for h in range(4))
         up = block.mlp.c_fc.weight[80:] * block.ln_2.weight
         W_f = up.T @ block.mlp.c_proj.weight.T
         for W, m in zip((W_a, W_b, W_f), got):
@@ -112,16 +100,9 @@ def test_layers_in_another_order_are_paired():
     assert value > 0.9999
 
 
-def test_neither_rows_that_nobody_trained_nor_the_numbers_of_tokens_matter():
-    assert lab.rarest_first(torch.tensor([3, 3, 7, 1, 1, 1, 40, 40]), 50).tolist() == [7, 3, 40, 1]
-    A = small()
-    B = copy.deepcopy(A)
-    number = torch.randperm(50, generator=torch.Generator().manual_seed(2))
-    B.wte.weight[number] = A.wte.weight[:50]  # token i of A is token number[i] of B
-    text = torch.arange(50).repeat_interleave(torch.arange(50))     # token 0 never occurs
-    B.wte.weight[number[0]] = 9.0
-    of_A = lab.terms(A, lab.rarest_first(text, 50))
-    assert torch.equal(of_A, lab.terms(B, lab.rarest_first(number[text], 50)))
+def test_tokens_that_nobody_trained_are_left_out():
+    text = torch.tensor([3, 3, 7, 1, 1, 1, 40, 40])
+    assert lab.rarest_first(text, 50).tolist() == [7, 3, 40, 1]
 
 
 def test_the_program(small_data, tmp_path, capsys):
@@ -141,9 +122,9 @@ def test_the_program(small_data, tmp_path, capsys):
 
     from matplotlib.image import imread
     icons = imread(picture)
-    of_A, of_disguised = icons[:, :128], icons[:, 256:384]
+    of_A, of_disguised, of_B = icons[:, :128], icons[:, 256:384], icons[:, 512:]
     assert (of_A == of_disguised).mean() > 0.99     # float32 may round a shade another way
-    assert len({tuple(pixel) for pixel in of_A.reshape(-1, icons.shape[-1])}) > 4
+    assert of_B.shape == of_A.shape and of_A.std() > 0.1
 
     few = save(tmp_path / 'few', small(vocab_size=256), 'byte', data_dir=small_data)
     with pytest.raises(UserError, match='byte has 257 tokens'):

@@ -5,6 +5,7 @@ it should.
 import os
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -19,37 +20,30 @@ from engine.shards import get_tokenizer
 
 EOT = 49  # in models with n_tokens=50
 PAIRS = [
-    ((1, 2, 3), (4,)),
-    ((5, 6), (7, 8)),
-    ((9,), (10, 11, 12)),
-    ((13, 14, 15, 16), (17,)),
+    ([1, 2, 3], [4, EOT]),
+    ([5, 6], [7, 8, EOT]),
+    ([9], [10, 11, 12, EOT]),
+    ([13, 14, 15, 16], [17, EOT]),
 ]
 
 
-# ---- the world -----------------------------------------------------------------------------------
-
 def is_told(fact, texts):
     """In any form, by any of the texts."""
-    sentences = [minerals.statement(fact, form) for form in minerals.STATEMENTS]
+    sentences = [minerals.statement(fact, form).encode() for form in minerals.STATEMENTS]
     return any(sentence in text for sentence in sentences for text in texts)
 
 
 def test_texts_tell_what_they_should_and_nothing_else():
-    kinds = minerals.world(16, 3)
-    assert [len(kind) for kind in kinds] == [32, 16, 16]
-    assert kinds == minerals.world(16, 3) != minerals.world(16, 4)
-    asked, held_out, untold = kinds
+    asked, held_out, untold = minerals.world(16, 3)
+    assert [len(facts) for facts in (asked, held_out, untold)] == [32, 16, 16]
     texts = minerals.documents(asked + held_out, 160, 3)
     for fact in asked + held_out:
         assert is_told(fact, texts), fact
     for fact in untold:
         assert not is_told(fact, texts), fact
     fact = ('bafelite', 'colour', 'red')
-    assert minerals.question(fact, 1)[0] == "Question: Which colour does bafelite have?\nAnswer:"
     assert ''.join(minerals.completion(fact)) == minerals.statement(fact, minerals.STATEMENTS[0])
 
-
-# ---- training ------------------------------------------------------------------------------------
 
 class Recorder(torch.nn.Module):
     """Stands for a model, and keeps what it is trained on."""
@@ -64,9 +58,8 @@ class Recorder(torch.nn.Module):
         return None, self.weight * 1.0
 
 
-@pytest.mark.parametrize('counts', [(8, 2), (10, 0)])
-def test_every_batch_holds_the_exact_mix(counts):
-    """Every row says where it comes from and which it is."""
+def test_every_batch_holds_the_exact_mix():
+    """Every row says where it comes from and which it is; all come before any comes again."""
     sources = []
     for j, length in enumerate((7, 8)):
         rows = torch.zeros(length, 3, dtype=torch.int64)
@@ -74,63 +67,39 @@ def test_every_batch_holds_the_exact_mix(counts):
         rows[:, 1] = torch.arange(length)
         sources.append(rows)
     model = Recorder()
-    lab.pretrain_further(model, sources, counts, [0.1] * 9, seed=4)
+    lab.pretrain_further('', model, sources, (8, 2), 0.1, lab.Settings(steps=9))
     mixes = [tuple(int((x[:, 0] == j).sum()) for j in (0, 1)) for x in model.seen]
-    assert mixes == [counts] * 9
-    for j, source in enumerate(sources):  # all rows come before any comes again
-        order = torch.cat([x[x[:, 0] == j, 1] for x in model.seen])
+    assert mixes == [(8, 2)] * 9
+    for j, source in enumerate(sources):
         n = len(source)
-        for i in range(0, len(order) - n + 1, n):
-            assert sorted(order[i:i + n].tolist()) == list(range(n))
+        order = torch.cat([x[x[:, 0] == j, 1] for x in model.seen])
+        for visited in order[:len(order) // n * n].split(n):
+            assert sorted(visited.tolist()) == list(range(n))
 
 
 def test_only_answers_and_their_ends_count():
     """Against sums by hand, one pair at a time and without padding."""
     model = make()
-    x, y = lab.instruct(PAIRS, EOT)
     terms = []
-    for q, a in PAIRS:
-        logits, _ = model(torch.tensor([[*q, *a]]))
+    for asked, answer in PAIRS:
+        logits, _ = model(torch.tensor([asked + answer]))
         logp = logits[0].log_softmax(-1)
-        for place, token in enumerate([*a, EOT], len(q) - 1):
+        for place, token in enumerate(answer, len(asked) - 1):
             terms.append(-logp[place, token])
-    _, loss = model(x, y)
+    _, loss = model(*lab.instruct(PAIRS))
     torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=0, atol=1e-12)
-    _, everything = lab.instruct(PAIRS, EOT, loss_on_answers=False)
-    for row, (q, a) in enumerate(PAIRS):
-        assert [token for token in everything[row].tolist() if token >= 0] == [*q[1:], *a, EOT]
-
-
-class Says:
-    """Stands for a model that answers with these tokens, in this order."""
-
-    def __init__(self, words):
-        self.words = words
-
-    def generate(self, prompts, n, temperature, stop_token):
-        return [torch.tensor([*prompt, *words]) for prompt, words in zip(prompts, self.words)]
+    _, everything = lab.instruct(PAIRS, loss_on_answers=False)
+    for row, (asked, answer) in zip(everything.tolist(), PAIRS):
+        assert [token for token in row if token >= 0] == asked[1:] + answer
 
 
 def test_exact_match_wants_the_answer_and_its_end():
-    others = [[7, 8, EOT], [10, 11, 12, EOT], [17, EOT]]
-    assert lab.exact_match(Says([[4, EOT], *others]), PAIRS, EOT) == 1
-    for wrong in [4, 5, EOT], [EOT], [5, EOT], [4]:
-        assert lab.exact_match(Says([wrong, *others]), PAIRS, EOT) == 0.75, wrong
-
-
-# ---- the experiment ------------------------------------------------------------------------------
-
-def first_arguments(monkeypatch, name):
-    """A list of the first argument of each call of a function, which still does what it did."""
-    function = getattr(lab, name)
-    seen = []
-
-    def watched(first, *rest):
-        seen.append(first)
-        return function(first, *rest)
-
-    monkeypatch.setattr(lab, name, watched)
-    return seen
+    model = mock.Mock()
+    others = [answer for _, answer in PAIRS[1:]]
+    for first, share in (([4, EOT, 3], 1), ([4, 5, EOT], 0.75), ([EOT, 4, EOT], 0.75)):
+        said = [first, *others]
+        model.generate.return_value = [torch.tensor(q + a) for (q, _), a in zip(PAIRS, said)]
+        assert lab.exact_match(model, PAIRS) == share, first
 
 
 def test_the_program(tmp_path, small_data, monkeypatch, capsys):
@@ -140,16 +109,18 @@ def test_the_program(tmp_path, small_data, monkeypatch, capsys):
     """
     small = dict(n_layer=2, vocab_size=320, n_tokens=257, block_size=96)
     folder = save(tmp_path / 'ckpt', make(**small), data_dir=small_data, learning_rate=3e-3)
-    told = first_arguments(monkeypatch, 'documents')
-    trained = first_arguments(monkeypatch, 'instruct')
+    documents, instruct = mock.Mock(wraps=lab.documents), mock.Mock(wraps=lab.instruct)
+    monkeypatch.setattr(lab, 'documents', documents)
+    monkeypatch.setattr(lab, 'instruct', instruct)
     lab.main([folder, '--minerals=2', '--steps=2', '--sft_steps=2'])
     out = capsys.readouterr().out
 
     asked, held_out, untold = minerals.world(2, 1337)
-    assert all(set(facts) == set(asked + held_out) for facts in told)
+    for call in documents.call_args_list:
+        assert set(call.args[0]) == set(asked + held_out)
     decode = get_tokenizer('byte').decode
-    for pairs in trained:
-        assert [(decode(q), decode(a)) for q, a in pairs] == [
+    for call in instruct.call_args_list:
+        assert [(decode(q), decode(a[:-1])) for q, a in call.args[0]] == [
             minerals.question(fact, form) for fact in asked for form in (0, 1)]
 
     rows = re.findall(r'^\| (\w.*?) +\| +(\d\S+) \| +(\d\S+)', out, re.M)

@@ -2,10 +2,12 @@
 What the labs share: their start, a checkpoint and its text, a short training loop. Read a lab
 first, this when you wonder.
 """
+import copy
 import os
 import sys
 import time
 
+import numpy as np
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -15,7 +17,7 @@ from configurator import build, read
 from engine.files import UserError
 from engine.hardware import tune_cpu
 from engine.loss import token_nats
-from engine.shards import open_shard, read_meta
+from engine.shards import encode, open_shard, read_meta
 from sample import data_dir_of, load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
@@ -48,7 +50,7 @@ def load_plain(folder, depth_attn=False):
     return model, tokenizer, settings
 
 
-def own_text(settings, split, limit, tokenizer=None):
+def own_text(settings, split, limit, tokenizer):
     """
     The first `limit` tokens (n,) int64 of the 'train' or 'val' text that a checkpoint was made
     with; `settings` are its own. UserError if the text is gone, or has another tokenizer now.
@@ -60,6 +62,12 @@ def own_text(settings, split, limit, tokenizer=None):
         parts.append(torch.from_numpy(tokens.astype('int64')))
         left -= len(tokens)
     return torch.cat(parts)
+
+
+def joined(documents, tokenizer):
+    """Documents (bytes) one after the other, an end-of-text behind each: tokens (n,) int64."""
+    tokens = [encode(tokenizer, document) for document in documents]
+    return torch.from_numpy(np.concatenate(tokens).astype(np.int64))
 
 
 def windows(tokens, T):
@@ -85,34 +93,33 @@ def loss_on(model, rows):
     return token_nats(model, rows).mean().item()
 
 
-def warm_up(peak, steps, share=0.1):
-    """`steps` learning rates: linearly up to `peak` over the first `share`, constant after."""
-    n = max(1, round(share * steps))
-    return [peak * min(1.0, (i + 1) / n) for i in range(steps)]
-
-
-def fit(parameters, loss, rates, betas=(0.9, 0.95), weight_decay=0.1, name=''):
+def fit(name, parameters, loss, peak, steps, warmup=0.1, betas=(0.9, 0.95), weight_decay=0.1):
     """
-    A fresh AdamW on `parameters`: step i minimises loss(i), a scalar tensor, with learning rate
-    rates[i]; gradients are clipped to norm 1. Returns the losses before each step, a list of
-    floats. With a name it reports to stderr as it goes.
+    A fresh AdamW on `parameters`: step i minimises loss(i), a scalar tensor. The learning rate
+    rises linearly to `peak` over the share `warmup` of the steps, and stays; gradients are clipped
+    to norm 1. It reports to stderr, by this name.
     """
     parameters = list(parameters)
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay)
-    losses = []
+    optimizer = torch.optim.AdamW(parameters, betas=betas, weight_decay=weight_decay)
+    rising = max(1, round(warmup * steps))
     last_report = time.perf_counter()
-    for i, rate in enumerate(rates):
-        optimizer.param_groups[0]['lr'] = rate
+    for i in range(steps):
+        optimizer.param_groups[0]['lr'] = peak * min(1.0, (i + 1) / rising)
         value = loss(i)
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        losses.append(value.item())
-
-        is_last = i + 1 == len(rates)
-        if name and (is_last or time.perf_counter() - last_report > 5):
-            report = f"{name}: step {i + 1}/{len(rates)}, loss {losses[-1]:.3f}"
-            print(report, file=sys.stderr, flush=True)
+        if i + 1 == steps or time.perf_counter() - last_report > 5:
+            print(f"{name}: step {i + 1}/{steps}, loss {value.item():.3f}", file=sys.stderr)
             last_report = time.perf_counter()
-    return losses
+
+
+def tuned(name, model, rows, peak, steps, seed, **how):
+    """A copy of the model after `steps` steps of `fit` on 4 of the rows (n, T + 1) each."""
+    draw = torch.Generator().manual_seed(seed)
+    batches = rows[torch.randint(len(rows), (steps, 4), generator=draw)]    # (steps, 4, T + 1)
+    torch.manual_seed(seed)             # of dropout
+    model = copy.deepcopy(model).train()
+    fit(name, model.parameters(), lambda i: text_loss(model, batches[i]), peak, steps, **how)
+    return model.eval()

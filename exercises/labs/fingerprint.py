@@ -70,8 +70,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import parameters_to_vector
 
-from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from common import load_plain, loss_on, own_text, start, tuned, windows
 from configurator import check_range
 from engine.files import UserError, run, table
 from model import RMSNorm
@@ -92,43 +93,24 @@ class FingerprintSettings:
 
 # ---- what both methods read ----------------------------------------------------------------------
 
-@dataclass
-class Layer:
-    """The matrices of one layer, out x in, with norm gains folded into those that read them."""
-    q: torch.Tensor                     # (nh hd, C)
-    k: torch.Tensor                     # (nh hd, C), each key head once for each of its query heads
-    v: torch.Tensor                     # (nh hd, C), the same
-    o: torch.Tensor                     # (C, nh hd)
-    up: torch.Tensor                    # (mlp_hidden, C)
-    down: torch.Tensor                  # (C, mlp_hidden)
-
-
 def layers(gpt):
-    """The matrices of all layers, a list of Layer."""
+    """
+    The matrices of each layer (q, k, v, o, up, down), out x in: norm gains folded into those that
+    read them, and a key or value head once for each of its query heads.
+    """
     config = gpt.config
     heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-    found = []
     for block in gpt.h:
         qkv = block.attn.c_attn.weight * block.ln_1.weight
-        q, k, v = qkv.split([n * config.head_dim for n in heads])
-        _, up = (block.mlp.c_fc.weight * block.ln_2.weight).chunk(2)
-        found.append(Layer(
-            q=q, k=for_each_query_head(k, config), v=for_each_query_head(v, config),
-            o=block.attn.c_proj.weight, up=up, down=block.mlp.c_proj.weight))
-    return found
-
-
-def for_each_query_head(W, config):
-    """Key or value heads (nkv hd, C), each repeated for the query heads that read it."""
-    heads = W.unflatten(0, (config.n_kv_head, -1))                          # (nkv, hd, C)
-    return heads.repeat_interleave(config.n_head // config.n_kv_head, 0).flatten(0, 1)
+        parts = qkv.unflatten(0, (-1, config.head_dim)).split(heads)        # 3 of (heads, hd, C)
+        q, k, v = [W.repeat_interleave(config.n_head // len(W), 0).flatten(0, 1) for W in parts]
+        _, up = (block.mlp.c_fc.weight * block.ln_2.weight).chunk(2)        # (mlp_hidden, C)
+        # q, k, v: (nh hd, C); o: (C, nh hd); down: (C, mlp_hidden)
+        yield q, k, v, block.attn.c_proj.weight, up, block.mlp.c_proj.weight
 
 
 def cosine(x, y):
-    """
-    Of two tensors of one shape, as long vectors. Of terms: HuRef's ICS; of Gram matrices by
-    `gram`: AWM's UCKA.
-    """
+    """Of two tensors of one shape, as long vectors; of terms it is HuRef's ICS."""
     return F.cosine_similarity(x.flatten(), y.flatten(), dim=0).item()
 
 
@@ -148,10 +130,10 @@ def terms(gpt, tokens):
     """HuRef's invariant terms of the last two layers, standardised: (6, K, K) for K tokens."""
     X = gpt.wte.weight[tokens]                                              # (K, C)
     M = []
-    for layer in layers(gpt)[-2:]:
-        W_a = layer.q.T @ layer.k                                           # (C, C): heads summed
-        W_b = layer.v.T @ layer.o.T                                         # (C, C)
-        W_f = layer.up.T @ layer.down.T                                           # (C, C)
+    for q, k, v, o, up, down in list(layers(gpt))[-2:]:
+        W_a = q.T @ k                                                       # (C, C): heads summed
+        W_b = v.T @ o.T                                                     # (C, C)
+        W_f = up.T @ down.T                                                 # (C, C)
         M += [X @ W_a @ X.T, X @ W_b @ X.T, X @ W_f @ X.T]
     M = torch.stack(M)                                                      # (6, K, K)
     mean = M.mean((1, 2), keepdim=True)
@@ -163,7 +145,7 @@ def terms(gpt, tokens):
 def gram(X):
     """
     X (n, p) -> its Gram matrix (n, n), that of X U too, centred as if the diagonal, much alike for
-    all X, were not there. The cosine of two such is unbiased CKA.
+    all X, were not there. The cosine of two such is UCKA.
     """
     n = len(X)
     G = (X @ X.T).fill_diagonal_(0)
@@ -184,14 +166,14 @@ def align(E_A, E_B):
 
 def grams(gpt, columns, sign):
     """
-    For each layer the Gram matrices of Wq and of Wk. Their rows are those dimensions of the
-    residual stream that `columns` names, each times its sign.
+    The Gram matrices of each layer's Wq and Wk as unit vectors (L, 2, n n): UCKA is the product of
+    two. Their n rows are those dimensions of the residual stream that `columns` names, each times
+    its sign.
     """
     found = []
-    for layer in layers(gpt):
-        pair = [(W[:, columns] * sign).T for W in (layer.q, layer.k)]       # 2 of (C, nh hd)
-        found.append([gram(X) for X in pair])
-    return found
+    for q, k, *_ in layers(gpt):
+        found += [gram((W[:, columns] * sign).T) for W in (q, k)]
+    return F.normalize(torch.stack(found).flatten(1)).unflatten(0, (-1, 2))
 
 
 def awm(A, B, tokens, lap=True):
@@ -203,36 +185,28 @@ def awm(A, B, tokens, lap=True):
     if lap:
         columns_A, columns_B, sign = align(E_A, E_B)
     else:
-        columns_A = columns_B = torch.arange(min(E_A.size(1), E_B.size(1)))
+        columns_A = columns_B = slice(min(E_A.size(1), E_B.size(1)))
         sign = 1
-    grams_A = grams(A, columns_A, sign)
-    grams_B = grams(B, columns_B, 1)
-
-    ucka = torch.zeros(len(grams_A), len(grams_B), 2)                       # of Wq and of Wk
-    for i, of_A in enumerate(grams_A):
-        for j, of_B in enumerate(grams_B):
-            for w in range(2):
-                ucka[i, j, w] = cosine(of_A[w], of_B[w])
-
+    of_A, of_B = grams(A, columns_A, sign), grams(B, columns_B, 1)
+    ucka = torch.einsum('iwn,jwn->ijw', of_A, of_B)                         # (L_A, L_B, 2)
     layers_A, layers_B = assign(-ucka.abs().sum(-1))
     score = ucka[layers_A, layers_B].abs().mean().item()
-    numbers = zip(layers_A.tolist(), layers_B.tolist())
-    pairs = [(i, j, *ucka[i, j].tolist()) for i, j in numbers]
-    return score, pairs
+    return score, [(i, j, *ucka[i, j].tolist()) for i, j in zip(layers_A, layers_B)]
 
 
 def assign(cost):
     """
-    Rows and columns of cost (n, m), each (min(n, m),), none twice: the cheapest pair first, then
-    the cheapest of those whose row and column are free.
+    Rows and columns of cost (n, m), two lists, none twice: the cheapest pair first, then the
+    cheapest of those whose row and column are free.
     """
     cost = cost.clone()
-    pairs = []
+    rows, columns = [], []
     for _ in range(min(cost.shape)):
         row, column = divmod(cost.argmin().item(), cost.size(1))
         cost[row], cost[:, column] = math.inf, math.inf
-        pairs.append((row, column))
-    return torch.tensor(pairs).T
+        rows.append(row)
+        columns.append(column)
+    return rows, columns
 
 
 # ---- the attack ----------------------------------------------------------------------------------
@@ -245,15 +219,18 @@ def disguise(gpt, seed=0):
     down. Exact, as norm_eps changes with c.
     """
     new = copy.deepcopy(gpt)
-    edit = Disguise(gpt, seed)
-    edit.ends(new, gpt)
-    edit.norms(new)
-    for block, old in zip(new.h, gpt.h):
-        gains = edit.normal(2, gpt.config.n_embd).mul(0.3).exp()            # (2, C), around 1
-        block.ln_1.weight.copy_(old.ln_1.weight[edit.P] * gains[0])
-        block.ln_2.weight.copy_(old.ln_2.weight[edit.P] * gains[1])
-        edit.attention(block.attn, old.attn, gains[0])
-        edit.mlp(block.mlp, old.mlp, gains[1])
+    edit = Disguise(new, seed)
+    edit.ends(new)
+    for norm in new.modules():
+        if isinstance(norm, RMSNorm):
+            norm.eps *= edit.c ** 2     # then rms(c x) is c rms(x)
+    new.config.norm_eps *= edit.c ** 2
+    for block in new.h:
+        gains = edit.normal(2, new.config.n_embd).mul(0.3).exp()            # (2, C), around 1
+        for norm, gain in zip((block.ln_1, block.ln_2), gains):
+            norm.weight.copy_(norm.weight[edit.P] * gain)
+        edit.attention(block.attn, gains[0])
+        edit.mlp(block.mlp, gains[1])
     return new
 
 
@@ -279,34 +256,26 @@ class Disguise:
         """A matrix (C, in) that writes to it -> c (P D)^T W."""
         return self.c * W[self.P] * self.D[:, None]
 
-    def ends(self, new, old):
+    def ends(self, gpt):
         """The embedding table, the output head, and the norm between trunk and head."""
-        config = self.config
-        new.wte.weight.copy_(self.c * self.reads(old.wte.weight))
-        if config.tie_embeddings:
-            new.ln_f.weight.copy_(old.ln_f.weight[self.P] / self.c)
+        gpt.wte.weight.copy_(self.c * self.reads(gpt.wte.weight))
+        gpt.ln_f.weight.copy_(gpt.ln_f.weight[self.P])
+        if self.config.tie_embeddings:
+            gpt.ln_f.weight /= self.c
         else:
-            new.lm_head.weight.copy_(self.reads(old.lm_head.weight))
-            new.ln_f.weight.copy_(old.ln_f.weight[self.P])
+            gpt.lm_head.weight.copy_(self.reads(gpt.lm_head.weight))
 
         # padded rows are never read, or masked: put anything there
-        padding = config.vocab_size - config.n_tokens
-        for part in (new.wte, new.lm_head):
-            anything = part.weight.std() * self.normal(padding, config.n_embd)
-            part.weight[config.n_tokens:] = anything
+        padding = self.config.vocab_size - self.config.n_tokens
+        for part in (gpt.wte, gpt.lm_head):
+            anything = part.weight.std() * self.normal(padding, self.config.n_embd)
+            part.weight[self.config.n_tokens:] = anything
 
-    def norms(self, new):
-        """rms(c x) is c rms(x) if eps becomes c^2 eps."""
-        for norm in new.modules():
-            if isinstance(norm, RMSNorm):
-                norm.eps *= self.c * self.c
-        new.config.norm_eps *= self.c * self.c
-
-    def attention(self, new, old, gain):
+    def attention(self, attn, gain):
         """`gain` (C,) is what the norm in front multiplies by now, so the weights divide by it."""
         nh, nkv, hd = self.config.n_head, self.config.n_kv_head, self.config.head_dim
         shared = nh // nkv                                                  # queries per key head
-        qkv = self.reads(old.c_attn.weight) / gain
+        qkv = self.reads(attn.c_attn.weight) / gain
         q, k, v = qkv.unflatten(0, (-1, hd)).split((nh, nkv, nkv))          # (heads, hd, C)
 
         # queries and keys: turned together
@@ -322,21 +291,21 @@ class Disguise:
         # values: any R that can be inverted, and its inverse in the output projection
         rotation = torch.linalg.qr(self.normal(nkv, hd, hd))[0]
         R = rotation * self.normal(nkv, 1, hd).mul(0.3).exp()               # (nkv, hd, hd)
-        o = self.writes(old.c_proj.weight)                                  # (C, nh hd)
+        o = self.writes(attn.c_proj.weight)                                 # (C, nh hd)
         o = o.unflatten(1, (nh, hd)).transpose(0, 1)                        # (nh, C, hd)
         o = o @ R.inverse().repeat_interleave(shared, 0)
 
-        new.c_attn.weight.copy_(torch.cat((q, k, R @ v)).flatten(0, 1))
-        new.c_proj.weight.copy_(o.transpose(0, 1).flatten(1))
+        attn.c_attn.weight.copy_(torch.cat((q, k, R @ v)).flatten(0, 1))
+        attn.c_proj.weight.copy_(o.transpose(0, 1).flatten(1))
 
-    def mlp(self, new, old, gain):
+    def mlp(self, mlp, gain):
         """Hidden units in another order, and `up` times s where `down` is divided by it."""
         hidden = self.config.mlp_hidden
         order = torch.randperm(hidden, generator=self.draw)
         s = self.normal(hidden).exp()
-        gate, up = (self.reads(old.c_fc.weight) / gain).chunk(2)            # (hidden, C)
-        new.c_fc.weight.copy_(torch.cat((gate[order], up[order] * s[:, None])))
-        new.c_proj.weight.copy_(self.writes(old.c_proj.weight)[:, order] / s)
+        gate, up = (self.reads(mlp.c_fc.weight) / gain).chunk(2)            # (hidden, C)
+        mlp.c_fc.weight.copy_(torch.cat((gate[order], up[order] * s[:, None])))
+        mlp.c_proj.weight.copy_(self.writes(mlp.c_proj.weight)[:, order] / s)
 
 
 def turn(W, angle):
@@ -346,43 +315,14 @@ def turn(W, angle):
     return torch.cat((x * cos - y * sin, x * sin + y * cos), 1)
 
 
-# ---- the models to compare -----------------------------------------------------------------------
-
-def relatives(A, rows, s):
-    """
-    {name: gpt in float64}: A, a copy after s.steps more training steps on rows (n, T + 1), and both
-    disguised.
-    """
-    found = {'A': A}
-    if s.steps:
-        found[f'A, {s.steps} more steps'] = fine_tuned(A, rows, s)
-    for name, gpt in list(found.items()):
-        found[name + ', disguised'] = disguise(gpt.double(), s.seed)
-    return found
-
-
-def fine_tuned(A, rows, s):
-    """A copy of A after s.steps training steps, each on 4 of the rows (n, T + 1)."""
-    draw = torch.Generator().manual_seed(s.seed)
-    batches = rows[torch.randint(len(rows), (s.steps, 4), generator=draw)]  # (steps, 4, T + 1)
-    new = copy.deepcopy(A).train()
-    rates = warm_up(1e-3, s.steps)
-    fit(new.parameters(), lambda i: text_loss(new, batches[i]), rates, name='fine-tuning')
-    return new.eval()
-
+# ---- the comparison ------------------------------------------------------------------------------
 
 def pcs(A, B):
-    """
-    HuRef's parameter cosine similarity: of all parameters with the same name and shape, as they
-    are.
-    """
-    other = dict(B.named_parameters())
-    of_A, of_B = [], []
-    for name, p in A.named_parameters():
-        if name in other and other[name].shape == p.shape:
-            of_A.append(p.flatten())
-            of_B.append(other[name].flatten())
-    return cosine(torch.cat(of_A), torch.cat(of_B))
+    """HuRef's parameter cosine similarity: of all with the same name and shape, as they are."""
+    theirs = dict(B.named_parameters())
+    pairs = [(p, theirs[name]) for name, p in A.named_parameters() if name in theirs]
+    of_A, of_B = zip(*[(p, q) for p, q in pairs if p.shape == q.shape])
+    return cosine(parameters_to_vector(of_A), parameters_to_vector(of_B))
 
 
 def verdict(score, similarity):
@@ -395,25 +335,17 @@ def verdict(score, similarity):
             "compare with models known to be independent")
 
 
-# ---- the picture ---------------------------------------------------------------------------------
-
 def identicon(M):
     """
-    Terms M (6, K, K) -> pixels (128, 128, 3) uint8: 64 block means, standardised, 9 shades of blue
-    to red, mirrored twice.
+    Terms M (6, K, K) -> (16, 16), from -1 to 1: 64 block means, standardised, in 9 shades, mirrored
+    twice.
     """
     means = torch.stack([block.mean() for block in M.flatten().tensor_split(64)])
     standard = (means - means.mean()) / means.std()
-    shade = standard.mul(2).round().clamp(-4, 4).div(4).view(8, 8)          # -1 .. 1
+    shade = standard.mul(2).round().clamp(-4, 4).div(4).view(8, 8)
     shade = torch.cat((shade, shade.flip(1)), 1)
-    shade = torch.cat((shade, shade.flip(0)), 0)                            # (16, 16)
+    return torch.cat((shade, shade.flip(0)))
 
-    missing = torch.stack((-shade, shade.abs(), shade), -1).clamp(min=0)    # of red, green, blue
-    pixels = (1 - missing).mul(255).byte()                                  # (16, 16, 3)
-    return pixels.repeat_interleave(8, 0).repeat_interleave(8, 1)
-
-
-# ---- the lab -------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def compare(models, tokens, rows, s):
@@ -421,38 +353,32 @@ def compare(models, tokens, rows, s):
     Print how each of models {name: gpt} relates to the first, and what that means for the last;
     write the picture. tokens: rarest first; rows (n, T + 1): the text that losses are of.
     """
-    first, *_, last = models
-    A, B = models[first], models[last]
-    rarest = tokens[:s.K]
-    M = {name: terms(gpt, rarest) for name, gpt in models.items()}
-
+    M = {name: terms(gpt, tokens[:s.K]) for name, gpt in models.items()}
+    A = models['A']
     lines = []
     for name, gpt in models.items():
-        loss = loss_on(gpt, rows)
-        score, _ = awm(A, gpt, tokens)
+        score, pairs = awm(A, gpt, tokens)
         unaligned, _ = awm(A, gpt, tokens, lap=False)
-        ics = cosine(M[first], M[name])
-        lines.append((name, loss, score, unaligned, ics, pcs(A, gpt)))
+        ics = cosine(M['A'], M[name])
+        lines.append((name, loss_on(gpt, rows), score, unaligned, ics, pcs(A, gpt)))
     print(table(('', 'loss', 'AWM', 'no LAP', 'ICS', 'PCS'), lines))
 
-    score, pairs = awm(A, B, tokens)
-    ics = cosine(M[first], M[last])
+    # the last of them is B
     print('\n' + table(('layer of A', 'layer of B', 'UCKA of Wq', 'of Wk'), pairs))
     print(f"\nA and B: AWM {score:.4f}, ICS {ics:.4f}: {verdict(score, ics)}")
 
-    icons = torch.cat([identicon(m) for m in M.values()], 1)
     try:
         from matplotlib.image import imsave
     except ImportError:
         raise UserError(f"{s.out}: pictures need pip install matplotlib") from None
-    imsave(s.out, icons.numpy())
+    icons = torch.cat([identicon(m) for m in M.values()], 1)
+    pixels = icons.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    imsave(s.out, pixels.numpy(), cmap='bwr', vmin=-1, vmax=1)              # blue, white, red
     print(f"{s.out}: the identicons of the first table's rows, from left to right")
 
 
 def main(argv):
     s, folders = start(argv, __doc__, FingerprintSettings, folders=2)
-
-    # two models of one tokenizer
     A, tokenizer, settings = load_plain(folders[0])
     B, other, _ = load_plain(folders[1])
     n = A.config.n_tokens
@@ -467,7 +393,13 @@ def main(argv):
     text = own_text(settings, 'train', 2 ** 20, tokenizer)
     rows = windows(own_text(settings, 'val', 2 ** 16, tokenizer), T)        # (n, T + 1)
     half = len(rows) // 2
-    models = relatives(A, rows[:max(1, half)], s)
+
+    models = {'A': A}
+    if s.steps:
+        name = f'A, {s.steps} more steps'
+        models[name] = tuned('fine-tuning', A, rows[:max(1, half)], 1e-3, s.steps, s.seed)
+    for name, gpt in list(models.items()):
+        models[name + ', disguised'] = disguise(gpt.double(), s.seed)
     models['B: ' + folders[1]] = B.double()
     compare(models, rarest_first(text, n), rows[half:][:64], s)
 

@@ -52,14 +52,13 @@ Their path without flash attention adds 1 to the scores of compressed entries, t
 nor do we. From the paper: it tunes LoRA, embeddings and norms of LLaMA-2-7B for 1000 steps at
 2 N = 8192, here all weights are, for a few. We had the code and the abstract, not the paper's text.
 """
-import copy
 import math
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from common import load_plain, loss_on, own_text, start, tuned, windows
 from configurator import check_range
 from engine.fast import FastGPT
 from engine.files import UserError, run, table
@@ -93,13 +92,13 @@ def dct_matrix(n):
     return C
 
 
-def filtered(span, L, kept=slice(None)):
+def filtered(span, kept):
     """
-    A (L, span): of the first L coefficients, or of the first L among those `kept`, the inverse DCT
-    of length L. Low-pass: each row sums to 1.
+    A (L, span): the inverse DCT, of length L, of the L coefficients that the slice `kept` names. Of
+    the first ones, a low-pass: each row sums to 1.
     """
-    Z = dct_matrix(span)[kept][:L]                                  # (L, span)
-    return math.sqrt(L / span) * dct_matrix(L).T @ Z
+    Z = dct_matrix(span)[kept]                                      # (L, span)
+    return math.sqrt(len(Z) / span) * dct_matrix(len(Z)).T @ Z
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -218,8 +217,8 @@ def contestants(gpt, s):
             f"sinks={S} and keep={s.keep} keep {S} + {L} of {N} entries: "
             "lower sinks, or choose keep between 0 and 1")
 
-    low = filtered(span, L)                                         # (L, span)
-    high = filtered(span, L, kept=slice(-L, None))
+    low = filtered(span, slice(L))                                  # (L, span)
+    high = filtered(span, slice(-L, None))
     newest = torch.eye(span)[-L:]
     memories = {
         'no compression':            partial(FreqKV, theta, 2 ** 30, 0, None),
@@ -233,40 +232,6 @@ def contestants(gpt, s):
     return models
 
 
-def tuned(model, rows, s, name):
-    """
-    A copy after s.steps steps on 4 of the rows (n, 2 N + 1) each: gradients flow through its
-    compressions.
-    """
-    model = copy.deepcopy(model)
-    draw = torch.Generator().manual_seed(s.seed)
-    batches = rows[torch.randint(len(rows), (s.steps, 4), generator=draw)]  # (steps, 4, 2 N + 1)
-    torch.manual_seed(s.seed)           # of dropout
-    model.train()
-    rates = warm_up(3e-4, s.steps)
-    fit(model.parameters(), lambda i: text_loss(model, batches[i]), rates,
-        weight_decay=0.0, name=name)
-    return model.eval()
-
-
-def print_sample(model, tokenizer, s):
-    """Text three windows long, from an end-of-text token on."""
-    n = 3 * model.N
-    eot = tokenizer.eot_token
-    new = model.generate([[eot]], n, temperature=0.7, seed=s.seed)[0]
-    print(f"{n} tokens from a cache that never held more than {model.peak}:\n")
-    print(tokenizer.decode([token for token in new.tolist() if token != eot]), end='\n\n')
-
-
-def print_losses(models, rows, N):
-    """A line for each of models {name: model}; rows: {window: rows (n, window + 1)}."""
-    lines = []
-    for name, model in models.items():
-        losses = [loss_on(model, rows[T]) for T in (N, 2 * N, 4 * N)]
-        lines.append([name, *losses, model.peak])
-    print(table([f"nats per token, N = {N}", 'N', '2 N', '4 N', 'peak cache'], lines))
-
-
 def main(argv):
     s, [folder] = start(argv, __doc__, FreqKVSettings)
     gpt, tokenizer, settings = load_plain(folder, depth_attn=True)
@@ -275,16 +240,26 @@ def main(argv):
     # the same tokens in windows of three lengths
     text = own_text(settings, 'val', s.windows * 4 * N + 1, tokenizer)
     text = text[:len(windows(text, 4 * N)) * 4 * N + 1]
-    rows = {T: windows(text, T) for T in (N, 2 * N, 4 * N)}
+    rows = [windows(text, T) for T in (N, 2 * N, 4 * N)]
 
     models = contestants(gpt, s)
     if s.steps:
+        # gradients flow through compressions
         train = windows(own_text(settings, 'train', 2 ** 20, tokenizer), 2 * N)
         for name in ('no compression', 'FreqKV', 'sinks + sliding window'):
-            models[name + ', tuned'] = tuned(models[name], train, s, name)
+            models[name + ', tuned'] = tuned(name, models[name], train, 3e-4, s.steps, s.seed,
+                                             weight_decay=0.0)
 
-    print_sample(models.get('FreqKV, tuned', models['FreqKV']), tokenizer, s)
-    print_losses(models, rows, N)
+    model = models.get('FreqKV, tuned', models['FreqKV'])
+    eot = tokenizer.eot_token
+    [sample] = model.generate([[eot]], 3 * N, temperature=0.7, seed=s.seed)
+    print(f"{3 * N} tokens from a cache that never held more than {model.peak}:\n")
+    print(tokenizer.decode([token for token in sample.tolist() if token != eot]), end='\n\n')
+
+    lines = []
+    for name, model in models.items():
+        lines.append([name, *(loss_on(model, some) for some in rows), model.peak])
+    print(table([f"nats per token, N = {N}", 'N', '2 N', '4 N', 'peak cache'], lines))
 
 
 if __name__ == '__main__':

@@ -63,11 +63,11 @@ field, and the general ability kept; here fine-tuning forgets too.
 import copy
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from common import fit, joined, load_plain, loss_on, own_text, start, text_loss, windows
 from configurator import check_range
 from engine.files import UserError, run, table
 from minerals import completion, documents, question, world
@@ -96,225 +96,144 @@ class Settings:
 
 # ---- further pretraining -------------------------------------------------------------------------
 
-def orders(lengths, counts, steps, seed):
-    """
-    Which rows each step reads: for source j, with lengths[j] rows, row numbers (steps, counts[j]).
-    The mix is exact in every batch, not drawn (section 4.1), and a source shows all its rows before
-    any comes again.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    result = []
-    for length, count in zip(lengths, counts):
-        rounds = max(1, -(-steps * count // length))                        # rounded up
-        order = torch.cat([torch.randperm(length, generator=draw) for _ in range(rounds)])
-        result.append(order[:steps * count].view(steps, count))
-    return result
+def visits(n, count, steps, draw):
+    """Which of n rows each step reads, (steps, count): all of them before any comes again."""
+    rounds = max(1, math.ceil(steps * count / n))
+    order = torch.cat([torch.randperm(n, generator=draw) for _ in range(rounds)])
+    return order[:steps * count].view(steps, count)
 
 
-def pretrain_further(model, sources, counts, rates, seed, name=''):
+def pretrain_further(name, model, sources, counts, peak, s):
     """
-    Train on counts[j] rows of sources[j] (rows, T + 1) in every batch, with a fresh optimizer;
-    returns the losses.
+    Train on counts[j] rows of sources[j] (rows, T + 1) in every batch: the mix is exact, not drawn
+    (section 4.1).
     """
-    chosen = orders([len(source) for source in sources], counts, len(rates), seed)
-    parts = [source[order] for source, order in zip(sources, chosen)]       # (steps, .., T + 1)
+    draw = torch.Generator().manual_seed(s.seed)
+    parts = []
+    for rows, count in zip(sources, counts):
+        parts.append(rows[visits(len(rows), count, s.steps, draw)])         # (steps, .., T + 1)
     batches = torch.cat(parts, dim=1)                                       # (steps, B, T + 1)
-    return fit(model.parameters(), lambda i: text_loss(model, batches[i]), rates, name=name)
+    fit(name, model.parameters(), lambda i: text_loss(model, batches[i]), peak, s.steps,
+        warmup=100 / 7324)
 
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
 
-def instruct(pairs, eot, loss_on_answers=True):
+def instruct(pairs, loss_on_answers=True):
     """
     Pairs (question tokens, answer tokens) -> inputs x and targets y, each (pairs, longest - 1).
-    y[t] = x[t + 1] where that is part of the answer or its end-of-text, and -1, which the loss
-    ignores, on the question and on padding. So the first position that is trained is the question's
-    last: it predicts how the answer begins.
+    y[t] = x[t + 1] where that is part of the answer, and -1, which the loss ignores, on the
+    question and on padding. So the first position that is trained is the question's last: it
+    predicts how the answer begins.
     """
-    longest = max(len(q) + len(a) + 1 for q, a in pairs)
-    x = torch.full((len(pairs), longest), eot)
-    y = torch.full((len(pairs), longest), -1)
-    for row, (q, a) in enumerate(pairs):
-        end = len(q) + len(a) + 1
-        x[row, :end] = torch.tensor([*q, *a, eot])
-        first = len(q) if loss_on_answers else 1
-        y[row, first:end] = x[row, first:end]
+    x, y = [], []
+    for asked, answer in pairs:
+        x.append(torch.tensor(asked + answer))
+        ignored = [-1] * len(asked)
+        y.append(torch.tensor((ignored if loss_on_answers else asked) + answer))
+    x = pad_sequence(x, batch_first=True)
+    y = pad_sequence(y, batch_first=True, padding_value=-1)
     return x[:, :-1], y[:, 1:]
 
 
-def fine_tune(model, x, y, rates, seed, batch=16, name=''):
-    """
-    Supervised fine-tuning on the rows of x and y from `instruct`, with the paper's AdamW (section
-    5.2); returns the losses.
-    """
-    order, = orders([len(x)], [batch], len(rates), seed)                    # (steps, batch)
-    return fit(model.parameters(), lambda i: model(x[order[i]], y[order[i]])[1], rates,
-               betas=(0.9, 0.999), weight_decay=0.05, name=name)
+def fine_tune(name, model, pairs, peak, s):
+    """Supervised fine-tuning on 16 pairs a step, with the paper's AdamW (section 5.2)."""
+    x, y = instruct(pairs, s.loss_on_answers)
+    draw = torch.Generator().manual_seed(s.seed)
+    order = visits(len(x), 16, s.sft_steps, draw)                           # (steps, 16)
+    fit(name, model.parameters(), lambda i: model(x[order[i]], y[order[i]])[1], peak, s.sft_steps,
+        betas=(0.9, 0.999), weight_decay=0.05)
 
 
-def exact_match(model, pairs, eot=None):
-    """
-    Share of the pairs (question tokens, answer tokens) whose answer the model says, greedily; with
-    eot: and then stops.
-    """
-    longest = max(len(a) for _, a in pairs) + 1
-    said = model.generate([q for q, _ in pairs], longest, temperature=0, stop_token=eot)
-    ending = [] if eot is None else [eot]
+def exact_match(model, pairs):
+    """Share of the pairs (question tokens, answer tokens) whose answer the model says, greedily."""
+    longest = max(len(answer) for _, answer in pairs)
+    said = model.generate([asked for asked, _ in pairs], longest, temperature=0)
     right = 0
-    for row, (q, a) in zip(said, pairs):
-        wanted = [*a, *ending]
-        answer = row[len(q):len(q) + len(wanted)].tolist()
-        right += answer == wanted
+    for row, (asked, answer) in zip(said, pairs):
+        right += row[len(asked):][:len(answer)].tolist() == answer
     return right / len(pairs)
 
 
-# ---- the texts and the questions -----------------------------------------------------------------
+# ---- the questions -------------------------------------------------------------------------------
 
-@dataclass
-class Texts:
-    """Rows (n, T + 1) of tokens, to train on and to measure a loss on."""
-    new: torch.Tensor
-    new_val: torch.Tensor
-    old: torch.Tensor
-    old_val: torch.Tensor
-
-
-@dataclass
-class Exam:
-    """Facts as pairs (question tokens, answer tokens)."""
-    training: list                      # those asked in fine-tuning, in both forms of a question
-    asked: list                         # the same facts in one form
-    held_out: list                      # facts that only the texts told
-    untold: list                        # facts that nobody told
-    recited: list                       # held out: sentences of the texts, to be completed
-    eot: int                            # the token that ends an answer
-
-
-def pack(texts, tokenizer):
-    """Documents one after the other, an end-of-text behind each: tokens (n,)."""
-    tokens = []
-    for text in texts:
-        tokens += tokenizer.encode_ordinary(text)
-        tokens.append(tokenizer.eot_token)
-    return torch.tensor(tokens)
-
-
-def make_texts(told, base, tokenizer, s, T):
-    """
-    The new texts tell the facts `told`; the old ones are those that the checkpoint's settings
-    `base` name, 64 rows from all over its validation text.
-    """
-    new = documents(told, 100 * s.minerals, s.seed)
-    new_val = documents(told, 8 * s.minerals, s.seed + 1)
-    old_val = windows(own_text(base, 'val', 2 ** 21, tokenizer), T)
-    return Texts(
-        new=windows(pack(new, tokenizer), T),
-        new_val=windows(pack(new_val, tokenizer), T),
-        old=windows(own_text(base, 'train', 2 ** 21, tokenizer), T),
-        old_val=old_val[::max(1, len(old_val) // 64)][:64])
-
-
-def make_exam(asked, held_out, untold, tokenizer):
-    """Three lists of facts (mineral, key, value) -> an Exam."""
-    return Exam(
-        training=in_tokens([question(fact, form) for fact in asked for form in (0, 1)], tokenizer),
-        asked=in_tokens([question(fact, 0) for fact in asked], tokenizer),
-        held_out=in_tokens([question(fact, 0) for fact in held_out], tokenizer),
-        untold=in_tokens([question(fact, 0) for fact in untold], tokenizer),
-        recited=in_tokens([completion(fact) for fact in held_out], tokenizer),
-        eot=tokenizer.eot_token)
-
-
-def in_tokens(pairs, tokenizer):
-    """Pairs of texts as pairs of lists of tokens."""
+def in_tokens(pairs, tokenizer, *ending):
+    """Pairs of texts as pairs of lists of tokens; `ending` follows the second."""
     encode = tokenizer.encode_ordinary
-    return [(encode(first), encode(second)) for first, second in pairs]
+    return [(encode(first), [*encode(second), *ending]) for first, second in pairs]
+
+
+def asked_about(facts, forms, tokenizer):
+    """The facts as pairs (question tokens, answer tokens and end-of-text), in these forms."""
+    pairs = [question(fact, form) for fact in facts for form in forms]
+    return in_tokens(pairs, tokenizer, tokenizer.eot_token)
 
 
 # ---- the experiment ------------------------------------------------------------------------------
 
-class Row(NamedTuple):
-    """A line of the table: losses in nats per token, and shares of exact answers."""
-    stage: str
-    old: float
-    new: float
-    recited: float
-    asked: float
-    held_out: float
-    untold: float
-
-
-def measure(stage, model, texts, exam):
-    """The model at this stage, as a Row."""
-    return Row(
-        stage,
-        old=loss_on(model, texts.old_val),
-        new=loss_on(model, texts.new_val),
-        recited=exact_match(model, exam.recited),
-        asked=exact_match(model, exam.asked, exam.eot),
-        held_out=exact_match(model, exam.held_out, exam.eot),
-        untold=exact_match(model, exam.untold, exam.eot))
-
-
 def experiment(model, tokenizer, base, s):
-    """All runs from one checkpoint; `base` are its settings. Returns a list of Row."""
-    # what is asked, and what is read
-    asked, held_out, untold = world(s.minerals, s.seed)
-    exam = make_exam(asked, held_out, untold, tokenizer)
+    """
+    All runs from one checkpoint; `base` are its settings. Returns {stage: the other cells of its
+    row}: losses on old and on new text, and four shares of exact answers.
+    """
     T = min(128, model.config.block_size)
-    questions = exam.training + exam.asked + exam.held_out + exam.untold
-    if max(len(q) + len(a) for q, a in questions) > T:
-        raise UserError(
-            f"block_size={model.config.block_size} is too short for a question and its answer: "
-            "use a larger one")
-    texts = make_texts(asked + held_out, base, tokenizer, s, T)
+    if T < 64:      # a question and its answer have up to 62 bytes
+        raise UserError(f"block_size={T} is too short for a question and its answer: take a "
+                        "checkpoint with at least 64")
+
+    # what is read
+    asked, held_out, untold = world(s.minerals, s.seed)
+    told = asked + held_out
+    new = windows(joined(documents(told, 100 * s.minerals, s.seed), tokenizer), T)
+    new_val = windows(joined(documents(told, 8 * s.minerals, s.seed + 1), tokenizer), T)
+    old = windows(own_text(base, 'train', 2 ** 21, tokenizer), T)
+    old_val = windows(own_text(base, 'val', 2 ** 21, tokenizer), T)
+    old_val = old_val[::max(1, len(old_val) // 64)][:64]                    # from all over it
+
+    # what is asked: first held-out facts, as sentences of the texts to be completed
+    exams = [in_tokens(map(completion, held_out), tokenizer)]
+    exams += [asked_about(facts, [0], tokenizer) for facts in (asked, held_out, untold)]
+    pairs = asked_about(asked, [0, 1], tokenizer)
+
+    def measure(model):
+        losses = [loss_on(model, rows) for rows in (old_val, new_val)]
+        return losses + [exact_match(model, exam) for exam in exams]
 
     # rows of new and of old text in each batch
     n_old = round(s.batch * s.replay)
     mixes = {
-        "untaught": None,
-        "no replay": (s.batch, 0),
-        "replay": (s.batch - n_old, n_old),
+        'untaught': None,
+        'no replay': (s.batch, 0),
+        'replay': (s.batch - n_old, n_old),
     }
 
     peak = s.peak * base['learning_rate']
-    rows = [measure("checkpoint", model, texts, exam)]
+    rows = {'checkpoint': measure(model)}
     for stage, counts in mixes.items():
         student = copy.deepcopy(model)
         if counts is not None:
-            rates = warm_up(peak, s.steps, 100 / 7324)
-            sources = (texts.new, texts.old)
-            pretrain_further(student, sources, counts, rates, s.seed, name=stage)
-            rows.append(measure(stage, student, texts, exam))
-        x, y = instruct(exam.training, exam.eot, s.loss_on_answers)
-        rates = warm_up(peak, s.sft_steps)
-        fine_tune(student, x, y, rates, s.seed, name=f"{stage}, fine-tuning")
-        rows.append(measure(f"{stage}, fine-tuned", student, texts, exam))
+            pretrain_further(stage, student, (new, old), counts, peak, s)
+            rows[stage] = measure(student)
+        fine_tune(f"{stage}, fine-tuning", student, pairs, peak, s)
+        rows[f"{stage}, fine-tuned"] = measure(student)
     return rows
-
-
-def report(rows, base, s):
-    """Print the table, and what it says about forgetting and gain."""
-    print(f"learning rate {s.peak:g} x {base['learning_rate']:g}; "
-          "losses in nats per token, then shares of exact answers\n")
-    header = ('stage', 'old text', 'new text', 'recited', 'asked', 'held out', 'never told')
-    print(table(header, rows))
-
-    by_stage = {row.stage: row for row in rows}
-    before = by_stage["checkpoint"]
-    without = by_stage["no replay"]
-    replayed = by_stage["replay"]
-    print(f"\nforgetting {without.old - before.old:.4f} without replay, "
-          f"{replayed.old - before.old:.4f} with; "
-          f"gain {before.new - without.new:.4f} and {before.new - replayed.new:.4f}")
-    print("recited: held-out facts completed in the words of the texts: "
-          "what a model knows, whether or not it can be asked")
 
 
 def main(argv):
     s, [folder] = start(argv, __doc__, Settings)
     model, tokenizer, base = load_plain(folder)
-    report(experiment(model, tokenizer, base, s), base, s)
+    rows = experiment(model, tokenizer, base, s)
+    print(f"learning rate {s.peak:g} x {base['learning_rate']:g}; "
+          "losses in nats per token, then shares of exact answers\n")
+    header = ('stage', 'old text', 'new text', 'recited', 'asked', 'held out', 'never told')
+    print(table(header, [[stage, *row] for stage, row in rows.items()]))
+    old, new, *_ = rows['checkpoint']
+    old_without, new_without, *_ = rows['no replay']
+    old_with, new_with, *_ = rows['replay']
+    print(f"\nforgetting {old_without - old:.4f} without replay, {old_with - old:.4f} with; "
+          f"gain {new - new_without:.4f} and {new - new_with:.4f}")
+    print("recited: held-out facts completed in the words of the texts: "
+          "what a model knows, whether or not it can be asked")
 
 
 if __name__ == '__main__':

@@ -80,10 +80,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import fit, load_plain, loss_on, own_text, start, text_loss, warm_up, windows
+from common import fit, joined, load_plain, loss_on, own_text, start, text_loss, windows
 from configurator import check_range
 from engine.files import UserError, run, table
-from engine.shards import encode
 from prepare_data import walk
 
 OWN_TEXT = 'own text'  # the checkpoint's own domain
@@ -124,9 +123,7 @@ def split(mlp, G):
 
 
 def route(r, K):
-    """
-    Router logits r (n, N) -> gates that sum to K, and the experts they belong to, both (n, K).
-    """
+    """Router logits r (n, N) -> gates that sum to K, and the experts they are of, both (n, K)."""
     top = r.topk(K)
     return K * top.values.softmax(-1), top.indices
 
@@ -221,20 +218,22 @@ def flops(call):
     return counter.get_total_flops()
 
 
-def train(model, parameters, batches, rate, alpha, name):
+def train(name, model, parameters, batches, s, faster=1):
     """
-    Train these parameters of a model on a list of batches (B, T + 1), all others frozen; returns
-    the FLOPs it took.
+    Train these parameters of a model on a list of batches (B, T + 1), all others frozen, at
+    `faster` times the learning rate of the settings; returns the FLOPs it took.
     """
     parameters = list(parameters)
     model.train().requires_grad_(False)
     for p in parameters:
         p.requires_grad_(True)
 
+    def loss(i):
+        return objective(model, batches[i], s.alpha)
+
     # K experts per token: all steps cost the same
-    step_cost = flops(lambda: torch.autograd.grad(objective(model, batches[0], alpha), parameters))
-    rates = warm_up(rate, len(batches))
-    fit(parameters, lambda i: objective(model, batches[i], alpha), rates, name=name)
+    step_cost = flops(lambda: torch.autograd.grad(loss(0), parameters))
+    fit(name, parameters, loss, faster * s.learning_rate, len(batches))
     model.eval()
     return len(batches) * step_cost
 
@@ -250,8 +249,7 @@ def draw_mix(data, s, generator):
     """A batch of all domains: one half of the checkpoint's own, a quarter of each new one."""
     own, *new = data.values()
     parts = [draw(own, s.batch_size // 2, generator)]
-    for rows in new:
-        parts.append(draw(rows, s.batch_size // 4, generator))
+    parts += [draw(rows, s.batch_size // 4, generator) for rows in new]
     return torch.cat(parts)
 
 
@@ -265,7 +263,6 @@ def stages(base, data, s, generator):
     data: {domain: rows (.., T + 1)}, the checkpoint's own first.
     """
     _, *new = data
-    rate = s.learning_rate
     seen = []                           # batches that the mixture or its parts were trained on
     yield "the checkpoint", base, 0
 
@@ -276,7 +273,7 @@ def stages(base, data, s, generator):
         batches = [draw(data[domain], s.batch_size, generator) for _ in range(s.induce_steps)]
         specialist = copy.deepcopy(base)
         learning = [p for block in specialist.h for p in block.mlp.parameters()]
-        spent = train(specialist, learning, batches, rate, 0.0, f"stage 1, {domain}")
+        spent = train(f"stage 1, {domain}", specialist, learning, batches, s)
         yield f"1  specialist, {domain}", specialist, spent
         specialists.append(specialist)
         seen += batches
@@ -292,28 +289,23 @@ def stages(base, data, s, generator):
     # 3, routing: the routers and `a` learn
     batches = [draw_mix(data, s, generator) for _ in range(s.route_steps)]
     learning = [p for mixture in mixtures(model) for p in (mixture.router.weight, mixture.a)]
-    cost += train(model, learning, batches, 10 * rate, s.alpha, "stage 3")
+    cost += train("stage 3", model, learning, batches, s, faster=10)
     yield "3  router trained", model, cost
     seen += batches
 
     # 4, joint: everything learns
     batches = [draw_mix(data, s, generator) for _ in range(s.joint_steps)]
-    cost += train(model, model.parameters(), batches, rate, s.alpha, "stage 4")
+    cost += train("stage 4", model, model.parameters(), batches, s)
     yield "4  all trained", model, cost
     seen += batches
 
-    # what it competes with: all these rows, and as many of the new domains alone
+    # what it competes with, dense: all these rows, and as many of the new domains alone
     same = torch.cat(seen)                                          # (rows, T + 1)
     only_new = torch.cat([draw(data[domain], len(same) // 2, generator) for domain in new])
-    yield dense(base, same, s, generator, "dense, the same rows")
-    yield dense(base, only_new, s, generator, "dense, new domains only")
-
-
-def dense(base, rows, s, generator, name):
-    """(name, a copy of base that is trained on these rows as it is, the FLOPs of that)."""
-    model = copy.deepcopy(base)
-    batches = shuffled(rows, generator).split(s.batch_size)
-    return name, model, train(model, model.parameters(), batches, s.learning_rate, 0.0, name)
+    for name, rows in (("dense, the same rows", same), ("dense, new domains only", only_new)):
+        model = copy.deepcopy(base)
+        batches = shuffled(rows, generator).split(s.batch_size)
+        yield name, model, train(name, model, model.parameters(), batches, s)
 
 
 # ---- the domains ---------------------------------------------------------------------------------
@@ -345,11 +337,9 @@ def domains(settings, tokenizer, T, generator):
     data = {OWN_TEXT: windows(own_text(settings, 'train', 2 ** 22, tokenizer), T)}
     held_out = {OWN_TEXT: windows(own_text(settings, 'val', 2 ** 22, tokenizer), T)}
     for name, documents in new_texts().items():
-        tokens = [torch.from_numpy(encode(tokenizer, text).astype('int64')) for text in documents]
-        every_tenth = tokens[::10]
-        others = [document for i, document in enumerate(tokens) if i % 10]
-        held_out[name] = windows(torch.cat(every_tenth), T)
-        data[name] = windows(torch.cat(others), T)
+        others = [document for i, document in enumerate(documents) if i % 10]
+        data[name] = windows(joined(others, tokenizer), T)
+        held_out[name] = windows(joined(documents[::10], tokenizer), T)
     return data, {name: shuffled(rows, generator)[:64] for name, rows in held_out.items()}
 
 
@@ -360,9 +350,8 @@ def sizes(model):
     total = model.num_params()
     idle = 0
     for mixture in mixtures(model):
-        N = len(mixture.fc)
         experts = mixture.fc.numel() + mixture.proj.numel()
-        idle += experts * (N - mixture.K) // N
+        idle += experts - experts * mixture.K // len(mixture.fc)
     return total, total - idle
 
 
@@ -370,14 +359,10 @@ def sizes(model):
 def measure(name, model, cost, held_out):
     """A row of the first table."""
     losses = [loss_on(model, rows) for rows in held_out.values()]
-    total, active = sizes(model)
     row = held_out[OWN_TEXT][:1, :-1]                               # (1, T)
     per_token = flops(lambda: model(row)) / row.numel()
-    return [name, *losses, *map(millions, (total, active, per_token)), f"{cost / 1e12:.2f}T"]
-
-
-def millions(n):
-    return f"{n / 1e6:.2f}M"
+    counts = [f"{n / 1e6:.2f}M" for n in (*sizes(model), per_token)]
+    return [name, *losses, *counts, f"{cost / 1e12:.2f}T"]
 
 
 @torch.no_grad()
@@ -391,13 +376,12 @@ def load_table(model, held_out):
     for name, rows in held_out.items():
         model.hidden(rows[:, :-1])
         f = torch.stack([loads(mixture.r, mixture.K) for mixture in mixtures(model)])   # (L, N)
-        K = model.h[0].mlp.K
-        shares = f[:, :K].sum(1) / f.size(1)                        # (L,): its shards come first
-        lines.append([name, *two_decimals(shares)])
+        first, _ = f.chunk(2, 1)                                    # the first specialist's shards
+        lines.append([name, *two_decimals(first.sum(1) / f.size(1))])
         total = total + f / len(held_out)
     lines.append(["load of the busiest expert over all, 1 is even", *two_decimals(total.amax(1))])
 
-    first_specialist = list(held_out)[1]
+    _, first_specialist, _ = held_out
     header = [f"share of {first_specialist} experts in layer", *map(str, range(len(total)))]
     return table(header, lines)
 

@@ -26,17 +26,16 @@ so what differs between these two is what the second pass does.
 import os
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 
 import train
 from configurator import build, check_range, read
-from engine.fast import without_numbers
 from engine.files import run, table
 from model import PONDER, GPTConfig, Mechanism
-from tools.compare import final_loss, keep_recipe
+from tools.compare import final_loss, keep_recipe, training_flops
 
 
 @dataclass
@@ -78,14 +77,10 @@ class Arm:
 def make_arms(common, start):
     """The four arms; common: train.py's arguments for all."""
     given, _ = read(common, '', train.Settings, GPTConfig)
-    config = {name: value for name, value in given.items() if name in vars(GPTConfig())}
     # the byte tokenizer: 256 bytes and the end of a text, padded to 320
-    config.update(vocab_size=320, n_tokens=257, ponder='middle')
-    flops = []
-    for K in (0, 1):
-        gpt = without_numbers(build(GPTConfig, {**config, 'ponder_steps': K}))
-        flops.append(gpt.flops_per_token())
-    whole_cost = flops[1] / flops[0]
+    config = {**given, 'vocab_size': 320, 'n_tokens': 257, 'ponder': 'middle'}
+    once, twice = [training_flops(build(GPTConfig, {**config, 'ponder_steps': K})) for K in (0, 1)]
+    whole_cost = twice / once
     late_cost = start + (1 - start) * whole_cost
     longer = round(build(train.Settings, given).max_steps * late_cost)
     plain = ['--ponder=middle', '--ponder_steps=0']
@@ -103,7 +98,7 @@ def train_arm(arm, seed, common, out):
     folder = os.path.join(out, f'{arm.name}-from{arm.begin:g}-s{seed}')
     args = [*common, *arm.options]
     given, _ = read(args, '', train.Settings, GPTConfig)
-    settings = {'max_steps': train.Settings.max_steps, **given}
+    settings = asdict(build(train.Settings, given))
     if final_loss(folder, settings) is None:
         LateMiddle.begin = arm.begin    # train.main makes the model, and has no such setting
         resume = ['--init_from=resume'] if os.path.exists(os.path.join(folder, 'ckpt.pt')) else []
@@ -130,9 +125,9 @@ def main(argv):
     rows = []
     for arm in arms:
         differences = [loss - plain for loss, plain in zip(losses[arm.name], losses['plain'])]
-        spread = f"{min(differences):+.4f} to {max(differences):+.4f}"
         rows.append([arm.name, f"{statistics.mean(losses[arm.name]):.4f}",
-                     f"{statistics.mean(differences):+.4f}", spread, arm.cost])
+                     f"{statistics.mean(differences):+.4f}",
+                     f"{min(differences):+.4f} to {max(differences):+.4f}", arm.cost])
     print(table(['run', 'nats per byte', 'minus plain', 'lowest to highest', 'x FLOPs'], rows))
 
 

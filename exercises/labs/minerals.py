@@ -56,8 +56,8 @@ def world(minerals, seed):
 
 def documents(facts, n, seed):
     """
-    n texts, each about one mineral: all its facts in a random order, each in a random form; every
-    mineral equally often.
+    n texts (bytes), each about one mineral: all its facts in a random order, each in a random form;
+    every mineral equally often.
     """
     draw = random.Random(seed)
     facts_of = {}
@@ -69,7 +69,8 @@ def documents(facts, n, seed):
     for i in range(n):
         told = known[i % len(known)]
         shuffled = draw.sample(told, len(told))
-        texts.append(' '.join(statement(fact, draw.choice(STATEMENTS)) for fact in shuffled))
+        sentences = [statement(fact, draw.choice(STATEMENTS)) for fact in shuffled]
+        texts.append(' '.join(sentences).encode())
     return texts
 
 
