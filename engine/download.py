@@ -6,6 +6,7 @@ on from there.
                                          only path.part
     fineweb(kind, shards, ..)            shards of FineWeb, and their meta.json
     shakespeare(folder)                  a megabyte of text
+    token_lengths(tokenizer)             how much text is in a token
 
 Hugging Face is reached under the address in the environment variable HF_ENDPOINT, for those who
 need a mirror.
@@ -216,9 +217,12 @@ def fineweb(kind, shards, tokenizer, folder):
 
 
 def token_lengths(tokenizer):
-    """Bytes of text in each token, (n_vocab,); end-of-text, the last, has none."""
-    texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.eot_token)]
-    return np.array([len(text) for text in texts] + [0])
+    """Bytes of text in each token, (n_vocab,); end-of-text has none."""
+    lengths = np.zeros(tokenizer.n_vocab, np.int64)
+    for token in range(tokenizer.n_vocab):
+        if token != tokenizer.eot_token:
+            lengths[token] = len(tokenizer.decode_single_token_bytes(token))
+    return lengths
 
 
 def fetch_shard(url, path, n_tokens, progress):
