@@ -2,7 +2,7 @@
 Downloads that survive a bad line: what has arrived is kept, and the next try, or the next run, goes
 on from there.
 
-    fetch(url, path, check)              path then holds what `check` accepts; until then there is
+    fetch(url, path, check, progress)    path then holds what `check` accepts; until then there is
                                          only path.part
     fineweb(kind, shards, ..)            shards of FineWeb, and their meta.json
     shakespeare(folder)                  a megabyte of text
@@ -15,7 +15,9 @@ need a mirror.
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -65,15 +67,10 @@ class Progress:
         self.first = None           # bytes that were there before this run
         self.start = time.monotonic()
         self.shown = self.start     # when the last line was
-        on_terminal = sys.stdout.isatty()
-        self.interval = 0.5 if on_terminal else 30
-        self.end = '\r' if on_terminal else '\n'
+        self.interval, self.end = (0.5, '\r') if sys.stdout.isatty() else (30, '\n')
 
     def __call__(self, done):
-        """
-        `done` bytes are there. Those of the first call were there before and say nothing about the
-        speed.
-        """
+        """`done` bytes are there. Those of the first call say nothing about the speed."""
         if self.first is None:
             self.first = done
         now = time.monotonic()
@@ -81,8 +78,7 @@ class Progress:
             return
         self.shown = now
         rate = max(1, done - self.first) / (now - self.start)  # bytes per second
-        seconds = max(0, round((self.total - done) / rate))
-        left = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        left = timedelta(seconds=max(0, round((self.total - done) / rate)))
         print(f"{self.what}: {done / self.total:4.0%} of {self.total / 1e6:,.0f} MB | "
               f"{rate / 1e6:.1f} MB/s | {left} left   ", end=self.end, flush=True)
 
@@ -91,21 +87,24 @@ class Progress:
 
 def fetch(url, path, check, progress):
     """
-    Download `url` to `path`; progress(n_bytes) is called with the bytes there are. `check` is given
-    the file when it is complete; if it raises a UserError the content is wrong and thrown away.
+    Download `url` to `path`, unless it is there; progress(n_bytes) is called with the bytes there
+    are. `check` is given the file when it is complete, and its result is returned; if it raises a
+    UserError the content is wrong and thrown away.
 
     UserError for an answer that no further try would change, or after TRIES tries; OSError if the
     disk does not take it. Whatever arrived is kept for the next run in path.part.
     """
+    with suppress(UserError):   # missing, or damaged since
+        return check(path)
     part = path + '.part'
     most = size(part)  # bytes that were ever there
     failures = 0       # in a row, without a new byte
     while True:
         try:
             stated = request_rest(url, part, progress)
-            accept(part, stated, check)
+            found = accept(part, stated, check)
             os.replace(part, path)
-            return
+            return found
         except (requests.RequestException, Failed) as error:
             reason = str(error) if isinstance(error, Failed) else type(error).__name__
         failures += 1
@@ -164,13 +163,13 @@ def stated_checksum(response):
 
 def accept(part, stated, check):
     """
-    Failed if the content is not what the server states, or not what `check` wants; the file is
-    thrown away then.
+    check(part). Failed if the content is not what the server states, or not what `check` wants; the
+    file is thrown away then.
     """
     try:
         if stated and checksum(part) != stated:
             raise UserError(f"SHA-256 is not {stated}, which the server states")
-        check(part)
+        return check(part)
     except UserError as error:
         os.remove(part)
         raise Failed(f"wrong content, {error}") from None
@@ -206,8 +205,9 @@ def fineweb(kind, shards, tokenizer, folder):
         name = f"{corpus.stem}_{split}_{i:06d}.bin"
         path = os.path.join(folder, name)
         before = i * FINEWEB_BYTES
-        counts = fetch_shard(f"{source}/resolve/main/{name}", path, tokenizer.n_vocab,
-                             lambda n_bytes: progress(before + n_bytes))
+        counts = fetch(f"{source}/resolve/main/{name}", path,
+                       partial(count_tokens, n_tokens=tokenizer.n_vocab),
+                       lambda n_bytes: progress(before + n_bytes))
         tokens = int(counts.sum())
         splits[split]['shards'].append(dict(name=name, tokens=tokens, sha256=checksum(path)))
         splits[split]['tokens'] += tokens
@@ -225,24 +225,14 @@ def token_lengths(tokenizer):
     return lengths
 
 
-def fetch_shard(url, path, n_tokens, progress):
-    """Download a shard unless it is there. How often each token occurs in it, (n_tokens,)."""
-    try:
-        return count_tokens(path, n_tokens)
-    except UserError:  # missing, or damaged since
-        fetch(url, path, partial(count_tokens, n_tokens=n_tokens), progress)
-    return count_tokens(path, n_tokens)
-
-
 def shakespeare(folder):
     """Download the classic megabyte of Shakespeare; returns the path of the text."""
     path = os.path.join(folder, 'input.txt')
-    if size(path) == 0 or checksum(path) != SHAKESPEARE_SHA256:
-        fetch(SHAKESPEARE, path, check_shakespeare, Progress(folder, 1115394))
+    fetch(SHAKESPEARE, path, check_shakespeare, Progress(folder, 1115394))
     return path
 
 
 def check_shakespeare(path):
-    """UserError for another text."""
-    if checksum(path) != SHAKESPEARE_SHA256:
+    """UserError for another text, or none."""
+    if size(path) == 0 or checksum(path) != SHAKESPEARE_SHA256:
         raise UserError(f"{path}: not the text that was expected")
