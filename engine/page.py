@@ -101,9 +101,7 @@ def reading(logits, tokens, top):
 
 def rounded(values, digits):
     """A tensor as lists of numbers that are short to write."""
-    if values.dim() > 1:
-        return [rounded(row, digits) for row in values]
-    return [round(value, digits) for value in values.tolist()]
+    return values.cpu().double().round(decimals=digits).tolist()
 
 
 def pieces_of(numbers, tokenizer):

@@ -15,6 +15,7 @@ at and to click. Of a model of a made task, --start holds problems, with or with
 two of the validation set come before them, as in training.
 """
 
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
-from configurator import read
+from configurator import check_range, read
 from engine.answers import EXAMPLES, behind, validation_problems
 from engine.files import UserError, run
 from engine.page import model_data, write_page
@@ -51,10 +52,9 @@ class ExplainSettings:
     def __post_init__(self):
         if self.top is None:
             self.top = 3 if self.html is None else 6
-        if self.top < 1:
-            raise ValueError(f"top={self.top} must be at least 1")
-        if self.tokens is not None and (self.start is not None or self.tokens < 1):
-            raise ValueError("tokens must be at least 1, and stands in the place of start")
+        check_range(self, 1, math.inf, 'top', 'tokens')
+        if self.tokens is not None and self.start is not None:
+            raise ValueError("tokens stands in the place of start: give one of them")
         if self.against is not None and self.html is None:
             raise ValueError("against needs a page to show both on, such as --html=out/think.html")
 
