@@ -297,7 +297,7 @@ def depth(paths, s):
         raise UserError("this model has depth_attn=False: name one with Depth-Attention")
     T = model.config.block_size
     if s.start is None:
-        tokens = validation_tokens(T, settings, tokenizer, T)
+        tokens = validation_tokens(T, settings, tokenizer)
     else:
         tokens = encode_prompt(s.start, tokenizer, 10 ** 9)[:T]
     seen = look(model, torch.tensor(tokens, device=model.wte.weight.device))
