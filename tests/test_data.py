@@ -212,6 +212,8 @@ def test_vocabularies_that_cannot_be_had(tmp_path, monkeypatch):
     (['--val_fraction=0.7'], 'val_fraction=0.7'),
     (['--check'], 'one data folder'),
     (['--name=../x'], '--name=../x'),
+    (['fineweb-edu', '--shards=100'], '1 to 99'),
+    (['fineweb', '--tokenizer=byte'], 'gpt2'),
     (['...'], '--name='),
 ])
 def test_what_cannot_be_prepared_is_one_line(tmp_path, monkeypatch, argv, words):
