@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -32,18 +31,7 @@ PAUSE = 1           # seconds before the second try; doubles with every further 
 BLOCK = 2 ** 14     # bytes that are written at once
 
 
-@dataclass
-class Corpus:
-    """Shards of tokens of gpt2 on Hugging Face."""
-    repository: str
-    stem: str      # the files are STEM_val_000000.bin, STEM_train_000001.bin, ...
-    shards: int    # for training
-
-
-FINEWEB = {
-    'fineweb': Corpus('kjj0/fineweb10B-gpt2', 'fineweb', 103),
-    'fineweb-edu': Corpus('kjj0/finewebedu10B-gpt2', 'finewebedu', 99),
-}
+FINEWEB = {'fineweb': 103, 'fineweb-edu': 99}   # how many shards there are for training
 FINEWEB_BYTES = HEADER_BYTES + 2 * 10 ** 8  # of every shard but the last
 
 SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
@@ -186,23 +174,26 @@ def fineweb(kind, shards, tokenizer, folder):
     """
     Download the validation shard and `shards` training shards of FineWeb (kind: a name in FINEWEB)
     into a folder; what is there already stays. Returns the folder's meta.json as a dictionary.
+
+    On Hugging Face they are fineweb_val_000000.bin, fineweb_train_000001.bin, .. or finewebedu_..,
+    tokens of gpt2.
     """
-    corpus = FINEWEB[kind]
     if tokenizer not in (None, 'gpt2'):
         raise UserError(f"--tokenizer={tokenizer}: {kind} comes as tokens of gpt2; leave it out")
-    if not 1 <= shards <= corpus.shards:
-        raise UserError(f"--shards={shards}: {kind} has 1 to {corpus.shards} training shards")
+    if not 1 <= shards <= FINEWEB[kind]:
+        raise UserError(f"--shards={shards}: {kind} has 1 to {FINEWEB[kind]} training shards")
     # before the long download: without it, nobody could sample from the model either
     tokenizer = get_tokenizer('gpt2')
     lengths = token_lengths(tokenizer)
 
     endpoint = os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'
-    source = f"{endpoint.rstrip('/')}/datasets/{corpus.repository}"
+    stem = kind.replace('-', '')
+    source = f"{endpoint.rstrip('/')}/datasets/kjj0/{stem}10B-gpt2"
     splits = {split: dict(bytes=0, tokens=0, shards=[]) for split in ('train', 'val')}
     progress = Progress(folder, (shards + 1) * FINEWEB_BYTES)
     for i in range(shards + 1):
         split = 'train' if i > 0 else 'val'
-        name = f"{corpus.stem}_{split}_{i:06d}.bin"
+        name = f"{stem}_{split}_{i:06d}.bin"
         path = os.path.join(folder, name)
         before = i * FINEWEB_BYTES
         counts = fetch(f"{source}/resolve/main/{name}", path,
