@@ -46,7 +46,7 @@ class BenchSettings:
     alone: bool = False                # model.py's GPT too, without what engine/ makes faster
     repeats: int = 7                   # timed turns of each candidate, after one not counted
     batches: str = '1,8'               # rows that are decoded together
-    new_tokens: int = 64               # tokens decoded per turn
+    new_tokens: int = 64               # tokens decoded per turn, after 8 of a prompt
     depths: str = '1.5,2,3'            # mean passes per token, where tokens halt
 
     def __post_init__(self):

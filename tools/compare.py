@@ -29,7 +29,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 from configurator import build, read
-from engine.answers import summary
+from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.fast import without_numbers
 from engine.files import UserError, run, table
@@ -176,16 +176,13 @@ def train(label, args, folder, settings):
         command.append('--init_from=resume')
     os.makedirs(folder, exist_ok=True)
     print(f"{label}: {folder}/output.txt", flush=True)
-    said = time.monotonic()
-    line = ''
+    line, progress = '', Progress()
     with open(os.path.join(folder, 'output.txt'), 'a', encoding='utf-8') as output, \
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              encoding='utf-8', errors='replace') as child:
         for line in child.stdout:
             output.write(line)
-            if time.monotonic() - said > 15:
-                print(f"{label}: {line.strip()[:80]}", flush=True)
-                said = time.monotonic()
+            progress(f"{label}: {line.strip()[:80]}")
     if child.returncode or final_loss(folder, settings) is None:
         raise UserError(f"{label} ended before its time: {line.strip()[:300]} (the rest is in "
                         f"{folder}/output.txt); the same command goes on")
