@@ -182,15 +182,11 @@ def walk(root, skip=()):
         return
     for folder, subfolders, files in os.walk(root, onerror=refuse_folder):
         # os.walk goes on with what is left in this list
-        subfolders[:] = sorted(visible(subfolders) - set(skip))
-        for name in sorted(visible(files)):
+        subfolders[:] = sorted(name for name in subfolders if name[0] != '.' and name not in skip)
+        for name in sorted(files):
             path = os.path.join(folder, name)
-            if os.path.isfile(path):    # no pipe, no broken link
+            if name[0] != '.' and os.path.isfile(path):     # no pipe, no broken link
                 yield path
-
-
-def visible(names):
-    return {name for name in names if not name.startswith('.')}
 
 
 def refuse_folder(error):

@@ -19,7 +19,7 @@ import torch
 from configurator import build, check_range, read
 from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halting
 from engine.compile import compile_decoding
-from engine.files import UserError, run
+from engine.files import UserError, on_disk, run
 from engine.hardware import expect_new_lengths, pick_device
 from engine.shards import get_tokenizer, knows_tokens
 
@@ -133,11 +133,8 @@ def encode_prompt(start, tokenizer, block_size):
 def read_file(start):
     """The text of FILE:path."""
     path = start.removeprefix('FILE:')
-    try:
-        with open(path, encoding='utf-8', errors='replace') as f:
-            return f.read()
-    except OSError as error:
-        raise UserError(f"--start={start}: cannot be read ({error.strerror})") from None
+    with on_disk(path, 'read'), open(path, encoding='utf-8', errors='replace') as f:
+        return f.read()
 
 
 # ---- sampling ------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 Downloads that survive a bad line: what has arrived is kept, and the next try, or the next run, goes
 on from there.
 
-    fetch(url, path, check)              path then holds what `check` accepts; until then there is
+    fetch(url, path, check, progress)    path then holds what `check` accepts; until then there is
                                          only path.part
     fineweb(kind, shards, ..)            shards of FineWeb, and their meta.json
     shakespeare(folder)                  a megabyte of text
+    token_lengths(tokenizer)             how much text is in a token
 
 Hugging Face is reached under the address in the environment variable HF_ENDPOINT, for those who
 need a mirror.
@@ -14,7 +15,8 @@ need a mirror.
 import os
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -29,18 +31,7 @@ PAUSE = 1           # seconds before the second try; doubles with every further 
 BLOCK = 2 ** 14     # bytes that are written at once
 
 
-@dataclass
-class Corpus:
-    """Shards of tokens of gpt2 on Hugging Face."""
-    repository: str
-    stem: str      # the files are STEM_val_000000.bin, STEM_train_000001.bin, ...
-    shards: int    # for training
-
-
-FINEWEB = {
-    'fineweb': Corpus('kjj0/fineweb10B-gpt2', 'fineweb', 103),
-    'fineweb-edu': Corpus('kjj0/finewebedu10B-gpt2', 'finewebedu', 99),
-}
+FINEWEB = {'fineweb': 103, 'fineweb-edu': 99}   # how many shards there are for training
 FINEWEB_BYTES = HEADER_BYTES + 2 * 10 ** 8  # of every shard but the last
 
 SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
@@ -64,15 +55,10 @@ class Progress:
         self.first = None           # bytes that were there before this run
         self.start = time.monotonic()
         self.shown = self.start     # when the last line was
-        on_terminal = sys.stdout.isatty()
-        self.interval = 0.5 if on_terminal else 30
-        self.end = '\r' if on_terminal else '\n'
+        self.interval, self.end = (0.5, '\r') if sys.stdout.isatty() else (30, '\n')
 
     def __call__(self, done):
-        """
-        `done` bytes are there. Those of the first call were there before and say nothing about the
-        speed.
-        """
+        """`done` bytes are there. Those of the first call say nothing about the speed."""
         if self.first is None:
             self.first = done
         now = time.monotonic()
@@ -80,8 +66,7 @@ class Progress:
             return
         self.shown = now
         rate = max(1, done - self.first) / (now - self.start)  # bytes per second
-        seconds = max(0, round((self.total - done) / rate))
-        left = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        left = timedelta(seconds=max(0, round((self.total - done) / rate)))
         print(f"{self.what}: {done / self.total:4.0%} of {self.total / 1e6:,.0f} MB | "
               f"{rate / 1e6:.1f} MB/s | {left} left   ", end=self.end, flush=True)
 
@@ -90,21 +75,24 @@ class Progress:
 
 def fetch(url, path, check, progress):
     """
-    Download `url` to `path`; progress(n_bytes) is called with the bytes there are. `check` is given
-    the file when it is complete; if it raises a UserError the content is wrong and thrown away.
+    Download `url` to `path`, unless it is there; progress(n_bytes) is called with the bytes there
+    are. `check` is given the file when it is complete, and its result is returned; if it raises a
+    UserError the content is wrong and thrown away.
 
     UserError for an answer that no further try would change, or after TRIES tries; OSError if the
     disk does not take it. Whatever arrived is kept for the next run in path.part.
     """
+    with suppress(UserError):   # missing, or damaged since
+        return check(path)
     part = path + '.part'
     most = size(part)  # bytes that were ever there
     failures = 0       # in a row, without a new byte
     while True:
         try:
             stated = request_rest(url, part, progress)
-            accept(part, stated, check)
+            found = accept(part, stated, check)
             os.replace(part, path)
-            return
+            return found
         except (requests.RequestException, Failed) as error:
             reason = str(error) if isinstance(error, Failed) else type(error).__name__
         failures += 1
@@ -163,13 +151,13 @@ def stated_checksum(response):
 
 def accept(part, stated, check):
     """
-    Failed if the content is not what the server states, or not what `check` wants; the file is
-    thrown away then.
+    check(part). Failed if the content is not what the server states, or not what `check` wants; the
+    file is thrown away then.
     """
     try:
         if stated and checksum(part) != stated:
             raise UserError(f"SHA-256 is not {stated}, which the server states")
-        check(part)
+        return check(part)
     except UserError as error:
         os.remove(part)
         raise Failed(f"wrong content, {error}") from None
@@ -186,27 +174,31 @@ def fineweb(kind, shards, tokenizer, folder):
     """
     Download the validation shard and `shards` training shards of FineWeb (kind: a name in FINEWEB)
     into a folder; what is there already stays. Returns the folder's meta.json as a dictionary.
+
+    On Hugging Face they are fineweb_val_000000.bin, fineweb_train_000001.bin, .. or finewebedu_..,
+    tokens of gpt2.
     """
-    corpus = FINEWEB[kind]
     if tokenizer not in (None, 'gpt2'):
         raise UserError(f"--tokenizer={tokenizer}: {kind} comes as tokens of gpt2; leave it out")
-    if not 1 <= shards <= corpus.shards:
-        raise UserError(f"--shards={shards}: {kind} has 1 to {corpus.shards} training shards")
+    if not 1 <= shards <= FINEWEB[kind]:
+        raise UserError(f"--shards={shards}: {kind} has 1 to {FINEWEB[kind]} training shards")
     # before the long download: without it, nobody could sample from the model either
     tokenizer = get_tokenizer('gpt2')
     lengths = token_lengths(tokenizer)
 
     endpoint = os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'
-    source = f"{endpoint.rstrip('/')}/datasets/{corpus.repository}"
+    stem = kind.replace('-', '')
+    source = f"{endpoint.rstrip('/')}/datasets/kjj0/{stem}10B-gpt2"
     splits = {split: dict(bytes=0, tokens=0, shards=[]) for split in ('train', 'val')}
     progress = Progress(folder, (shards + 1) * FINEWEB_BYTES)
     for i in range(shards + 1):
         split = 'train' if i > 0 else 'val'
-        name = f"{corpus.stem}_{split}_{i:06d}.bin"
+        name = f"{stem}_{split}_{i:06d}.bin"
         path = os.path.join(folder, name)
         before = i * FINEWEB_BYTES
-        counts = fetch_shard(f"{source}/resolve/main/{name}", path, tokenizer.n_vocab,
-                             lambda n_bytes: progress(before + n_bytes))
+        counts = fetch(f"{source}/resolve/main/{name}", path,
+                       partial(count_tokens, n_tokens=tokenizer.n_vocab),
+                       lambda n_bytes: progress(before + n_bytes))
         tokens = int(counts.sum())
         splits[split]['shards'].append(dict(name=name, tokens=tokens, sha256=checksum(path)))
         splits[split]['tokens'] += tokens
@@ -216,29 +208,22 @@ def fineweb(kind, shards, tokenizer, folder):
 
 
 def token_lengths(tokenizer):
-    """Bytes of text in each token, (n_vocab,); end-of-text, the last, has none."""
-    texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.eot_token)]
-    return np.array([len(text) for text in texts] + [0])
-
-
-def fetch_shard(url, path, n_tokens, progress):
-    """Download a shard unless it is there. How often each token occurs in it, (n_tokens,)."""
-    try:
-        return count_tokens(path, n_tokens)
-    except UserError:  # missing, or damaged since
-        fetch(url, path, partial(count_tokens, n_tokens=n_tokens), progress)
-    return count_tokens(path, n_tokens)
+    """Bytes of text in each token, (n_vocab,); end-of-text has none."""
+    lengths = np.zeros(tokenizer.n_vocab, np.int64)
+    for token in range(tokenizer.n_vocab):
+        if token != tokenizer.eot_token:
+            lengths[token] = len(tokenizer.decode_single_token_bytes(token))
+    return lengths
 
 
 def shakespeare(folder):
     """Download the classic megabyte of Shakespeare; returns the path of the text."""
     path = os.path.join(folder, 'input.txt')
-    if size(path) == 0 or checksum(path) != SHAKESPEARE_SHA256:
-        fetch(SHAKESPEARE, path, check_shakespeare, Progress(folder, 1115394))
+    fetch(SHAKESPEARE, path, check_shakespeare, Progress(folder, 1115394))
     return path
 
 
 def check_shakespeare(path):
-    """UserError for another text."""
-    if checksum(path) != SHAKESPEARE_SHA256:
+    """UserError for another text, or none."""
+    if size(path) == 0 or checksum(path) != SHAKESPEARE_SHA256:
         raise UserError(f"{path}: not the text that was expected")

@@ -20,6 +20,7 @@ template page.html. T tokens were read; n is the most steps that one of them too
                 token) and the entropy
 """
 
+import codecs
 import hashlib
 import html
 import json
@@ -101,9 +102,7 @@ def reading(logits, tokens, top):
 
 def rounded(values, digits):
     """A tensor as lists of numbers that are short to write."""
-    if values.dim() > 1:
-        return [rounded(row, digits) for row in values]
-    return [round(value, digits) for value in values.tolist()]
+    return values.cpu().double().round(decimals=digits).tolist()
 
 
 def pieces_of(numbers, tokenizer):
@@ -111,16 +110,15 @@ def pieces_of(numbers, tokenizer):
     [{text, count}]: the text in its smallest pieces that are whole characters, and how many tokens
     each takes. Bytes that are no character are written \\xff.
     """
-    pieces = []
-    raw = b''
-    count = 0
-    for i, token in enumerate(numbers):
-        raw += bytes_of(token, tokenizer)
+    utf8 = codecs.getincrementaldecoder('utf-8')('backslashreplace')
+    pieces, text, count = [], '', 0
+    for i, token in enumerate(numbers, start=1):
+        text += utf8.decode(bytes_of(token, tokenizer), final=i == len(numbers))
         count += 1
-        if i == len(numbers) - 1 or not is_cut(raw):
-            pieces.append(dict(text=raw.decode('utf-8', 'backslashreplace'), count=count))
-            raw = b''
-            count = 0
+        begun, _ = utf8.getstate()      # bytes of a character that has not ended
+        if not begun:
+            pieces.append(dict(text=text, count=count))
+            text, count = '', 0
     return pieces
 
 
@@ -129,15 +127,6 @@ def bytes_of(token, tokenizer):
     if token == tokenizer.eot_token:
         return END.encode()
     return tokenizer.decode_single_token_bytes(token)
-
-
-def is_cut(raw):
-    """Whether these bytes end in the middle of a character."""
-    try:
-        raw.decode()
-    except UnicodeDecodeError as error:
-        return error.reason == 'unexpected end of data'
-    return False
 
 
 # ---- the file ------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """The benchmark measures what it says; how long it takes is nothing to assert."""
 import pytest
 import torch
-from conftest import program, refused
-
+from engine.files import UserError
 from model import GPTConfig
 from tools import bench
 
@@ -37,4 +36,5 @@ def test_drawn_decisions_take_the_wished_depth(halting, depth):
 
 
 def test_refusal():
-    refused(program('tools/bench.py', '--toggles=plane', ok=False), 'toggles=plane', 'depth_attn')
+    with pytest.raises(UserError, match='toggles=plane.*depth_attn'):
+        bench.main(['--toggles=plane'])

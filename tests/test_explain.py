@@ -1,10 +1,12 @@
-"""tools/explain.py says what the model does, in print and as the data of its page."""
+"""tools/explain.py says what the model does, in print and on a page, which works in a browser."""
+import io
 import json
 import re
 
 import pytest
 import torch
-from conftest import TOGGLES, make, program, refused, save
+from browser import Browser, find_browser
+from conftest import ONE_EACH, TOGGLES, make, save
 
 import prepare_data
 from engine import page
@@ -17,6 +19,7 @@ from tools import explain
 IDX = torch.randint(0, 50, (7,), generator=torch.Generator().manual_seed(2))
 SIZE = dict(vocab_size=320, n_tokens=257, block_size=64)
 BYTE = get_tokenizer('byte')
+TEXT = 'def add(a, b):\n    return "é"\n'
 
 
 def output(model, idx=IDX):
@@ -107,16 +110,9 @@ def test_values_by_hand():
 
 # ---- what is printed -----------------------------------------------------------------------------
 
-@pytest.fixture
-def looped(tmp_path):
-    """A model with two passes and Depth-Attention, and its checkpoint."""
-    model = make(**SIZE, ponder='loop', ponder_steps=1, depth_attn=True).float()
-    return model, save(tmp_path / 'ckpt', model)
-
-
-def test_prints_every_position(looped, capsys):
-    model, folder = looped
-    explain.main([folder, '--start=dé', '--top=2', '--device=cpu'])
+def test_prints_every_position(tmp_path, capsys):
+    model = make(**SIZE, ponder='loop', ponder_steps=1, depth_attn=True)
+    explain.main([save(tmp_path, model), '--start=dé', '--top=2', '--device=cpu'])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 * 4                  # three bytes: a title, two passes and the layers
     assert lines[0] == "   0 'd'   2 passes"
@@ -138,34 +134,46 @@ def test_prints_what_halting_compares(tmp_path, capsys):
     assert len({line.split('   ')[-2] for line in titles}) > 1      # 1 pass, 2 passes
 
 
-def test_refusals(looped, tmp_path):
-    _, folder = looped
-    refused(program('tools/explain.py', folder, '--tokens=2', ok=False), 'no validation set')
-    for args, words in [([folder, '--start='], 'empty'), ([folder, '--tokens=65'], 'is 64'),
-                        ([folder, '--against=x'], 'against needs a page')]:
+def test_refusals(tmp_path):
+    folder = save(tmp_path / 'long', make(**SIZE))
+    short = save(tmp_path / 'short', make(**{**SIZE, 'block_size': 8}))
+    for args, words in [(['--against=x'], 'against needs a page'),
+                        ([], 'no validation set'),
+                        (['--start=' + 'a' * 9, f'--against={short}', '--html=a.html'],
+                         'context .* of --against is 8')]:
         with pytest.raises(UserError, match=words):
-            explain.main(args)
-    short = save(tmp_path / 'short', make(**{**SIZE, 'block_size': 8}).float())
-    with pytest.raises(UserError, match='context .* of --against is 8'):
-        read_page(tmp_path, folder, 'a' * 9, f'--against={short}')
+            explain.main([folder, *args])
 
 
 # ---- the data of a page --------------------------------------------------------------------------
 
-def read_page(tmp_path, folder, text, *options):
-    """The data of the page about a checkpoint and a text."""
+def page_of(tmp_path, model, text, *options, data_dir=''):
+    """(path, data) of the page about a model that reads a text."""
     path = tmp_path / 'out' / 'think.html'
+    folder = save(tmp_path / 'ckpt', model, data_dir=data_dir)
     explain.main([folder, f'--start={text}', f'--html={path}', '--device=cpu', *options])
-    pattern = r'<script type="application/json".*?>(.*?)</script>'
-    [data] = re.findall(pattern, path.read_text(encoding='utf-8'))
+    return path, read_data(path.read_text(encoding='utf-8'))
+
+
+def read_data(written):
+    """The data that is written in a page."""
+    [data] = re.findall(r'<script type="application/json".*?>(.*?)</script>', written)
     return json.loads(data)
+
+
+@pytest.fixture
+def sums(tmp_path, monkeypatch):
+    """A data folder of sums, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(DataSettings(problems=100), ['addition'])
+    return 'data/addition'
 
 
 @pytest.mark.parametrize('name', ['latent2_depth', 'mask', 'exit_gate'])
 def test_the_data_is_what_look_saw(tmp_path, name):
-    model = make(**{**SIZE, **TOGGLES[name]}).float()
+    model = make(**{**SIZE, **TOGGLES[name]})
     text = 'a = "é"\n'
-    data = read_page(tmp_path, save(tmp_path / 'ckpt', model), text, '--top=3')
+    _, data = page_of(tmp_path, model, text, '--top=3')
     tokens = list(text.encode())
     assert data['tokens'] == tokens
     assert data['counts'] == [True] * (len(tokens) - 1) + [False]
@@ -186,17 +194,14 @@ def test_the_data_is_what_look_saw(tmp_path, name):
         assert reading['loss'][:-1] == pytest.approx(want, abs=1e-3)
 
 
-def test_on_a_made_task_only_answers_count(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    prepare_data.prepare(DataSettings(problems=100), ['addition'])
-    folder = save(tmp_path / 'ckpt', make(**SIZE).float(), data_dir='data/addition')
-    data = read_page(tmp_path, folder, '12+34,56+44=100')
+def test_on_a_made_task_only_answers_count(tmp_path, sums):
+    _, data = page_of(tmp_path, make(**SIZE), '12+34,56+44=100', data_dir=sums)
     text = ''.join(piece['text'] for piece in data['text'])
     assert re.fullmatch(r'(∎\d{4}\+\d{4}=\d{5}){2}∎12\+34=046∎56\+44=100', text)
     counted = [text[t + 1] for t, counts in enumerate(data['counts']) if counts]
     assert ''.join(counted) == '046100'
     with pytest.raises(UserError, match='--start=abc: no problem of addition'):
-        read_page(tmp_path, folder, 'abc')
+        page_of(tmp_path, make(**SIZE), 'abc', data_dir=sums)
 
 
 def test_bytes_are_joined_to_characters():
@@ -210,8 +215,114 @@ def test_text_never_becomes_markup():
     hostile = '</script><b id=owned>&amp;{{DATA}}\u202e\u2028é\r\n\t\'"`${1}\\<!--<script>'
     data = dict(text=hostile, models=[dict(name=hostile)])
     written = page.fill_template(data)
-    [said] = re.findall(r'<script type="application/json".*?>(.*?)</script>', written)
-    assert json.loads(said) == data
-    assert not set('<>&') & set(said)
+    assert read_data(written) == data
     assert '<b id' not in written
     assert written.count('<script') == written.count('</script>') == 2
+
+
+# ---- the page in a browser -----------------------------------------------------------------------
+
+needs_browser = pytest.mark.skipif(find_browser() is None, reason='no Chromium on this machine')
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+    with Browser(find_browser(), tmp_path_factory.mktemp('profile')) as browser:
+        yield browser
+
+
+def texts(browser, selector):
+    """The text of each element that a selector finds."""
+    return browser.run(f"[...document.querySelectorAll('{selector}')].map(e => e.innerText)")
+
+
+def token(t):
+    return f'.text:not(.said) [data-t="{t}"]'
+
+
+def assert_alive(browser):
+    """Nothing failed, the text is there, and the picture is not empty."""
+    assert not browser.failures()
+    from matplotlib.image import imread
+    picture = imread(io.BytesIO(browser.picture()))[..., :3]
+    ground = picture[2, 2]
+    assert (abs(picture - ground).max(-1) > 0.2).mean() > 0.01
+
+
+@needs_browser
+def test_point_pin_keys_slider_and_address(tmp_path, browser):
+    path, data = page_of(tmp_path, make(**{**SIZE, **TOGGLES['router_depth']}), TEXT)
+    [model] = data['models']
+    browser.open(path)
+    assert texts(browser, '.text:not(.said)')[0].startswith('def add(a, b):↵\n    return "é"↵')
+
+    browser.mouse(token(5))
+    assert texts(browser, '.card h2') == ['After d token 5']
+    assert len(texts(browser, '.card .step')) == model['steps'][5] + model['mixed'][5]
+    p = model['after'][0]['p'][5]
+    widths = browser.run("[...document.querySelectorAll('.card .step:first-child .fill')]"
+                         ".map(bar => parseFloat(bar.style.width) / 100)")
+    assert widths[:6] == pytest.approx(p)
+    assert set(texts(browser, '.card .bar.true .word')) == {'d'}    # the next token of "add"
+
+    browser.mouse(token(5), click=True)
+    browser.mouse(token(9))
+    assert texts(browser, '.card h2') == ['After d token 5', 'After , token 9']
+    browser.mouse(token(9), click=True)
+    browser.mouse(token(2))
+    assert len(texts(browser, '.card')) == 2
+    assert 'pin=5,9' in browser.run('location.hash')
+    browser.press('ArrowRight', 'Escape')
+    assert texts(browser, '.card h2') == ['After ␣ token 3']
+
+    stops = len(texts(browser, '.passes tbody tr'))
+    browser.press('ArrowDown', 'ArrowDown')
+    assert browser.run("document.querySelector('input').value") == str(stops - 3)
+    assert browser.run('location.hash') == f'#t=3&pass={stops - 2}&tint=passes'
+    browser.run("document.querySelector('input').focus()")
+    browser.press('ArrowLeft')
+
+    browser.open(path, address='#t=4&pass=1&tint=loss&pin=7,bad,99')
+    assert texts(browser, '.card h2') == ['After ( token 7', 'After a token 4']
+    assert texts(browser, '.passes .chosen th') == ['pass 1']
+    assert texts(browser, '[aria-pressed=true]') == ['loss']
+    assert_alive(browser)
+
+
+@needs_browser
+def test_opens_on_an_answer_and_counts_answers_alone(tmp_path, browser, sums):
+    model = make(**{**SIZE, **TOGGLES['loop']})
+    path, data = page_of(tmp_path, model, '12+34=046', data_dir=sums)
+    browser.open(path)
+    answer = [t for t, counts in enumerate(data['counts']) if counts]
+    assert browser.run("location.hash") == '' and len(answer) == 3
+    [title] = texts(browser, '.card h2')
+    assert int(title.split()[-1]) in answer
+    rows = texts(browser, '.passes tbody tr')
+    assert len(rows) == 3 and all('of 3' in row for row in rows)
+    assert_alive(browser)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_two_models_are_linked(tmp_path, browser):
+    other = save(tmp_path / 'other', make(**SIZE, **TOGGLES['loop']))
+    model = make(**SIZE, **TOGGLES['chain_depth'])
+    browser.open(page_of(tmp_path, model, TEXT, f'--against={other}')[0])
+    assert len(texts(browser, '.model')) == 2
+    browser.mouse('.model:last-child ' + token(7))
+    assert browser.run("document.querySelectorAll('.token.here').length") == 4
+    assert len(texts(browser, '.card')) == 2
+    assert_alive(browser)
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize('width', [1400, 390])
+@pytest.mark.parametrize('name', ONE_EACH)
+def test_every_mechanism_has_a_page(tmp_path, browser, name, width):
+    browser.open(page_of(tmp_path, make(**{**SIZE, **TOGGLES[name]}), TEXT)[0], width)
+    browser.mouse(token(3), click=True)
+    assert texts(browser, '.card h2') == ['After ␣ token 3']
+    assert browser.run('document.documentElement.scrollWidth') <= width     # nothing sticks out
+    assert_alive(browser)

@@ -4,11 +4,13 @@ import os
 import statistics
 
 import pytest
-from conftest import ROOT, TOGGLES, make, program, save
+import torch
+from conftest import ROOT, TOGGLES, make, save
 
 from engine.files import UserError
 from model import GPT, GPTConfig
 from tools import plot
+from tools.explain import look
 from tools.plot import PlotSettings
 
 pytest.importorskip('matplotlib')
@@ -53,12 +55,10 @@ def test_curves(tmp_path):
     assert by_flops[0][0] == pytest.approx([n * per_token for n in (128, 256, 384)])
     by_seconds = drawn(plot.curves(paths, PlotSettings(x='seconds')))
     assert by_seconds[4][0] == pytest.approx([0.02, 0.06, 0.08])
-    with pytest.raises(UserError, match='no log'):
-        plot.curves([paths[0] + '/settings.json'], PlotSettings())
 
 
-def test_records_of_earlier_days(tmp_path):
-    """A dot for each seed, a mark at the median, how many learned it; and the path is said."""
+def test_records_of_earlier_days(tmp_path, monkeypatch):
+    """A dot for each seed, a mark at the median, how many learned it."""
     paths = [os.path.join(ROOT, 'docs', 'runs', f'{name}.jsonl') for name in ('addition', 'text')]
     figure = plot.records(paths, PlotSettings(names='plain_scaled,loop,plain_scaled_as_loop,chain'))
     words = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -73,8 +73,8 @@ def test_records_of_earlier_days(tmp_path):
     assert right in dots
     assert f'{learned} of {len(loop)}' in [text.get_text() for text in figure.axes[0].texts]
 
-    done = program(os.path.join(ROOT, 'tools', 'plot.py'), 'records', *paths, cwd=tmp_path)
-    assert done.stdout == 'out/records.png\n'
+    monkeypatch.chdir(tmp_path)
+    plot.main(['records', *paths])
     assert (tmp_path / 'out' / 'records.png').read_bytes().startswith(b'\x89PNG')
 
 
@@ -98,24 +98,28 @@ def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):
         plot.halting([str(path)], PlotSettings(names='gate'))
 
 
-@pytest.mark.parametrize('kind, toggle', [('depth', 'loop_depth'), ('steps', 'exit'),
-                                          ('steps', 'gate')])
-def test_pictures_of_a_checkpoint(kind, toggle, tmp_path, small_data, capsys):
-    folder = save(tmp_path / 'ckpt', make(**{**SIZE, **TOGGLES[toggle]}), data_dir=small_data)
+def test_whose_values_each_layer_mixes(tmp_path, small_data, capsys):
+    model = make(**{**SIZE, **TOGGLES['loop_depth']}).float()
+    folder = save(tmp_path / 'ckpt', model, data_dir=small_data)
     out = tmp_path / 'a.svg'
-    plot.main([kind, folder, '--tokens=60', f'--out={out}', '--device=cpu'])
+    plot.main(['depth', folder, f'--out={out}', '--device=cpu'])
     assert '<svg' in out.read_text()
     assert capsys.readouterr().out == f'{out}\n'
+
+    figure = plot.depth([folder], PlotSettings(start='a text ' * 9, device='cpu'))
+    values = look(model, torch.tensor([*(b'a text ' * 9)[:24]])).values.mean(0)
+    shown = [text.get_text() for text in figure.axes[0].texts]
+    assert shown == [f'{share:.0%}' for share in values.flatten().tolist() if share]
     plain = save(tmp_path / 'plain', make(**SIZE), data_dir=small_data)
-    with pytest.raises(UserError, match='name one'):
-        plot.main([kind, plain, f'--out={out}'])
+    for folders, words in ([plain], 'name one with'), ([folder, plain], 'one checkpoint'):
+        with pytest.raises(UserError, match=words):
+            plot.main(['depth', *folders])
 
 
 @pytest.mark.parametrize('args, words', [
-    ([], 'name a picture'),
     (['curve', 'a'], 'name a picture'),
-    (['depth', 'a', 'b'], 'then a checkpoint'),
     (['curves', 'a', '--out=a.txt'], '.png, .svg or .pdf'),
+    (['curves', 'a'], 'a: no log'),
     (['records', 'nowhere.jsonl'], 'no run'),
 ])
 def test_refusals(args, words):

@@ -153,7 +153,6 @@ LESS = {
     'tools/choices.py': ['--tokens=99', '--lots=1'],
     'tools/compare.py': [*TINY, '--block_size=64', '--batch_tokens=128', '--answers=20'],
     'tools/evaluate.py': ['--tokens=99'],
-    'tools/plot.py': ['--tokens=99'],
 }
 # models that a page uses and does not spell out how to train
 BEFORE = {

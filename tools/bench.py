@@ -16,6 +16,7 @@ Where tokens halt, decisions are drawn, not learned: each goes on to the next of
 the same probability, so that it takes 1.5, 2 or 3 on average. Ideal is 4 / (passes taken).
 """
 
+import math
 import os
 import statistics
 import sys
@@ -28,7 +29,7 @@ import torch.nn as nn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
-from configurator import build, read
+from configurator import build, check_range, read
 from engine.answers import Progress
 from engine.compile import compile_blocks, compile_decoding
 from engine.fast import FastGPT
@@ -45,15 +46,14 @@ class BenchSettings:
     alone: bool = False                # model.py's GPT too, without what engine/ makes faster
     repeats: int = 7                   # timed turns of each candidate, after one not counted
     batches: str = '1,8'               # rows that are decoded together
-    new_tokens: int = 64               # tokens decoded per turn
+    new_tokens: int = 64               # tokens decoded per turn, after 8 of a prompt
     depths: str = '1.5,2,3'            # mean passes per token, where tokens halt
 
     def __post_init__(self):
         for name in self.toggles.split(','):
             if name not in TOGGLES:
                 raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
-        if self.repeats < 1 or self.new_tokens < 2:
-            raise ValueError("repeats must be at least 1 and new_tokens at least 2")
+        check_range(self, 1, math.inf, 'repeats', 'new_tokens')
 
 
 TOGGLES = {
@@ -166,18 +166,6 @@ def decode(model, batch, new_tokens, device):
     return elapsed, torch.stack([passes for _, passes in made]).float().mean().item()
 
 
-def decode_alone(model, batch, new_tokens, device):
-    """The seconds of model.py's own `generate`, with the prompt."""
-    prompt = torch.randint(0, model.config.n_tokens, (batch, PROMPT), device=device)
-    return seconds(partial(model.generate, prompt, new_tokens, temperature=0), device)
-
-
-def for_decoding(model, setup):
-    """The model in the type that decoding computes in: fp32 on a CPU, unless another was asked."""
-    asked = setup.train.dtype is not None or setup.device.type == 'cuda'
-    return model.to(setup.device, setup.dtype if asked else torch.float32).eval()
-
-
 def bench_toggles(setup, configs):
     """Steps and decoding of the models {name: config}, each against the first."""
     flops, bandwidth = ceilings(setup.device, setup.dtype)
@@ -202,20 +190,23 @@ def bench_toggles(setup, configs):
     shape = f'{setup.train.micro_batch} x {T} tokens'
     print_times(f'step, {shape}', take_turns(steps, setup.own.repeats), work)
 
-    models = {name: for_decoding(make(), setup) for name, make in makers.items()}
+    asked = setup.train.dtype is not None or setup.device.type == 'cuda'
+    dtype = setup.dtype if asked else torch.float32     # in which a CPU decodes
+    new = min(setup.own.new_tokens, T - PROMPT)
+    models, read = {}, {}
+    for name, make in makers.items():
+        model = models[name] = make().to(setup.device, dtype).eval()
+        if compiled and isinstance(model, FastGPT):
+            compile_decoding(model)
+        weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
+        passes = 1 if model.config.ponder == 'pause' else model.mechanism.K + 1
+        read[name] = weights * passes * new / bandwidth
     for batch in map(int, setup.own.batches.split(',')):
-        turns, read = {}, {}
+        prompt = torch.randint(0, model.config.n_tokens, (batch, PROMPT), device=setup.device)
+        turns = {}
         for name, model in models.items():
-            new = min(setup.own.new_tokens, model.config.block_size - PROMPT)
-            if isinstance(model, FastGPT):
-                if compiled:
-                    compile_decoding(model)
-                turns[name] = lambda model=model: decode(model, batch, new, setup.device)[0]
-            else:
-                turns[name] = partial(decode_alone, model, batch, new, setup.device)
-            weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
-            passes = 1 if model.config.ponder == 'pause' else model.mechanism.K + 1
-            read[name] = weights * passes * new / bandwidth
+            write = partial(model.generate, prompt, new, temperature=0)
+            turns[name] = partial(seconds, write, setup.device)
         print_times(f'decoding {new} tokens, batch {batch}', take_turns(turns, setup.own.repeats),
                     read)
 
@@ -326,8 +317,6 @@ def main(argv):
     if device.type == 'cpu':
         given = {'vocab_size': 320, **given}    # bytes; on a GPU the table of larger tokenizers
         tune_cpu()
-    if given.get('block_size', 2048) < 2 * PROMPT:
-        raise UserError(f"block_size={given['block_size']}: at least {2 * PROMPT} are needed")
     plain = dict(depth_attn=False, ponder='none', halting='none')  # whatever a config file says
     configs = {name: build(GPTConfig, {**given, **plain, **TOGGLES[name]})
                for name in setup.own.toggles.split(',')}

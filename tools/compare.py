@@ -29,7 +29,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 from configurator import build, read
-from engine.answers import summary
+from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.fast import without_numbers
 from engine.files import UserError, run, table
@@ -112,11 +112,6 @@ class Plan:
     flops: float      # of training, per token
 
 
-def training_flops(config):
-    """Forward and backward FLOPs per token."""
-    return without_numbers(config).flops_per_token()
-
-
 def make_plan(name, common, asked):
     """The Plan of a name. common: train.py's arguments for all; asked: the settings in them."""
     base, _, like = name.partition('_as_')
@@ -137,7 +132,7 @@ def make_plan(name, common, asked):
     of_data = {'n_tokens': n_tokens, 'vocab_size': -(-n_tokens // 64) * 64}  # as train.py does
     config = build(GPTConfig, {**of_data, **given})
     settings = {**asdict(build(Settings, given)), **asdict(config)}
-    flops = training_flops(config)
+    flops = without_numbers(config).flops_per_token()
     if like:
         ratio = make_plan(like, common, asked).flops / flops
         settings['max_steps'] = round(recipe['max_steps'] * ratio)
@@ -181,16 +176,13 @@ def train(label, args, folder, settings):
         command.append('--init_from=resume')
     os.makedirs(folder, exist_ok=True)
     print(f"{label}: {folder}/output.txt", flush=True)
-    said = time.monotonic()
-    line = ''
+    line, progress = '', Progress()
     with open(os.path.join(folder, 'output.txt'), 'a', encoding='utf-8') as output, \
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              encoding='utf-8', errors='replace') as child:
         for line in child.stdout:
             output.write(line)
-            if time.monotonic() - said > 15:
-                print(f"{label}: {line.strip()[:80]}", flush=True)
-                said = time.monotonic()
+            progress(f"{label}: {line.strip()[:80]}")
     if child.returncode or final_loss(folder, settings) is None:
         raise UserError(f"{label} ended before its time: {line.strip()[:300]} (the rest is in "
                         f"{folder}/output.txt); the same command goes on")
@@ -200,6 +192,7 @@ def record_of(name, seed, args, folder, plan, problems):
     """The line of runs.jsonl for a finished run. problems: how many of a made task it answers."""
     settings = plan.settings
     tokens = settings['max_steps'] * settings['batch_tokens']
+    seconds = seconds_by_step(read_lines(os.path.join(folder, 'log.jsonl')))
     answered = {}
     if task_of(read_meta(settings['data_dir'])):
         model, _, _ = load_model(folder, pick_device(settings['device']))
@@ -212,7 +205,7 @@ def record_of(name, seed, args, folder, plan, problems):
         'steps': settings['max_steps'],
         'tokens': tokens,
         'flops': tokens * plan.flops,
-        'seconds': seconds_of_steps(os.path.join(folder, 'log.jsonl')),
+        'seconds': max(seconds.values()),
         LOSS: final_loss(folder, settings),
         'commit': commit(),
         'torch': torch.__version__,
@@ -221,14 +214,14 @@ def record_of(name, seed, args, folder, plan, problems):
     }
 
 
-def seconds_of_steps(log):
-    """Seconds of a run's training steps: no start, no evaluation, no saving."""
-    ms = {r['step']: r['ms'] for r in read_lines(log) if 'ms' in r}     # mean since the line before
-    total, before = 0.0, 0
+def seconds_by_step(log):
+    """Of a log's lines: {step: seconds of training until then}, no start, evaluation or saving."""
+    ms = {r['step']: r['ms'] for r in log if 'ms' in r}     # mean since the line before
+    seconds, before = {0: 0.0}, 0
     for step in sorted(ms):
-        total += ms[step] / 1e3 * (step - before)
+        seconds[step] = seconds[before] + ms[step] / 1e3 * (step - before)
         before = step
-    return total
+    return seconds
 
 
 def commit():
@@ -379,8 +372,9 @@ def plain_of_equal_flops(name, runs, base):
 
 
 def main(argv):
+    names = CompareSettings.__dataclass_fields__
     files = [arg for arg in argv if arg.endswith('.jsonl')]
-    ours = [arg for arg in argv if is_ours(arg)]
+    ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     common = [arg for arg in argv if arg not in (*files, *ours)]
     compare = build(CompareSettings, read(ours, __doc__, CompareSettings)[0])
     asked, rest = read(common, '', Settings, GPTConfig, CompareSettings)
@@ -406,12 +400,6 @@ def main(argv):
             raise UserError(f"{path}: no finished run here")
     if failed:
         raise UserError(f"{failed} runs failed, see above; the same command tries them again")
-
-
-def is_ours(arg):
-    """Whether an argument is for this program, not for train.py."""
-    name = arg[2:].split('=')[0]
-    return arg in ('-h', '--help') or name in CompareSettings.__dataclass_fields__
 
 
 if __name__ == '__main__':

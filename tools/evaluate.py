@@ -29,10 +29,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from configurator import build, read
+from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
-from engine.files import UserError, run, table
+from engine.download import token_lengths
+from engine.files import UserError, on_disk, run, table
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta
@@ -55,14 +56,12 @@ class EvaluateSettings:
     dtype: str = 'float32'              # 'bfloat16' is faster on some hardware, a little less exact
 
     def __post_init__(self):
-        if self.batch_size < 1 or self.answers < 0:
-            raise ValueError("batch_size must be at least 1, answers not negative")
-        if self.tokens is not None and self.tokens < 2:
-            raise ValueError(f"tokens={self.tokens} must be at least 2")
+        check_range(self, 0, math.inf, 'answers')
+        check_range(self, 1, math.inf, 'batch_size')
+        check_range(self, 2, math.inf, 'tokens')
         if self.ponder_steps and self.halt_tau:
             raise ValueError("ponder_steps and halt_tau: vary one of them at a time")
-        if self.dtype not in ('float32', 'bfloat16', 'float16'):
-            raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+        SampleSettings(dtype=self.dtype)    # ValueError for any but the three there
 
 
 def each_setting(model, s):
@@ -87,13 +86,6 @@ def each_setting(model, s):
 
 # ---- loss on texts -------------------------------------------------------------------------------
 
-def windows_of(tokens, T):
-    """Tokens (n,) -> rows (.., T + 1): a row begins with the last token of the one before."""
-    tokens = torch.from_numpy(np.asarray(tokens, np.int64))
-    padding = (0, -(len(tokens) - 1) % T)
-    return F.pad(tokens, padding, value=-1).unfold(0, T + 1, T)     # -1 counts for nothing
-
-
 def nats(model, tokens, batch_size, progress=Progress()):
     """
     Total of -log p in nats of all tokens (n,) but the first, each given those before it in its
@@ -102,8 +94,10 @@ def nats(model, tokens, batch_size, progress=Progress()):
     T = model.config.block_size
     total = 0.0
     for first in range(0, len(tokens) - 1, T * batch_size):
-        part = tokens[first:first + T * batch_size + 1]
-        total += token_nats(model, windows_of(part, T), batch_size).double().sum().item()
+        part = torch.from_numpy(tokens[first:first + T * batch_size + 1].astype(np.int64))
+        padded = F.pad(part, (0, -(len(part) - 1) % T), value=-1)   # -1 counts for nothing
+        rows = padded.unfold(0, T + 1, T)   # each begins with the last token of the one before
+        total += token_nats(model, rows, batch_size).double().sum().item()
         progress(f"{first + len(part):,} of {len(tokens):,} tokens")
     return total
 
@@ -121,30 +115,14 @@ def token_arrays(path, tokenizer):
 
     for shard in shards:
         count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
-    if shards:
-        return [open_shard(shard) for shard in shards]
-    return [read_text(path, tokenizer)]
+    return [open_shard(shard) for shard in shards] or [read_text(path, tokenizer)]
 
 
 def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
-    try:
-        with open(path, 'rb') as f:
-            text = f.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); "
-                        "prepare_data.py makes data sets") from None
-    tokens = encode(tokenizer, text)[:-1]       # without the end-of-text behind it
-    return np.append(tokens.dtype.type(tokenizer.eot_token), tokens)
-
-
-def bytes_of_tokens(tokenizer):
-    """How many bytes of text each token stands for, (n_vocab,); 0 for end-of-text."""
-    length = np.zeros(tokenizer.n_vocab, np.int64)
-    for token in range(tokenizer.n_vocab):
-        if token != tokenizer.eot_token:
-            length[token] = len(tokenizer.decode_single_token_bytes(token))
-    return length
+    with on_disk(path, 'read'), open(path, 'rb') as f:
+        tokens = encode(tokenizer, f.read())
+    return np.roll(tokens, 1)       # the end-of-text that is behind it comes before
 
 
 def evaluate_text(model, tokenizer, path, s):
@@ -152,7 +130,7 @@ def evaluate_text(model, tokenizer, path, s):
     (tokens predicted, nats per token, nats per byte) of a text. End-of-text tokens count as tokens
     of no bytes.
     """
-    length = bytes_of_tokens(tokenizer)
+    lengths = token_lengths(tokenizer)
     total, count, size = 0.0, 0, 0
     for tokens in token_arrays(path, tokenizer):
         if s.tokens is not None:
@@ -161,7 +139,7 @@ def evaluate_text(model, tokenizer, path, s):
             continue
         total += nats(model, tokens, s.batch_size)
         count += len(tokens) - 1
-        size += int(length[tokens[1:]].sum())
+        size += int(lengths[tokens[1:]].sum())
     if size == 0:
         raise UserError(f"{path}: no text in it")
     if not math.isfinite(total):
@@ -244,16 +222,10 @@ def log_likelihoods(model, pairs, batch_size):
                 raise UserError(f"an answer of {n} tokens does not fit into the model's context, "
                                 f"block_size={T}")
             end = len(row) - 1
-            yield i, *score(model.head(h[end - n:end]), row[-n:])
-
-
-def score(logits, answer):
-    """Logits (n,V) and tokens (n,) -> (sum of their log p, whether all are the likeliest)."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    logp = logits.to(wide).log_softmax(-1)              # (n,V)
-    right = logp.gather(-1, answer[:, None])[:, 0]      # (n,)
-    likeliest = right >= logp.max(-1).values
-    return right.cpu().double().sum().item(), bool(likeliest.all())
+            logits = model.head(h[end - n:end])                             # (n,V)
+            logp = logits.log_softmax(-1, torch.float32)
+            right = logp.gather(-1, row[-n:, None])[:, 0]                   # (n,)
+            yield i, right.sum().item(), bool((right >= logp.max(-1).values).all())
 
 
 def harness(model, tokenizer, batch_size):
@@ -326,8 +298,8 @@ def main(argv):
                         "python tools/evaluate.py out/depth_attn")
     checkpoint, *texts = paths
     device = pick_device(s.device)
-    model, tokenizer, settings = load_model(checkpoint, device, halting=s.halting)
-    model.to(getattr(torch, s.dtype))
+    dtype = getattr(torch, s.dtype)
+    model, tokenizer, settings = load_model(checkpoint, device, dtype, s.halting)
     if device.type == 'cpu':
         tune_cpu()
 

@@ -5,7 +5,7 @@ after each, and the layers its values came from.
     python tools/explain.py out/loop --start=7420+6779,1999+8001 --html=out/think.html
     python tools/explain.py out/ponder --start="def f(x):"
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
-    python tools/explain.py out/loop --tokens=120 --html=out/think.html   of the validation set
+    python tools/explain.py out/loop --html=out/think.html      the beginning of its validation set
     python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=out/think.html
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
@@ -15,6 +15,7 @@ at and to click. Of a model of a made task, --start holds problems, with or with
 two of the validation set come before them, as in training.
 """
 
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
-from configurator import read
+from configurator import check_range, read
 from engine.answers import EXAMPLES, behind, validation_problems
 from engine.files import UserError, run
 from engine.page import model_data, write_page
@@ -41,8 +42,7 @@ from tools.evaluate import token_arrays
 @dataclass
 class ExplainSettings:
     """what to explain"""
-    start: Optional[str] = None     # the text, or FILE:path; of a made task problems, with commas
-    tokens: Optional[int] = None    # read this many tokens of the validation set instead
+    start: Optional[str] = None     # text, FILE:path or problems (None: the validation set)
     top: Optional[int] = None       # tokens shown after each step (None: 3, on a page 6)
     html: Optional[str] = None      # write a page of up to 512 tokens to this file
     against: Optional[str] = None   # with html: a second checkpoint, on the same text
@@ -51,10 +51,7 @@ class ExplainSettings:
     def __post_init__(self):
         if self.top is None:
             self.top = 3 if self.html is None else 6
-        if self.top < 1:
-            raise ValueError(f"top={self.top} must be at least 1")
-        if self.tokens is not None and (self.start is not None or self.tokens < 1):
-            raise ValueError("tokens must be at least 1, and stands in the place of start")
+        check_range(self, 1, math.inf, 'top')
         if self.against is not None and self.html is None:
             raise ValueError("against needs a page to show both on, such as --html=out/think.html")
 
@@ -233,24 +230,23 @@ def shares(values):
 
 # ---- what is read --------------------------------------------------------------------------------
 
-def read_text(s, settings, tokenizer, block_size):
+def read_text(start, settings, tokenizer, block_size):
     """
     (tokens to read, of each whether the one behind it is to be predicted): in a text all, of a made
     task the characters of answers.
     """
     name = task_of_run(settings)
     eot = tokenizer.eot_token
-    if name is None:
-        tokens = validation_tokens(s.tokens, settings, tokenizer, block_size) if s.tokens \
-            else encode_prompt(s.start, tokenizer, block_size)
-        return tokens, [True] * (len(tokens) - 1) + [False]
     first = 0       # from where on it counts
-    if s.start is None:
-        n = s.tokens or min(120, block_size)
-        tokens = validation_tokens(n, settings, tokenizer, block_size)
+    if start is None:
+        tokens = validation_tokens(min(120, block_size), settings, tokenizer)
+    elif name is None:
+        tokens = encode_prompt(start, tokenizer, block_size)
     else:
-        tokens, first = problem_tokens(s.start, name, settings['data_dir'], eot, block_size)
-    counts = in_answers(np.array([tokens]), name, eot)[0] & (np.roll(tokens, -1) != eot)
+        tokens, first = problem_tokens(start, name, settings['data_dir'], eot, block_size)
+    counts = np.full(len(tokens), True)
+    if name is not None:
+        counts = in_answers(np.array([tokens]), name, eot)[0] & (np.roll(tokens, -1) != eot)
     counts[:first] = False
     counts[-1] = False
     return tokens, counts.tolist()
@@ -285,11 +281,8 @@ def problem_tokens(start, name, data_dir, eot, block_size):
     return tokens, len(tokens) - len(asked)
 
 
-def validation_tokens(n, settings, tokenizer, block_size):
+def validation_tokens(n, settings, tokenizer):
     """The first n tokens of the validation set that the checkpoint's data folder has."""
-    if n > block_size:
-        raise UserError(f"--tokens={n}: the model's context (block_size) is {block_size}; "
-                        "choose fewer")
     return token_arrays(data_dir_of(settings), tokenizer)[0][:n].tolist()
 
 
@@ -320,7 +313,7 @@ def second_model(s, tokenizer, idx):
 def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, ExplainSettings,
                                              "python tools/explain.py out/ponder")
-    tokens, counts = read_text(s, settings, tokenizer, model.config.block_size)
+    tokens, counts = read_text(s.start, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(tokens, device=model.wte.weight.device)      # (T,)
     if s.html is not None:
         _, [folder] = read(argv, '', ExplainSettings)

@@ -1,5 +1,5 @@
 """
-Pictures of runs and checkpoints. Needs: pip install matplotlib
+Pictures of runs and of a checkpoint. Needs: pip install matplotlib
 
     python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl
         what tools/compare.py's runs reached: a panel for each runs.jsonl, a dot for each seed
@@ -10,8 +10,6 @@ Pictures of runs and checkpoints. Needs: pip install matplotlib
         loss against tokens, training FLOPs or seconds, of train.py's folders
     python tools/plot.py depth out/depth_attn
         which layers' values each layer mixes
-    python tools/plot.py steps out/halting_gate
-        with halting: how many passes, and for which tokens
 """
 
 import math
@@ -26,14 +24,13 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, read
+from engine.fast import without_numbers
 from engine.files import UserError, run, whole
 from engine.hardware import pick_device
-from engine.loss import token_nats
 from model import GPTConfig
-from sample import data_dir_of, encode_prompt, load_model
-from tools.compare import LEARNED, LOSS, read_lines, training_flops
-from tools.evaluate import token_arrays, windows_of
-from tools.explain import look
+from sample import encode_prompt, load_model
+from tools.compare import LEARNED, LOSS, read_lines, seconds_by_step
+from tools.explain import look, validation_tokens
 from train import Settings
 
 X = {
@@ -58,15 +55,12 @@ class PlotSettings:
     out: Optional[str] = None        # file to write: .png, .svg or .pdf (None: out/KIND.png)
     x: str = 'flops'                 # of runs: against 'tokens', 'flops' or 'seconds'
     names: Optional[str] = None      # records, halting: only these, with commas between
-    start: Optional[str] = None      # text to read, or FILE:path (None: the validation set)
-    tokens: int = 2048               # how much of the validation set to read
+    start: Optional[str] = None      # depth: text, or FILE:path (None: the validation set)
     device: Optional[str] = None     # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
         if self.x not in X:
             raise ValueError(f"x={self.x!r} must be one of {', '.join(map(repr, X))}")
-        if self.tokens < 2:
-            raise ValueError("tokens must be at least 2")
 
 
 def new_figure(panels=1, size=(7.5, 4.5), most_columns=2):
@@ -91,6 +85,16 @@ def new_figure(panels=1, size=(7.5, 4.5), most_columns=2):
     return figure, axes
 
 
+def add_legend(figure, order=()):
+    """Below all panels, each name of a line once: in this order, or as they come."""
+    handles = {}
+    for ax in figure.axes:
+        handles.update(zip(*reversed(ax.get_legend_handles_labels())))
+    names = [name for name in order or handles if name in handles]
+    figure.legend([handles[name] for name in names], names, loc='outside lower center', ncols=4,
+                  frameon=False, fontsize=TEXT)
+
+
 # -------------------------------------------------------------------------------------------------
 # Where tools/compare.py's runs ended
 
@@ -109,20 +113,13 @@ def records(paths, s):
     rows, columns = math.ceil(len(paths) / 2), min(len(paths), 2)
     figure, axes = new_figure(len(paths), size=(6 * columns, 4.2 * rows + 0.9))
     panels = [read_records(path, s) for path in paths]
-    names = list(dict.fromkeys(name for runs in panels for name in runs))
-    known = [*PLAIN_WORDS]
-    names.sort(key=lambda name: known.index(name) if name in known else len(known))
-    others = [name for name in names if name not in PLAIN_WORDS]
+    others = list(dict.fromkeys(name for runs in panels for name in runs
+                                if name not in PLAIN_WORDS))
     looks = {name: (name, GREY, MARKS[i % len(MARKS)]) for i, name in enumerate(others)}
     looks.update(PLAIN_WORDS)
     for ax, runs in zip(axes, panels):
         draw_records(ax, runs, looks, s.x)
-    handles = {}
-    for ax in axes:
-        handles.update(zip(*reversed(ax.get_legend_handles_labels())))
-    words = [looks[name][0] for name in names]
-    figure.legend([handles[word] for word in words], words, loc='outside lower center',
-                  ncols=min(4, len(words)), frameon=False, fontsize=TEXT)
+    add_legend(figure, [looks[name][0] for name in (*PLAIN_WORDS, *others)])
     return figure
 
 
@@ -184,9 +181,8 @@ def halting(paths, s):
     panels = {}     # {data set: {name: [record, ..]}}
     colours = {}    # of a name, in all panels
     for record in [record for path in paths for record in read_lines(path)]:
-        folder = os.path.basename(record.get('checkpoint', '').rstrip('/'))
-        name = re.sub(r'-s\d+$', '', folder)
-        if not folder or (s.names and name not in s.names.split(',')):
+        name = name_of(record.get('checkpoint', ''))
+        if not name or (s.names and name not in s.names.split(',')):
             continue
         if not record['taus']:
             name += ', the same for all'
@@ -206,12 +202,13 @@ def halting(paths, s):
         if answers:
             ax.set_ylim(0, 106)
         ax.set_title(data, loc='left', size=TEXT)
-    handles = {}
-    for ax in axes:
-        handles.update(zip(*reversed(ax.get_legend_handles_labels())))
-    figure.legend(handles.values(), handles, loc='outside lower center', ncols=4, frameon=False,
-                  fontsize=TEXT)
+    add_legend(figure)
     return figure
+
+
+def name_of(folder):
+    """What the runs of all seeds are called: of out/loop-s1, loop."""
+    return re.sub(r'-s\d+$', '', os.path.basename(folder.rstrip('/')))
 
 
 def draw_halting(ax, name, records, colour):
@@ -223,7 +220,7 @@ def draw_halting(ax, name, records, colour):
         found.setdefault(row[place], []).append(row)
     points = []
     for rows in found.values():
-        chosen = [row['chosen'] if 'chosen' in row else row['result'] for row in rows]
+        chosen = [row.get('chosen', row.get('result')) for row in rows]
         dealt = [np.mean(row['random']) for row in rows if 'random' in row]
         passes = np.median([row['passes'] for row in rows])
         points.append((passes, scale * np.median(chosen), scale * np.median(dealt or chosen)))
@@ -237,38 +234,33 @@ def draw_halting(ax, name, records, colour):
 # Loss against tokens, FLOPs or seconds
 
 
-def read_run(path, x):
+def read_run(folder, x):
     """
     {'loss': [(x, nats per token), ..], 'val_loss': the same} of a run: in training, and on the
     validation set. Of steps taken twice the later hold.
     """
-    log = path if os.path.isfile(path) else os.path.join(path, 'log.jsonl')
     latest = {}  # a step's line has its milliseconds, that of an evaluation after it has none
-    for r in read_lines(log):
+    for r in read_lines(os.path.join(folder, 'log.jsonl')):
         if 'step' in r and 'tokens' in r:
             latest[r['step'], 'ms' in r] = r
     found = [r for _, r in sorted(latest.items())]
     if not any('ms' in r for r in found):
-        raise UserError(f"{log}: no log of train.py")
-    at = places(found, x, log)
+        raise UserError(f"{folder}: no log.jsonl of train.py in it")
+    at = places(found, x, folder)
     return {key: [(place, r[key]) for place, r in zip(at, found) if r.get(key) is not None]
             for key in ('loss', 'val_loss')}
 
 
-def places(found, x, log):
+def places(found, x, folder):
     """Where on the axis x each of a log's records is."""
     if x == 'tokens':
         return [r['tokens'] for r in found]
     if x == 'flops':
-        settings = os.path.join(os.path.dirname(log), 'settings.json')
-        given, _ = read([settings], '', Settings, GPTConfig)
-        per_token = training_flops(build(GPTConfig, given))
+        given, _ = read([os.path.join(folder, 'settings.json')], '', Settings, GPTConfig)
+        per_token = without_numbers(build(GPTConfig, given)).flops_per_token()
         return [r['tokens'] * per_token for r in found]
-    trained = [r for r in found if 'ms' in r]
-    steps = [r['step'] for r in trained]
-    each = np.array([r['ms'] / 1e3 for r in trained])  # mean of the steps since the line before
-    seconds = np.cumsum(each * np.diff(steps, prepend=0))
-    return np.interp([r['step'] for r in found], steps, seconds).tolist()
+    seconds = seconds_by_step(found)
+    return np.interp([r['step'] for r in found], [*seconds], [*seconds.values()]).tolist()
 
 
 def curves(paths, s):
@@ -276,7 +268,7 @@ def curves(paths, s):
     figure, (ax,) = new_figure()
     colours = {}    # of a name, which its seeds share
     for path in paths:
-        name = os.path.basename(re.sub(r'(-s\d+)?(/log\.jsonl|/+)?$', '', path))
+        name = name_of(path)
         known = name in colours
         colour = colours.setdefault(name, LINES[len(colours) % len(LINES)])
         run = read_run(path, s.x)
@@ -293,22 +285,22 @@ def curves(paths, s):
 
 
 # -------------------------------------------------------------------------------------------------
-# Pictures of a checkpoint: each reads tokens (n,)
+# Which layers Depth-Attention mixes
 
 
-def read_text(settings, tokenizer, s):
-    """The tokens (n,) to read: --start, or the beginning of the validation set of its data."""
-    if s.start is not None:
-        return np.array(encode_prompt(s.start, tokenizer, 10 ** 9))
-    return token_arrays(data_dir_of(settings), tokenizer)[0][:s.tokens]
-
-
-def depth(model, tokens):
-    """Depth-Attention: whose values each layer mixes, as a mean over the text's first window."""
+def depth(paths, s):
+    """Whose values each layer mixes, as a mean over a text's first window."""
+    if len(paths) > 1:
+        raise UserError("depth: name one checkpoint")
+    model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
     if not model.config.depth_attn:
         raise UserError("this model has depth_attn=False: name one with Depth-Attention")
-    window = torch.from_numpy(tokens[:model.config.block_size].astype(np.int64))
-    seen = look(model, window.to(model.wte.weight.device))
+    T = model.config.block_size
+    if s.start is None:
+        tokens = validation_tokens(T, settings, tokenizer)
+    else:
+        tokens = encode_prompt(s.start, tokenizer, 10 ** 9)[:T]
+    seen = look(model, torch.tensor(tokens, device=model.wte.weight.device))
     shares = seen.values.mean(0).cpu().numpy()          # (layers, layers + 1)
     n = len(shares)
     labels = [str(layer) for layer in range(n)]
@@ -330,58 +322,22 @@ def depth(model, tokens):
     return figure
 
 
-def steps(model, tokens):
-    """How many tokens take how many passes, and how hard these tokens are."""
-    if not model.mechanism.halts:
-        raise UserError(f"this model has halting={model.config.halting!r}, "
-                        f"ponder_steps={model.config.ponder_steps}: name one that halts")
-    if len(tokens) < 2:
-        raise UserError("--start: give at least two tokens; of the first nothing is predicted")
-    losses, taken = [], []
-    for row in windows_of(tokens, model.config.block_size):
-        row = row[row >= 0]
-        losses.append(token_nats(model, row[None])[0].cpu())
-        taken.append(model.mechanism.passes[0].cpu())
-    losses, taken = torch.cat(losses), torch.cat(taken)
-    counts = range(1, model.mechanism.K + 2)
-    percent = [(taken == n).float().mean().item() * 100 for n in counts]
-    seen = [n for n in counts if (taken == n).any()]
-
-    figure, (left, right) = new_figure(2, (9, 4))
-    left.bar(counts, percent, color=ORANGE)
-    left.set(xlabel='passes', ylabel='tokens (%)', xticks=counts,
-             title=f"{taken.float().mean():.2f} passes per token")
-    right.boxplot([losses[taken == n].numpy() for n in seen], positions=seen, showfliers=False,
-                  showmeans=True, medianprops=dict(color=BLUE, linewidth=2),
-                  meanprops=dict(markerfacecolor=INK, markeredgecolor=INK))
-    right.set(xlabel='passes', ylabel='loss of the token (nats)',
-              title='quartiles, median, mean (triangle)')
-    return figure
-
-
 # -------------------------------------------------------------------------------------------------
 
-RUNS = {'records': records, 'halting': halting, 'curves': curves}
-CHECKPOINT = {'depth': depth, 'steps': steps}
-KINDS = {**RUNS, **CHECKPOINT}
+KINDS = {'records': records, 'halting': halting, 'curves': curves, 'depth': depth}
 
 
 def main(argv):
     given, rest = read(argv, __doc__, PlotSettings)
     s = build(PlotSettings, given)
     kind, *paths = rest or ['']
-    if kind not in KINDS or not paths or (kind in CHECKPOINT and len(paths) > 1):
-        raise UserError(f"name a picture ({', '.join(KINDS)}), then a checkpoint, or any number of "
-                        f"runs for {', '.join(RUNS)}; see --help")
+    if kind not in KINDS or not paths:
+        raise UserError(f"name a picture ({', '.join(KINDS)}), then what it is of; see --help")
     out = s.out or f'out/{kind}.png'
     ending = os.path.splitext(out)[1][1:]
     if ending not in ('png', 'svg', 'pdf'):
         raise UserError(f"--out={out}: a picture is .png, .svg or .pdf")
-    if kind in RUNS:
-        figure = RUNS[kind](paths, s)
-    else:
-        model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
-        figure = CHECKPOINT[kind](model, read_text(settings, tokenizer, s))
+    figure = KINDS[kind](paths, s)
     os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
     with whole(out, 'wb') as f:
         figure.savefig(f, format=ending)
