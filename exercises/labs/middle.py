@@ -33,9 +33,10 @@ sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 
 import train
 from configurator import build, check_range, read
+from engine.fast import without_numbers
 from engine.files import run, table
 from model import PONDER, GPTConfig, Mechanism
-from tools.compare import final_loss, keep_recipe, training_flops
+from tools.compare import final_loss, keep_recipe
 
 
 @dataclass
@@ -79,7 +80,8 @@ def make_arms(common, start):
     given, _ = read(common, '', train.Settings, GPTConfig)
     # the byte tokenizer: 256 bytes and the end of a text, padded to 320
     config = {**given, 'vocab_size': 320, 'n_tokens': 257, 'ponder': 'middle'}
-    once, twice = [training_flops(build(GPTConfig, {**config, 'ponder_steps': K})) for K in (0, 1)]
+    gpts = [without_numbers(build(GPTConfig, {**config, 'ponder_steps': K})) for K in (0, 1)]
+    once, twice = [gpt.flops_per_token() for gpt in gpts]
     whole_cost = twice / once
     late_cost = start + (1 - start) * whole_cost
     longer = round(build(train.Settings, given).max_steps * late_cost)
