@@ -153,6 +153,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, toggle):
     state = load_checkpoint(save(tmp_path, model))
     loaded = model_of(state)
     assert loaded.config == model.config
+    assert loaded.num_params() == model.num_params(), "tied tables are one again"
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name])
 
