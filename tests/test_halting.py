@@ -77,6 +77,19 @@ def test_open_is_the_fixed_model_and_shut_the_plain_one(mode, go_on, idx):
     assert (model.mechanism.passes == passes).all()
 
 
+@every_mode
+def test_a_token_goes_on_while_its_chance_is_at_least_halt_tau(mode, idx):
+    """The slow loops have too few tokens to tell 0.3 from 0.27."""
+    model = make_mode(mode)
+    model(idx)
+    on, passes = torch.ones_like(idx, dtype=torch.bool), torch.ones_like(idx)
+    for chance in model.mechanism.decisions():
+        on = on & (chance >= model.config.halt_tau)
+        passes += on
+    assert torch.equal(model.mechanism.passes, passes)
+    assert len(passes.unique()) > 1
+
+
 # ---- what is not computed, and what is reported --------------------------------------------------
 
 @every_mode
@@ -314,6 +327,19 @@ def each_pass(model, idx):
         nats.append(F.cross_entropy(logits.transpose(1, 2), targets(idx), reduction='none'))
         gates.append(new.lam)
     return nats, gates
+
+
+@pytest.mark.parametrize('mode', ['exit', 'exit_gate'])
+def test_exit_compares_what_the_papers_say(mode, idx):
+    """1 - the largest probability, or that nobody has left by the gate: the numbers themselves."""
+    model = make_mode(mode)
+    model(idx)
+    survival = 1.0
+    for on, new in model.mechanism.trace[:2]:
+        chance = 1 - model.head(new.out).softmax(-1).amax(-1)
+        if mode == 'exit_gate':
+            chance = survival = survival * (1 - model.mechanism.gate(new.out)[..., 0].sigmoid())
+        close(new.chance[on], chance[on])
 
 
 @pytest.mark.parametrize('how, weights', [
