@@ -61,8 +61,8 @@ class CompileCounting:
     ('latent2_depth', 2),
     ('chain', 1),
     ('gate', 1),
+    ('loop_depth', 3),
     pytest.param('depth', 3, marks=pytest.mark.slow),   # the last layer has two sources
-    pytest.param('loop_depth', 3, marks=pytest.mark.slow),
     pytest.param('pause', 2, marks=pytest.mark.slow),
 ])
 def test_compiled_decoding_changes_nothing(name, n_layer, monkeypatch):
