@@ -31,9 +31,10 @@ def make_mode(mode, **settings):
 
 def deciders(model):
     """The modules that decide: their last layers."""
+    mechanism = model.mechanism
     if model.config.halting == 'gate':
-        return [gate[2] for gate in model.mechanism.gates]
-    return [model.mechanism.router]
+        return [gate[2] for gate in mechanism.gates]
+    return [mechanism.gate if model.config.halting == 'exit' else mechanism.router]
 
 
 def decide(model, go_on):
@@ -141,7 +142,7 @@ def test_rows_of_a_batch_do_not_wait_for_each_other(mode):
 
 # ---- precision -----------------------------------------------------------------------------------
 
-@with_a_module
+@pytest.mark.parametrize('mode', ['gate', 'mask', 'router', 'exit_gate'])
 def test_saturated_decisions_keep_gradients_finite(mode, idx):
     model = make_mode(mode, halt_tau=1e-4, jacobi_iters=2).float().train()
     for module in deciders(model):
