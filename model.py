@@ -1311,7 +1311,8 @@ class Exit(Halting, Loop):
         if how == 'learned':
             p = self.leaving()                                          # T times (B,T)
             losses = sum(gpt.loss(out, targets, p_t) for out, p_t in zip(outs, p))
-            entropy = -sum(torch.special.xlogy(p_t, p_t) for p_t in p)  # (B,T)
+            tiny = torch.finfo(p[-1].dtype).tiny    # at p = 0 the gradient of p log p would be NaN
+            entropy = -sum(p_t * p_t.clamp(min=tiny).log() for p_t in p)    # (B,T)
             losses = losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)   # (4)
             return losses + self.penalty(gpt, targets)
         if how == 'gain':

@@ -8,7 +8,7 @@ import torch
 
 from engine.hardware import expect_new_lengths, explained, pick_compile, tune_cpu
 from engine.loss import recompute_blocks
-from engine.memory import Cache, TextPass
+from engine.memory import NO_LOOPS, Cache, TextPass
 
 
 def prepare(model, settings, device):
@@ -119,7 +119,7 @@ class CompiledTrunk:
 
     def __call__(self, x, pos, memory=None, layers=None, norm=True):
         is_new_token = isinstance(memory, Cache) and memory.compiled
-        if not is_new_token or memory.loops:
+        if not is_new_token or memory.loops is not NO_LOOPS:
             return self.plain(x, pos, memory, layers, norm)
         mask = memory.mask(x.size(1), x.device)
         if self.cuda:

@@ -5,12 +5,13 @@ data, numbers that are not finite. What was lost is said; what is there is what 
 import json
 import math
 import os
+import shutil
 
 import pytest
 import test_train
 import torch
 from conftest import TOGGLES, make, program, refused, save
-from test_train import log_of, same_weights
+from test_train import QUICK, SHAPE, log_of, same_weights
 
 import sample
 import train
@@ -25,11 +26,19 @@ from train import Trainer
 run_train = test_train.run_train    # the fixture
 
 
-@pytest.fixture
-def out(run_train, tmp_path):
+@pytest.fixture(scope='module')
+def trained(small_data, tmp_path_factory):
     """The folder of a run: checkpoints of its steps 4 and 2."""
-    run_train('out', '--max_steps=4', '--save_interval=2')
-    return tmp_path / 'out'
+    folder = tmp_path_factory.mktemp('trained') / 'out'
+    train.main([*SHAPE, *QUICK, f'--data_dir={small_data}', f'--out_dir={folder}',
+                '--max_steps=4', '--save_interval=2'])
+    return folder
+
+
+@pytest.fixture
+def out(trained, tmp_path):
+    """A copy of it, for one test."""
+    return shutil.copytree(trained, tmp_path / 'out')
 
 
 def why(folder):
@@ -138,12 +147,13 @@ def test_weights_alone_are_sampled_from_and_not_resumed(tmp_path, small_data, ca
         train.main(['--init_from=resume', f'--out_dir={folder}', '--batch_tokens=192'])
 
 
-@pytest.mark.parametrize('toggle', TOGGLES)
+@pytest.mark.parametrize('toggle', ['plain_gqa', 'gate', 'mask', 'pause'])
 def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, toggle):
     model = make(**TOGGLES[toggle]).float()
     state = load_checkpoint(save(tmp_path, model))
     loaded = model_of(state)
     assert loaded.config == model.config
+    assert loaded.num_params() == model.num_params(), "tied tables are one again"
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name])
 

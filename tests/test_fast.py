@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LATENT_2, MASK_2, close, make, rows_of
-from test_promises import differ, few_sweeps, targets
+from conftest import LATENT_2, ONE_EACH, TOGGLES, close, make, rows_of
+from test_promises import few_sweeps, targets
 
 from engine.fast import FastGPT
 from model import GPT
@@ -65,9 +65,7 @@ def test_gradients_of_the_training_loss(toggle, idx):
 def test_greedy_tokens_of_unequal_prompts(toggle):
     plain, fast = both(toggle)
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
-    want = rows_of(plain, prompts, 15)
-    assert len({tuple(row.tolist()) for row in want}) == 3
-    for a, b in zip(rows_of(fast, prompts, 15), want):
+    for a, b in zip(rows_of(fast, prompts, 10), rows_of(plain, prompts, 10)):
         assert torch.equal(a, b)
 
 
@@ -94,63 +92,44 @@ def test_texts_in_pieces(toggle, idx, split, pad):
         assert torch.equal(passes[real], want_passes[real])
 
 
-def test_R_is_what_was_drawn_in_training_and_else_the_settings(idx, kind):
-    for toggle in LATENT_2, MASK_2:
-        model = make(**few_sweeps(toggle), kind=kind)
-        sweeps = []
-        model.h[0].register_forward_pre_hook(lambda *_: sweeps.append(1))
-
-        def count(*jacobi):
-            sweeps.clear()
-            model(idx, None, *jacobi)
-            return len(sweeps)
-
-        assert count() == 2 + 2 + 1
-        if kind is FastGPT:
-            assert count(5) == 2 + 5 + 1
-        model.train()
-        assert model.mechanism.draws() == [2, 1]
-        for model.mechanism.drawn in model.mechanism.draws():
-            assert count() == 2 + model.mechanism.drawn + 1
-
-
-def drawn_in_training(model, seed):
-    """What train.py draws for the first twenty of forty steps."""
-    drawn = []
-    for step in range(20):
-        settings = SimpleNamespace(seed=seed, max_steps=40)
-        Trainer.draw(SimpleNamespace(model=model, settings=settings, step=step))
-        assert model.mechanism.progress == step / 40
-        drawn.append(model.mechanism.drawn)
-    return drawn
-
-
 def test_a_step_draws_R_by_the_seed_and_its_number():
+    """And tells halting's schedule how far the run is."""
     model = make(**few_sweeps(LATENT_2))
-    drawn = drawn_in_training(model, seed=1)
-    assert set(drawn) == {1, 2}
-    assert drawn == drawn_in_training(model, seed=1) != drawn_in_training(model, seed=2)
+
+    def drawn(seed):
+        values = []
+        for step in range(20):
+            settings = SimpleNamespace(seed=seed, max_steps=40)
+            Trainer.draw(SimpleNamespace(model=model, settings=settings, step=step))
+            assert model.mechanism.progress == step / 40
+            values.append(model.mechanism.drawn)
+        return values
+
+    assert set(drawn(1)) == {1, 2}
+    assert drawn(1) == drawn(1) != drawn(2)
 
 
-def test_a_copy_computes_with_its_own_weights(toggle, idx, kind):
+@pytest.mark.parametrize('name', ONE_EACH)
+def test_a_copy_computes_with_its_own_weights(name, idx):
     """It is made in the middle of a step, when there is a graph that no backward has used up."""
-    model = make(**few_sweeps(toggle), kind=kind).train()
+    model = make(**few_sweeps(TOGGLES[name])).train()
     model(idx, targets(idx))
     copied = copy.deepcopy(model)
     before = model(idx)[0].detach()
     assert torch.equal(copied(idx)[0], before)
 
     with torch.no_grad():
-        copied.h[1].mlp.c_fc.weight.mul_(2.0)
-    differ(copied(idx)[0], before)
+        for p in copied.parameters():
+            p.mul_(1.5)
+    fresh = make(**few_sweeps(TOGGLES[name])).train()
+    fresh.load_state_dict(copied.state_dict())
+    assert torch.equal(copied(idx)[0], fresh(idx)[0])
     assert torch.equal(model(idx)[0], before)
-    copied(idx, targets(idx))[1].backward()
-    assert all(p.grad is not None for p in copied.parameters())
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize('settings', [dict(), dict(ponder='chain')])
 def test_a_second_pass_on_a_memory_has_to_be_opened(settings, idx):
+    """Or a new mechanism would read keys of another pass, without a word."""
     model = make(**settings, kind=GPT)
     memory = model.new_memory()
     pos = memory.begin(3, 13, 'cpu')

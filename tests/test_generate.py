@@ -1,5 +1,7 @@
 """Generation: what is drawn, when it stops, what it costs, and what happens past the context."""
 
+from unittest import mock
+
 import pytest
 import torch
 from conftest import ONE_EACH, TOGGLES, close, make
@@ -20,11 +22,8 @@ def draw(model, prompts, n):
         logits.append(given)
         return sample(given, *options)
 
-    generate.sample = watched
-    try:
+    with mock.patch.object(generate, 'sample', watched):
         rows = model.generate(prompts, n, seed=0)
-    finally:
-        generate.sample = sample
     assert [len(row) for row in rows] == [len(prompt) + n for prompt in prompts]
     for prompt, row in zip(prompts, rows):
         assert row[:len(prompt)].tolist() == prompt
@@ -59,17 +58,17 @@ class CompileCounting:
 
 # Each graph takes about as long as it has layers, and `gate` has one for each size of its batch.
 @pytest.mark.parametrize('name, n_layer', [
-    ('depth', 3),       # the last layer has two sources
-    pytest.param('loop_depth', 3, marks=pytest.mark.slow),
     ('latent2_depth', 2),
-    ('chain', 2),
+    ('chain', 1),
+    ('gate', 1),
+    ('loop_depth', 3),
+    pytest.param('depth', 3, marks=pytest.mark.slow),   # the last layer has two sources
     pytest.param('pause', 2, marks=pytest.mark.slow),
-    ('gate', 2),
 ])
 def test_compiled_decoding_changes_nothing(name, n_layer, monkeypatch):
     """
-    Prompts of two lengths, past the context: the same tokens and logits, from a few graphs of a few
-    shapes that serve all tokens.
+    Prompts of two lengths, past the context: the same tokens and logits, from a few graphs that
+    serve all tokens.
     """
     model = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': n_layer})
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
@@ -79,13 +78,6 @@ def test_compiled_decoding_changes_nothing(name, n_layer, monkeypatch):
     monkeypatch.setattr(torch, 'compile', counting)
     torch._dynamo.reset()  # forget what other tests compiled
     compile_decoding(model)
-    compiled_pass, shapes = model.trunk.compiled, set()
-
-    def watched(trunk, x, pos, cache, mask, *which):
-        shapes.add(tuple(mask.shape[1:]))
-        return compiled_pass(trunk, x, pos, cache, mask, *which)
-
-    model.trunk.compiled = watched
     tokens, compiled = draw(model, prompts, 20)
     assert tokens == want
     close(compiled, logits)
@@ -94,7 +86,6 @@ def test_compiled_decoding_changes_nothing(name, n_layer, monkeypatch):
         return
     first = len(counting.graphs)
     assert 0 < first <= 6
-    assert len(shapes) <= 2, "one shape for each window of the context"
     draw(model, prompts, 20)
     assert len(counting.graphs) == first
 
@@ -115,7 +106,7 @@ def test_a_token_costs_its_own_slots_whatever_the_context(name):
         assert each[0] == (3 * n, [n, n])
 
 
-def recompute_in_windows(model, tokens, n_prompt, left=0):
+def recompute_in_windows(model, tokens, n_prompt, left):
     """
     The logits of every token behind the prompt, by the documented rule: when the window of 8 is
     full, its newer 4 are read again as if they were the whole text. The first `left` tokens are
@@ -130,34 +121,29 @@ def recompute_in_windows(model, tokens, n_prompt, left=0):
     return torch.cat(parts, dim=1)
 
 
-def test_sliding_past_block_size(toggle):
-    model = make(**{**toggle, 'block_size': 8, 'n_layer': 3})
+@pytest.mark.parametrize('name', ONE_EACH)
+def test_sliding_past_block_size(name):
+    """Prompts of three lengths; reading again costs at most as much as reading."""
+    model = make(**{**TOGGLES[name], 'block_size': 8, 'n_layer': 3})
     slots = []
     hook = model.h[0].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
-    [tokens], logits = draw(model, [[3, 1, 4]], 30)
-    hook.remove()
-    if toggle.get('ponder') != 'latent':  # reading a prompt takes Jacobi iterations
-        once = 33 * passes_per_token(toggle)
-        assert sum(slots) < 2 * once, "reading again costs at most as much as reading"
-    close(logits, recompute_in_windows(model, tokens, 3))
-
-
-@pytest.mark.parametrize('name', ONE_EACH)
-def test_sliding_with_unequal_prompts(name):
-    model = make(**{**TOGGLES[name], 'block_size': 8, 'n_layer': 3})
-    prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8]]     # one is still padded when it slides
     rows, logits = draw(model, prompts, 20)
+    hook.remove()
+    if TOGGLES[name].get('ponder') != 'latent':  # reading a prompt takes Jacobi iterations
+        assert sum(slots) < 2 * 28 * passes_per_token(TOGGLES[name])
     want = []
     for prompt, row in zip(prompts, rows):
         # a short row slides together with the longest: its own first tokens go first only when it
         # has that many
-        left = 6 - len(prompt)
-        want.append(recompute_in_windows(model, [0] * left + row, 6, left)[0])
+        left = 8 - len(prompt)
+        want.append(recompute_in_windows(model, [0] * left + row, 8, left)[0])
     close_in_any_order(logits.flatten(0, -2), torch.cat(want))
 
 
-@pytest.mark.parametrize('name', ['depth', 'gate', 'router_depth'])
+@pytest.mark.parametrize('name', ['depth', 'gate'])
 def test_stop_token_cuts_each_row(name):
+    """And a stream ends, and pays for nothing more, when all rows have had theirs."""
     model = make(**{**TOGGLES[name], 'block_size': 12, 'n_layer': 2})
     prompts = [[3, 1], [7], [4, 4, 2]]
     greedy = []
@@ -219,13 +205,6 @@ def test_sampling_filters_of_model_py():
     assert torch.allclose(torch.bincount(rows[:, 1], minlength=64) / 4000, want, atol=0.03)
 
 
-def test_draws_as_torch_does():
-    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
-    ours = generate.sample(logits, 1.0, None, None, torch.Generator().manual_seed(2))
-    theirs = logits.softmax(-1).multinomial(1, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(ours, theirs[:, 0])
-
-
 def test_tokens_are_drawn_in_fp32():
     logits = torch.randn(2000, 300, generator=torch.Generator().manual_seed(0)) * 3
 
@@ -234,12 +213,6 @@ def test_tokens_are_drawn_in_fp32():
 
     half = logits.bfloat16()
     assert torch.equal(drawn(half), drawn(half.float()))
-
-
-def test_padded_vocabulary_is_never_drawn():
-    model = make(n_tokens=40)
-    assert torch.isinf(model(torch.tensor([[1, 2]]))[0][..., 40:]).all()
-    assert model.generate(torch.tensor([[1]] * 50), 20, temperature=50.0, seed=0).max() < 40
 
 
 @pytest.mark.parametrize('prompts, message', [
@@ -254,16 +227,6 @@ def test_prompts_that_do_not_fit_are_refused(prompts, message):
 def test_a_text_above_block_size_is_refused(kind):
     with pytest.raises(AssertionError, match='longer than block_size'):
         make(kind=kind)(torch.ones(1, 25, dtype=torch.long))
-
-
-@pytest.mark.parametrize('static', [False, True])
-def test_a_full_cache_refuses(static):
-    model = make()
-    model.static_caches = static
-    cache = model.new_memory(4)
-    model.hidden(torch.ones(1, 4, dtype=torch.long), cache)
-    with pytest.raises(ValueError, match='cache holds 4 slots, but 5'):
-        model.hidden(torch.ones(1, 1, dtype=torch.long), cache)
 
 
 def test_a_full_prompt_and_no_new_tokens():
@@ -296,12 +259,11 @@ def test_compiled_decoding_of_a_prompt_of_one_token(name, monkeypatch):
     assert model.generate([[3]], 9, temperature=0)[0].tolist() == want
 
 
-@pytest.mark.parametrize('name', ['plain', 'chain'])
-def test_a_cache_keeps_no_graph_and_grows_rarely(name):
-    model, sizes = make(**TOGGLES[name], block_size=64), set()
-    memory = model.new_memory(64)
-    for _ in range(64):
+def test_a_cache_keeps_no_graph_and_grows_rarely():
+    model, sizes = make(**TOGGLES['chain'], block_size=32), set()
+    memory = model.new_memory(32)
+    for _ in range(32):
         model.hidden(torch.tensor([[3]]), memory)  # with gradients, as outside of inference
         sizes.add(memory.keys[0].size(2))
     assert not memory.keys[0].requires_grad
-    assert len(sizes) <= 9
+    assert len(sizes) <= 8

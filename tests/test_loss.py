@@ -5,23 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TOGGLES, close, make
-from test_promises import gradients
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import close, make
+from test_attention import with_gradients
 
 from engine import loss
 from engine.loss import chunked_cross_entropy, in_parts, recompute
-from model import GPT, mixture
-
-
-def gradients_of(function, *inputs):
-    """function(*inputs), and the gradients of a weighted sum of what it returns."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    if out.dim() == 0:
-        weights = torch.tensor(3.0, dtype=out.dtype)
-    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+from model import GPT
 
 
 # the loss
@@ -40,8 +29,8 @@ def test_chunked_loss_equals_plain_cross_entropy(at_once, monkeypatch):
     targets = torch.randint(0, 11, (10,))
     targets[[2, 7]] = -1
     inputs = h, weight, factors
-    got = gradients_of(lambda h, w, f: chunked_cross_entropy(h, w, targets, f, 11), *inputs)
-    want = gradients_of(lambda h, w, f: plain_loss(h, w, targets, f, 11), *inputs)
+    got = with_gradients(lambda h, w, f: chunked_cross_entropy(h, w, targets, f, 11), *inputs)
+    want = with_gradients(lambda h, w, f: plain_loss(h, w, targets, f, 11), *inputs)
     for a, b in zip(got, want):
         close(a, b, 1e-13)
     with torch.no_grad():
@@ -57,77 +46,17 @@ def test_all_ignored_targets_give_zero(kind):
     assert not h.grad.any()
 
 
-class Sizes(TorchDispatchMode):
-    """Notes how many numbers each tensor has that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        made = out if isinstance(out, (tuple, list)) else [out]
-        self.seen += [t.numel() for t in made if isinstance(t, torch.Tensor)]
-        return out
-
-
-def test_loss_never_holds_all_logits(monkeypatch):
-    """
-    The largest tensor made in forward and backward is a chunk of the logits, or the head's own
-    gradient.
-    """
-    monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', 2 ** 17)
-    weight = torch.randn(1024, 8, requires_grad=True)
-    h = torch.randn(4096, 8, requires_grad=True)
-    targets = torch.randint(0, 1024, (4096,))
-    with Sizes() as sizes:
-        chunked_cross_entropy(h, weight, targets, 1.0, 1000).backward()
-    assert max(sizes.seen) == 2 ** 17 < 4096 * 1024 / 4
-
-
-@pytest.mark.parametrize('name', ['embedding', 'router'])
-def test_a_model_makes_logits_a_chunk_at_a_time(name, idx, monkeypatch):
-    """And has the same loss and gradients."""
-    model = make(**TOGGLES[name]).train()
-    want = gradients(model, idx)
-    monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', 7 * 64)
-    monkeypatch.setattr(loss, 'LOGITS_KEPT', 0)
-    head, rows = model.head, []
-
-    def counting(h):
-        rows.append(h.shape[:-1].numel())
-        return head(h)
-
-    model.head = counting
-    for a, b in zip(gradients(model, idx), want):
-        close(a, b, 1e-12)
-    assert max(rows) == 7
-
-
-def test_under_autocast_probabilities_and_the_heads_gradient_are_fp32(monkeypatch):
+def test_under_autocast_the_heads_gradient_is_summed_in_fp32(monkeypatch):
+    """Over many chunks: in bf16 the sum would be 3 % off."""
+    monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', 64 * 4)
     torch.manual_seed(0)
     w = torch.randn(64, 32).requires_grad_()
     h = torch.randn(4096, 32)
     y = torch.randint(0, 64, (4096,))
-    # many chunks: in bf16 their sum would be 3 % off
-    monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', 64 * 4)
     with torch.autocast('cpu', torch.bfloat16):
         chunked_cross_entropy(h, w, y, 1.0, 64).backward()
     [want] = torch.autograd.grad(F.cross_entropy(h @ w.t(), y), w)
     assert (w.grad - want).norm() < 0.01 * want.norm()
-
-    model = make(**TOGGLES['embedding']).float()
-    softmax = torch.Tensor.softmax
-    seen = []
-
-    def watched(x, *args):
-        seen.append(x.dtype)
-        return softmax(x, *args)
-
-    monkeypatch.setattr(torch.Tensor, 'softmax', watched)
-    with torch.autocast('cpu', torch.bfloat16):
-        mixture(model, torch.randn(2, 8, 32))
-    assert set(seen) == {torch.float32}
 
 
 # other functions of rows
@@ -150,9 +79,9 @@ def test_in_parts_equals_the_function(at_once, kept, monkeypatch):
         assert rows.dim() == 2
         return (rows @ gpt.w.T).softmax(-1) @ gpt.w
 
-    want = gradients_of(lambda h, w: mean_row(gpt(w), h.flatten(0, 1)).view_as(h), h, w)
+    want = with_gradients(lambda h, w: mean_row(gpt(w), h.flatten(0, 1)).view_as(h), h, w)
     sizes.clear()
-    got = gradients_of(lambda h, w: in_parts(mean_row, gpt(w), h), h, w)
+    got = with_gradients(lambda h, w: in_parts(mean_row, gpt(w), h), h, w)
     for a, b in zip(got, want):
         close(a, b, 1e-14)
     assert max(sizes) == min(10, max(1, at_once // 16))

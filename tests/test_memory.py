@@ -165,6 +165,13 @@ def test_groups_of_queries(queries, monkeypatch):
     test_a_text_as_a_whole('chain', False, ChainPass, 9)
 
 
+def test_a_group_of_queries_reads_a_prefix_of_the_keys(monkeypatch):
+    """Half of the work at long T: nothing would be wrong without it, only slow."""
+    monkeypatch.setattr(ChainPass, 'QUERIES', 5)
+    second_pass = ChainPass((), before=ChainPass((), None, 0), k=1)
+    assert [group.n_keys for group in second_pass.mask(13, 'cpu')] == [10, 20, 26]
+
+
 # ---- caches --------------------------------------------------------------------------------------
 
 either_padding = pytest.mark.parametrize('pad', PADDINGS)

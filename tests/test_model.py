@@ -14,17 +14,14 @@ from model import GPT, GPTConfig, RMSNorm, rope_table
     (dict(n_embd=100, n_head=3), ['n_embd=100', 'n_head=3']),
     (dict(n_embd=15, n_head=5), ['head_dim=3', 'odd']),
     (dict(n_head=15, n_kv_head=4), ['n_head=15', 'n_kv_head=4']),
-    (dict(n_tokens=60000), ['n_tokens=60000', 'vocab_size=50304']),
-    (dict(n_layer=0), ['n_layer=0', 'positive']),
-    (dict(dropout=1.5), ['dropout=1.5', 'below 1']),
+    (dict(dropout=1.0), ['dropout=1.0', 'below 1']),
     (dict(ponder='think'), ["'think'", "'embedding'", "'pause'"]),
     (dict(ponder='embedding', ponder_topk=99999), ['ponder_topk=99999', 'n_tokens=50304']),
     (dict(ponder='latent', ponder_steps=-1), ['ponder_steps=-1', 'negative']),
     (dict(halting='gate'), ["halting='gate'", "ponder='none'", "ponder='embedding'"]),
-    (dict(ponder='embedding', halting='gate', halt_start=0.5),
-     ['halt_start=0.5', 'halt_full=0.48']),
 ])
 def test_impossible_settings_are_named(settings, words):
+    """In one line: the user reads it."""
     with pytest.raises(ValueError) as error:
         GPTConfig(**settings)
     assert '\n' not in str(error.value)
@@ -39,9 +36,9 @@ def test_defaults_are_the_papers_360m():
     matrices = 4 * 960 * 960 + 3 * 960 * 2560
     norms = 2 * 960 + 2 * 64
     assert model.num_params() == tables + 24 * (matrices + norms) + 960
-    assert GPTConfig().init_std == pytest.approx(0.02, rel=0.03)
     assert GPTConfig(mlp_hidden=None).mlp_hidden == 2560
-    assert GPTConfig(n_embd=1024, n_head=16, mlp_hidden=None).mlp_hidden == 2752  # rounded up
+    assert GPTConfig(n_embd=128, n_head=2, mlp_hidden=None).mlp_hidden == 384  # rounded up
+    assert make(tie_embeddings=True).num_params() == make().num_params() - 64 * 32
 
 
 @pytest.mark.parametrize('mode, scale', [
@@ -52,7 +49,7 @@ def test_defaults_are_the_papers_360m():
     ('chain', 2400 ** 0.5),
     ('loop', 2400 ** 0.5),
 ])
-def test_pondering_starts_as_in_the_papers(mode, scale):
+def test_models_start_as_in_the_papers(mode, scale):
     assert GPTConfig(ponder=mode).embed_scale == pytest.approx(scale)
     model = GPT(GPTConfig(vocab_size=64, n_layer=8, n_head=2, n_embd=128, mlp_hidden=256,
                           block_size=16, ponder=mode))
@@ -62,45 +59,21 @@ def test_pondering_starts_as_in_the_papers(mode, scale):
             if mode != 'none' and name.endswith('c_proj.weight'):
                 want /= 4                                               # sqrt(2 n_layer)
             assert p.std().item() == pytest.approx(want, rel=0.05), name
+        elif name != 'mechanism.pause':
+            assert (p == 1).all(), name
 
 
-@pytest.mark.parametrize('halting, ponder, weight, biases', [
-    ('gate', 'embedding', 0.1, {'gates.0.0.bias': [0], 'gates.0.2.bias': [4],
-                                'gates.1.0.bias': [0], 'gates.1.2.bias': [4],
-                                'gates.2.0.bias': [0], 'gates.2.2.bias': [4]}),
-    ('mask', 'latent', 0.01, {'router.bias': [0]}),
-    ('router', 'chain', 0.4, {'router.bias': [0]}),
+@pytest.mark.parametrize('halting, ponder, biases', [
+    ('gate', 'embedding', {0, 4}),      # sigmoid(4): nearly all of PonderLM's step
+    ('mask', 'latent', {0}),
+    ('router', 'chain', {0}),
 ])
-def test_halting_starts_as_in_the_papers(halting, ponder, weight, biases):
+def test_halting_starts_as_in_the_papers(halting, ponder, biases):
     config = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16,
                        ponder=ponder, halting=halting)
-    assert config.halt_tau == 1e-4
-    assert config.halt_lambda == weight
-    ramp = (0.0, 0.0) if halting == 'router' else (0.4, 0.48)
-    assert (config.halt_start, config.halt_full) == ramp
-    assert (config.halt_share, config.halt_beta) == (0.1, 10)
-    starts = {}
-    for name, p in GPT(config).mechanism.named_parameters():
-        if name.endswith('bias'):
-            starts[name] = p.unique().tolist()
-    assert starts == biases
-
-
-def test_tied_embeddings_count_once():
-    model = make(tie_embeddings=True)
-    assert model.lm_head.weight is model.wte.weight
-    assert model.num_params() == make().num_params() - 64 * 32
-
-
-def test_initial_weights():
-    model = GPT(GPTConfig(vocab_size=512, n_layer=2, n_head=2, n_embd=128, mlp_hidden=256,
-                          block_size=16))
-    for name, p in model.named_parameters():
-        if p.dim() == 1:
-            assert (p == 1).all()
-        else:
-            assert p.std().item() == pytest.approx(math.sqrt(0.4 / 128), rel=0.05), name
-            assert abs(p.mean().item()) < 0.005, name
+    own = GPT(config).mechanism.named_parameters()
+    starts = [p.unique().tolist() for name, p in own if name.endswith('bias')]
+    assert {value for values in starts for value in values} == biases
 
 
 def test_forward_with_and_without_targets(idx, kind):
@@ -114,22 +87,13 @@ def test_forward_with_and_without_targets(idx, kind):
     assert loss.item() == pytest.approx(want.item(), abs=1e-12)
 
 
-def test_embed_scale(idx):
-    assert torch.equal(make(embed_scale=3.0).embed(idx), 3 * make().embed(idx))
-
-
-def test_dropout_acts_in_training_only(idx):
-    model = make(dropout=0.3)
-    assert torch.equal(model(idx)[0], model(idx)[0])
-    model.train()
-    assert not torch.equal(model(idx)[0], model(idx)[0])
-
-
 @pytest.mark.parametrize('place', [
     'embeddings', 'attention weights', 'attention branch', 'MLP branch'])
 def test_dropout_acts_at_each_of_its_places(place, idx):
-    """The others are silenced: their dropout is switched off, or what it acts on."""
-    model = make(dropout=0.3, n_layer=1).train()
+    """In training alone. The others are silenced: their dropout is off, or what it acts on is 0."""
+    model = make(dropout=0.3, n_layer=1)
+    assert torch.equal(model(idx)[0], model(idx)[0])
+    model.train()
     block = model.h[0]
     if place != 'embeddings':
         model.drop.p = 0.0
@@ -145,6 +109,7 @@ def test_dropout_acts_at_each_of_its_places(place, idx):
 
 
 def test_norms_stay_in_bf16_where_autocast_widens_them(monkeypatch):
+    """As on CUDA: activations in fp32 would take twice the memory."""
     norm = F.rms_norm
 
     def as_on_cuda(x, shape, weight, eps):

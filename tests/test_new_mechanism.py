@@ -5,25 +5,27 @@ promises without a change anywhere else.
 import importlib.util
 import os
 import re
+from inspect import signature
 
 import pytest
+import test_promises
 import torch
-from conftest import ROOT, close, make, rows_of
+from conftest import ROOT, close, make
 from test_plan import planned_as_if_run
-from test_promises import gradients
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import model as library
 import train
 from engine.checkpoint import change_steps
 from engine.fast import FastGPT
-from engine.loss import recompute_blocks
-from model import GPTConfig, Memory, rope_table
+from model import Memory, rope_table
 from sample import load_model
 from tools.explain import look
 
 SETTINGS = dict(ponder='middle', ponder_steps=3, n_layer=6)
+PROMISES = [test for name, test in vars(test_promises).items() if name.startswith('test_')
+            and {'toggle'} <= signature(test).parameters.keys() <= {'toggle', 'idx', 'kind'}
+            and 'naive' not in name]    # its slow loop is below
+assert PROMISES
 
 
 @pytest.fixture(autouse=True)
@@ -64,23 +66,16 @@ def test_forward_is_the_naive_loop(steps, idx, kind):
     close(model(idx)[0], naive(model, idx), 1e-12)
 
 
-@pytest.mark.parametrize('split', [[5, 3, 1, 4], [1] * 13])
-def test_cached_is_full(split, idx, kind):
-    model = make(**SETTINGS, kind=kind)
-    memory, parts = model.new_memory(), []
-    for part in idx.split(split, dim=1):
-        parts.append(model.head(model.hidden(part, memory)))
-    close(torch.cat(parts, 1), model(idx)[0])
+@pytest.mark.parametrize('promise', PROMISES, ids=lambda promise: promise.__name__)
+def test_it_keeps_the_promise(promise, idx, kind):
+    given = dict(toggle=SETTINGS, idx=idx, kind=kind)
+    promise(**{name: given[name] for name in signature(promise).parameters})
 
 
-def test_rows_of_unequal_prompts_are_those_of_each_alone(kind):
-    model = make(**SETTINGS, kind=kind)
-    prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
-    # engine/'s goes on past the context of 24
-    rows = rows_of(model, prompts, 25 if kind is FastGPT else 10)
-    for prompt, row in zip(prompts, rows):
-        alone = model.generate(torch.tensor([prompt]), 10, temperature=0)[0]
-        assert torch.equal(row[:len(alone)], alone)
+@pytest.mark.parametrize('training, depth_attn', [(False, False), (True, True)])
+def test_flops_are_those_that_torch_counts(training, depth_attn):
+    toggle = dict(SETTINGS, depth_attn=depth_attn, depth_stride=2)
+    test_promises.test_flops_agree_with_torch(toggle, training)
 
 
 def test_passes_are_reported():
@@ -88,55 +83,13 @@ def test_passes_are_reported():
     assert passes.tolist() == [4]
 
 
-@pytest.mark.parametrize('training, depth_attn', [(False, False), (True, True)])
-def test_flops_are_those_that_torch_counts(training, depth_attn):
-    config = GPTConfig(vocab_size=256, block_size=128, n_head=4, n_embd=128, mlp_hidden=256,
-                       depth_attn=depth_attn, depth_stride=2, **SETTINGS)
-    model, idx = FastGPT(config), torch.randint(0, 256, (2, 128))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        logits, loss = model(idx, idx if training else None)
-        if training:
-            loss.backward()
-    counted = counter.get_total_flops() / idx.numel()
-    assert counted == pytest.approx(model.flops_per_token(training=training), rel=0.03)
-
-
-def test_gradients_are_finite_differences(idx):
-    model = make(**SETTINGS).train()
-    targets = torch.roll(idx, -1, 1)
-    model(idx, targets)[1].backward()
-    generator = torch.Generator().manual_seed(3)
-    ways = []
-    for p in model.parameters():
-        ways.append(torch.randn(p.shape, generator=generator, dtype=p.dtype))
-        assert p.grad.abs().sum() > 0
-    slope = sum((p.grad * way).sum() for p, way in zip(model.parameters(), ways)).item()
-    losses = []
-    for by in (1e-6, -2e-6):
-        with torch.no_grad():
-            for p, way in zip(model.parameters(), ways):
-                p += by * way
-            losses.append(model(idx, targets)[1].item())
-    assert slope == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-4)
-
-
-def test_recomputed_blocks_change_nothing(idx):
-    model = make(**SETTINGS).train()
-    want = gradients(model, idx)
-    recompute_blocks(model)
-    for a, b in zip(gradients(model, idx), want):
-        close(a, b, 1e-12)
-
-
 def test_a_dry_run_plans_its_memory():
     planned_as_if_run(FastGPT, checkpointed=True, **SETTINGS)
 
 
-@pytest.mark.parametrize('depth_attn', [False, True])
-def test_every_pass_is_explained(depth_attn):
-    model = make(**SETTINGS, depth_attn=depth_attn, depth_stride=2)
-    idx = torch.tensor([3, 1, 4, 1, 5])
-    seen = look(model, idx)
+def test_every_pass_is_explained():
+    model = make(**SETTINGS, depth_attn=True, depth_stride=2)
+    seen = look(model, torch.tensor([3, 1, 4, 1, 5]))
     assert seen.steps.tolist() == [4] * 5
     assert seen.after.shape == (4, 5, 64)
     close(seen.after[-1], seen.logits)

@@ -165,6 +165,7 @@ def test_a_plan_where_nobody_named_a_size_is_the_papers(dry_run):
     ['--ponder=loop', '--halting=exit', '--exit_loss=ramp'],
 ])
 def test_what_halts_can_be_planned(dry_run, mechanism):
+    """On tensors without numbers, which nobody can ask who goes on."""
     out = dry_run('--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32',
                   '--batch_tokens=256', '--micro_batch=4', *mechanism)
     assert 'GB per GPU' in out

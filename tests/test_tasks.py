@@ -1,11 +1,10 @@
 """Made tasks: the problems, their answers, the data sets, and how right answers are counted."""
-import os
 import random
 import re
 
 import pytest
 import torch
-from conftest import ROOT, make, program, save
+from conftest import make, save
 
 import prepare_data
 from engine import answers, tasks
@@ -53,9 +52,7 @@ def test_sums():
 
 
 @pytest.mark.parametrize('question, longest, reach', [
-    ('12+34=', 0, [1, 1, 0]),
     ('19+11=', 1, [1, 1, 0]),
-    ('1999+0001=', 3, [1, 3, 2, 1, 0]),
     ('9999+0001=', 4, [4, 3, 2, 1, 0]),
     ('9999+0000=', 0, [4, 3, 2, 1, 0]),
     ('5454+5545=', 1, [1, 3, 2, 1, 0]),
@@ -107,7 +104,7 @@ def test_minimax_from_the_root_down():
 
 
 @pytest.mark.parametrize('name', TASKS)
-@pytest.mark.parametrize('size', [1, 3, 7])
+@pytest.mark.parametrize('size', [1, 7])
 def test_the_longest_problem_is_as_long_as_said(name, size):
     lengths = [len(problem) for problem in problems(name, size, 300, seed=1)]
     assert max(lengths) == TASKS[name].longest(size)
@@ -189,12 +186,10 @@ def test_a_perfect_model_is_right_and_a_broken_one_wrong(name, in_tmp):
 
 
 @pytest.mark.parametrize('block_size, shown', [
-    (128, 2),
     (48, 2),    # 2 x 16 + 11 in front of the answer, whose five digits are read, too
     (47, 1),
     (32, 1),
     (31, 0),
-    (16, 0),
 ])
 def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, shown, in_tmp):
     folder = prepare('addition')
@@ -237,15 +232,21 @@ def test_passes_are_counted_by_how_far_a_digit_waits(in_tmp):
     assert 1 < by_reach[3]['passes'] <= 2
 
 
-def test_evaluate_prints_one_table_for_several_numbers_of_passes(in_tmp):
-    """The exact program; and each line is the model of so many passes."""
+def table_of(out):
+    """The rows of what was printed, as lists of cells."""
+    return [[cell.strip() for cell in line.split('|')[1:-1]]
+            for line in out.splitlines() if '|' in line]
+
+
+def test_evaluate_prints_one_table_for_several_numbers_of_passes(in_tmp, capsys):
+    """Each line is the model of so many passes."""
     folder = prepare('addition')
     save('out', make(**SMALL, ponder='loop', ponder_steps=3), data_dir=folder)
-    evaluate = os.path.join(ROOT, 'tools', 'evaluate.py')
-    done = program(evaluate, 'out', '--answers=20', '--ponder_steps=0,3,6', cwd='.')
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith('addition: right answers to 20 problems, all and by longest carry')
-    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines if '|' in line]
+    capsys.readouterr()
+    evaluate.main(['out', '--answers=20', '--ponder_steps=0,3,6', '--device=cpu'])
+    out = capsys.readouterr().out
+    assert out.startswith('addition: right answers to 20 problems, all and by longest carry')
+    rows = table_of(out)
     assert rows[0][:4] == ['ponder_steps', 'passes', 'right', '0']
     assert [row[:3] for row in rows[2:]] == [
         ['0', '1.00', '0.0%'], ['3', '4.00', '0.0%'], ['6', '7.00', '0.0%']]
@@ -255,8 +256,7 @@ def test_where_tokens_halt_the_threshold_varies(in_tmp, capsys):
     folder = prepare('addition')
     save('out', make(**SMALL, ponder='loop', halting='exit'), data_dir=folder)
     evaluate.main(['out', '--halt_tau=1,0', '--answers=20', '--device=cpu'])
-    rows = [[cell.strip() for cell in line.split('|')[1:-1]]
-            for line in capsys.readouterr().out.splitlines() if '|' in line]
+    rows = table_of(capsys.readouterr().out)
     assert rows[0][0] == 'halt_tau'
     assert [row[:2] for row in rows[2:4]] == [['1', '1.00'], ['0', '4.00']]
     assert rows[4][0] == 'halt_tau'                             # passes by difficulty

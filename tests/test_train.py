@@ -29,6 +29,7 @@ from engine.files import UserError
 from engine.hardware import Ranks
 from engine.run import Log, Stop
 from engine.shards import read_meta
+from engine.start import idle_settings
 from engine.windows import Windows
 from model import GPT, GPTConfig
 from train import Settings, Trainer
@@ -124,16 +125,16 @@ def test_four_steps_equal_two_and_resume_and_two(run_train, toggle, capsys):
         same_weights(half, whole)
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-def test_16_bits_resume_exactly_too(run_train, dtype):
-    half = [f'--dtype={dtype}', '--save_interval=5']
+def test_fp16_resumes_exactly_too(run_train):
+    """Its scale grows as the run does well, and is part of the checkpoint."""
+    half = ['--dtype=float16', '--save_interval=5']
     straight = run_train('straight', *half)
     with stopped_at(5):
         run_train('out', *half)
     resumed = run_train('out', *half, '--init_from=resume')
     same_weights(straight, resumed)
     assert straight['scaler'] == resumed['scaler']
-    assert dtype == 'bfloat16' or straight['scaler']['_growth_tracker'] > 5
+    assert straight['scaler']['_growth_tracker'] > 5
 
 
 def test_a_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path, capsys):
@@ -174,22 +175,13 @@ def test_micro_batches_do_not_matter(run_train, tmp_path):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])
-def test_gradients_are_clipped_to_the_norm_asked_for(make_trainer, monkeypatch, dtype):
+def test_gradients_are_clipped_to_the_norm_asked_for(make_trainer, dtype):
     trainer = make_trainer(f'--dtype={dtype}', '--grad_clip=0.01')
-    clip = torch.nn.utils.clip_grad_norm_
-    norms = []
-
-    def spy(params, most):
-        params = list(params)
-        norms.append(clip(params, most).item())
-        norms.append(torch.stack([p.grad.norm() for p in params]).norm().item())
-        return torch.tensor(norms[0])
-
-    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', spy)
-    trainer.train_step()
-    before, after = norms
+    trainer.optimizer.zero_grad = lambda set_to_none: None  # they stay to be looked at
+    _, before = trainer.train_step()
+    after = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
     assert 0.01 < before < 100  # fp16's scale, 65536, is out of them
-    assert after == pytest.approx(0.01, rel=1e-3)
+    assert after.item() == pytest.approx(0.01, rel=1e-3)
 
 
 def test_steps_and_ranks_have_dropout_of_their_own(make_trainer, monkeypatch):
@@ -208,11 +200,10 @@ def test_steps_and_ranks_have_dropout_of_their_own(make_trainer, monkeypatch):
 def test_learning_rate_schedule():
     s = Settings(max_steps=100, learning_rate=2.0, warmup=0.1, min_lr_rate=0.1)
     rates = [train.learning_rate(s, step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.2)
-    assert rates[9] == rates[10] == pytest.approx(2.0)
+    assert rates[:10] == pytest.approx([0.2 * n for n in range(1, 11)])
+    assert rates[10] == pytest.approx(2.0)
     assert rates[99] == pytest.approx(0.2)
-    assert all(a < b for a, b in zip(rates[:9], rates[1:10]))
-    assert all(a > b for a, b in zip(rates[10:99], rates[11:]))
+    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 def test_decay_on_matrices_only(make_trainer):
@@ -222,25 +213,16 @@ def test_decay_on_matrices_only(make_trainer):
     assert {p.dim() for p in vectors['params']} == {1}
 
 
-def test_what_the_ranks_share_out_once_a_step(make_trainer, monkeypatch, tmp_path):
-    """Micro-batches but the last stay on their rank; backward is not in autocast."""
-    store = f'file://{tmp_path / "store"}'
-    dist.init_process_group('gloo', init_method=store, rank=0, world_size=1)
-    trainer = make_trainer('--dtype=bfloat16', '--ponder=chain', '--halting=router')
-    trainer.ddp = torch.nn.parallel.DistributedDataParallel(trainer.model)
-    assert trainer.accumulation == 2
-    shared = []
-    backward = torch.Tensor.backward
+def test_backward_is_not_in_autocast(make_trainer, monkeypatch):
+    """Else gates and routers, in fp32 on purpose, would have gradients in 16 bits."""
+    trainer, backward = make_trainer('--dtype=bfloat16'), torch.Tensor.backward
 
-    def spy(loss):
+    def watched(loss):
         assert not torch.is_autocast_enabled('cpu')
-        shared.append(trainer.ddp.require_backward_grad_sync)
         return backward(loss)
 
-    monkeypatch.setattr(torch.Tensor, 'backward', spy)
+    monkeypatch.setattr(torch.Tensor, 'backward', watched)
     trainer.train_step()
-    dist.destroy_process_group()
-    assert shared == [False, True]
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_a_run(run_train, monkeypatch, tmp_path,
@@ -281,10 +263,10 @@ def test_failures_of_the_machine_say_what_to_do(run_train, monkeypatch):
             run_train('out')
 
 
-def test_compiled_blocks_train_the_same_and_are_not_for_a_sample(run_train, monkeypatch, capsys):
+def test_compiled_blocks_train_the_same_and_are_not_for_a_sample(run_train, monkeypatch):
     """
     Each token of a sample reads one key more than the one before: compiled code would be made for
-    each of them, in each layer.
+    each of them.
     """
     graphs, compile = [], torch.compile
 
@@ -294,16 +276,11 @@ def test_compiled_blocks_train_the_same_and_are_not_for_a_sample(run_train, monk
 
     monkeypatch.setattr(torch, 'compile', lambda f, dynamic: compile(f, backend=count,
                                                                      dynamic=dynamic))
-    compiled = ['--depth_attn=True', '--max_steps=2']
-    plain = run_train('plain', *compiled)
     torch._dynamo.reset()  # forget what other tests compiled
-    same_weights(plain, run_train('without', *compiled, '--compile=True'), 1e-6)
-    before = len(graphs)
-    assert before
-    torch._dynamo.reset()
-    run_train('with', *compiled, '--compile=True', '--sample_tokens=12')
-    assert len(graphs) == 2 * before
-    assert '<|model|>' in capsys.readouterr().out
+    plain = run_train('plain', '--max_steps=2')
+    compiled = run_train('compiled', '--max_steps=2', '--compile=True', '--sample_tokens=12')
+    same_weights(plain, compiled, 1e-6)
+    assert 0 < len(graphs) <= 2, "one to train, one to evaluate"
 
 
 # ---- what is logged ------------------------------------------------------------------------------
@@ -322,8 +299,6 @@ def test_learns_and_logs(run_train, small_data, tmp_path, capsys):
     per_byte = records[-1]['val_nats_per_byte']
     assert per_byte == pytest.approx(records[-1]['val_loss'] * val['tokens'] / val['bytes'])
     assert f"({per_byte / math.log(2):.3f} bits) per byte" in text
-    for word in ('step    40/40', 'loss', 'lr', 'grad norm', 'tokens/s', 'left', 'validation loss'):
-        assert word in text
 
 
 def test_time_of_a_step_is_without_that_of_saving_and_evaluating(run_train, tmp_path, monkeypatch,
@@ -365,13 +340,13 @@ def test_no_run_is_silent_for_long(run_train, monkeypatch, capsys):
         assert words in out
 
 
-def test_passes_of_all_micro_batches_are_logged(run_train, make_trainer, monkeypatch, tmp_path,
-                                                capsys):
+def test_passes_of_all_micro_batches_are_logged(run_train, make_trainer, tmp_path, capsys):
     trainer = make_trainer('--ponder=chain', '--halting=router')
-    add_passes = trainer.log.add_passes
-    taken = iter([torch.tensor([[2, 2]]), torch.tensor([[1, 1]])])
-    monkeypatch.setattr(trainer.log, 'add_passes', lambda steps: add_passes(next(taken)))
     trainer.train_step()
+    assert len(trainer.log.passes) == trainer.accumulation == 2
+    trainer.log.passes = []
+    for passes in (2, 1):
+        trainer.log.add_passes(torch.tensor([[passes, passes]]))
     assert trainer.log.shares() == [1, 0.5, 0, 0]
 
     run_train('out', *options('router'), '--log_interval=5')
@@ -422,13 +397,10 @@ def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, sm
 @pytest.mark.parametrize('name, setting, words', [
     ('gate', 'ponder_steps=0', '1.000 passes'),
     ('gate', 'ponder_steps=3', 'weights for 2'),
-    ('mask', 'ponder_steps=0', 'weights for 1'),
     ('router', 'ponder_steps=3', 'validation loss'),
-    ('router', 'halt_tau=0.0', '3.000 passes'),
     ('router', 'halt_tau=1.0', '1.000 passes'),
     ('exit_gate', 'exit_by=confidence', 'validation loss'),
     ('plain', 'ponder_steps=1', "ponder='none'"),
-    ('chain', 'ponder_steps=-1', 'must not be negative'),
 ])
 def test_passes_can_change_at_evaluation(run_train, tmp_path, capsys, name, setting, words):
     run_train('out', *options(name), '--max_steps=1', '--eval_tokens=64')
@@ -442,22 +414,16 @@ def test_passes_can_change_at_evaluation(run_train, tmp_path, capsys, name, sett
     assert words in told + capsys.readouterr().out
 
 
-def test_a_signal_cuts_an_evaluation_short(run_train, monkeypatch, capsys):
-    evaluate, forward, batches = Trainer.evaluate, FastGPT.forward, []
+def test_a_signal_cuts_an_evaluation_short(make_trainer, capsys):
+    trainer, batches = make_trainer(), []
 
-    def interrupted(self):
-        def signalled(*args):
-            batches.append(args)
-            self.stop.since = 1.0
-            return forward(*args)
+    def signalled(text):
+        batches.append(text)
+        trainer.stop.since = 1.0
 
-        with monkeypatch.context() as patch:
-            patch.setattr(FastGPT, 'forward', signalled)
-            return evaluate(self)
-
-    monkeypatch.setattr(Trainer, 'evaluate', interrupted)
-    assert run_train('out', '--eval_interval=5')['step'] == 6
-    assert len(batches) == 1
+    trainer.log.alive = signalled
+    trainer.evaluate()
+    assert batches == ['evaluation: 4 of 16 windows']
     assert 'validation loss' not in capsys.readouterr().out
 
 
@@ -472,8 +438,8 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     monkeypatch.setattr(train, 'best_device', lambda: 'cpu')
     monkeypatch.chdir(ROOT)
     folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
-    train.main(['config/chain.py', *folders, '--max_steps=1', '--eval_tokens=512',
-                '--sample_tokens=0'])
+    train.main(['config/chain.py', *folders, '--max_steps=1', '--batch_tokens=512',
+                '--micro_batch=1', '--eval_tokens=512', '--sample_tokens=0'])
     first = capsys.readouterr().out.splitlines()[0]
     assert 'config/size/tiny.py' in first and 'config/size/360m.py' in first
     with open(tmp_path / 'out' / 'settings.json') as f:
@@ -555,31 +521,26 @@ def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
 
 
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
-    once = ['--max_steps=1']
-    run_train('plain', *once, '--depth_stride=1', '--halt_tau=0.5', '--ponder_steps=2')
-    assert 'depth_stride, halt_tau, ponder_steps: without effect' in capsys.readouterr().err
-    run_train('loop', *once, '--ponder=loop', '--jacobi_iters=2', '--exit_loss=ramp')
-    assert 'jacobi_iters, exit_loss: without effect' in capsys.readouterr().err
-    run_train('on', *once, '--depth_attn=True', '--depth_stride=1', '--ponder=chain',
-              '--halting=router', '--halt_tau=0.5', '--ponder_steps=2')
-    assert 'without effect' not in capsys.readouterr().err
+    """Else what was never on would look like a mechanism that does nothing."""
+    asked = dict(depth_stride=1, halt_tau=0.5, exit_loss='ramp', ponder_steps=2, jacobi_iters=2)
+    for on, idle in ((dict(), {*asked}),
+                     (dict(ponder='loop'), {*asked} - {'ponder_steps'}),
+                     (dict(ponder='latent', halting='mask', depth_attn=True), {'exit_loss'})):
+        assert {*idle_settings(make(**asked, **on), asked)} == idle
+    run_train('plain', '--max_steps=1', '--depth_stride=1')
+    assert 'warning: depth_stride: without effect' in capsys.readouterr().err
 
 
 # ---- what is refused -----------------------------------------------------------------------------
 
 @pytest.mark.parametrize('args, words', [
-    (['--n_hed=4'], ["'n_hed'", "'n_head'"]),
-    (['--n_head=5'], ['n_embd=32', 'n_head=5']),
     (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
-    (['--init_from=resume'], ['no checkpoint']),
     (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']),
     (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
     (['--device=quantum'], ['device=quantum']),
-    (['--dtype=int8'], ['dtype', 'bfloat16']),
     (['--max_steps=0'], ['max_steps=0']),
     (['stray'], ['stray']),
-    (['--beta2=1.0'], ['beta2=1.0']),
     (['--block_size=100000', '--batch_tokens=400000'], ['block_size']),
     (['--n_layer=300', '--n_embd=16384', '--n_head=128'], ['GB of memory', 'config/size/tiny.py']),
 ])
@@ -594,7 +555,6 @@ def test_refusals(run_train, args, words):
     ((9, 0), False, {}, ('cuda:1', torch.bfloat16, True)),
     ((7, 5), True, {}, ('cuda:1', torch.float16, True)),
     (None, True, {}, ('mps', torch.float32, False)),
-    (None, False, {}, ('cpu', torch.float32, False)),
     (None, False, {'amx_bf16': True}, ('cpu', torch.bfloat16, False)),
 ])
 def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu, want):
@@ -615,8 +575,10 @@ if sys.platform != 'win32':
     from ranks import finish, launch, wait_for
 
 # the others have these in them: depth has plain, gate has embedding, router has chain
-TWO_RANKS = [name for name in ONE_EACH
-             if name not in ('plain', 'embedding', 'chain_depth', 'loop_depth')]
+TWO_RANKS = {name: options(name) for name in ONE_EACH
+             if name not in ('plain', 'embedding', 'chain_depth', 'loop_depth')}
+TWO_RANKS['trains alone'] = ['--ponder=loop', '--halting=exit', '--exit_by=gate',
+                             '--exit_loss=gain']
 
 
 @pytest.fixture
@@ -654,9 +616,9 @@ def only_previous(of, folder):
 
 
 @posix
-@pytest.mark.parametrize('toggle', TWO_RANKS)
-def test_two_ranks_equal_one(run_train, train_to_the_end, tmp_path, toggle):
-    few = [*options(toggle), '--max_steps=4']
+@pytest.mark.parametrize('name', TWO_RANKS)
+def test_two_ranks_equal_one(run_train, train_to_the_end, tmp_path, name):
+    few = [*TWO_RANKS[name], '--max_steps=4']
     one = run_train('one', *few)
     two = train_to_the_end('two', *few, world=2)
     same_weights(one, two, 2e-5)
@@ -666,14 +628,6 @@ def test_two_ranks_equal_one(run_train, train_to_the_end, tmp_path, toggle):
         compared = {'loss', 'val_loss', 'grad_norm', 'val_passes'}
         for key in compared & {key for key in a if a[key] is not None}:
             assert a[key] == pytest.approx(b[key], rel=1e-4)
-
-
-@posix
-def test_a_mechanism_trains_alone_on_two_ranks(run_train, train_to_the_end):
-    gain = ['--ponder=loop', '--halting=exit', '--exit_by=gate', '--exit_loss=gain',
-            '--max_steps=4']
-    one = run_train('one', *gain)
-    same_weights(one, train_to_the_end('two', *gain, world=2), 2e-5)
 
 
 @posix
