@@ -41,8 +41,8 @@ def print_context(folders):
 @torch.no_grad()
 def loss_by_context(folder):
     """Nats per token at each place of a window, (block_size,): place p has p tokens before it."""
-    model, _, settings = load_model(folder, 'cpu')
-    rows = windows(own_text(settings, 'val', TEXT), model.config.block_size)
+    model, tokenizer, settings = load_model(folder, 'cpu')
+    rows = windows(own_text(settings, 'val', TEXT, tokenizer), model.config.block_size)
     return token_nats(model, rows).mean(0)
 
 
