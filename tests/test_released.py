@@ -24,12 +24,7 @@ from engine.files import UserError
 from engine.released import FolderTokenizer, describe
 from engine.shards import encode, get_tokenizer
 from prepare_data import write_dataset
-from tools.hf import save_hf
-
-
-def load_released(folder):
-    """The model of a folder, which may have no tokenizer."""
-    return model_of(load_checkpoint(f'hf:{folder}')).eval()
+from tools.hf import load_released, save_hf
 
 
 @pytest.fixture

@@ -10,12 +10,19 @@ import json
 import os
 import sys
 
+import torch
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import read
+from engine import released
 from engine.checkpoint import load_checkpoint, model_of
 from engine.files import UserError, on_disk, run, whole
-from engine.released import INSTALL, LLAMA, their_names
 from engine.variant import ReleasedConfig
+
+
+def load_released(folder, dtype=torch.float32):
+    """A FastGPT in eval mode with the weights of a Hugging Face folder, in `dtype`."""
+    return model_of(released.load_released(folder)).to(dtype).eval()
 
 
 def config_to_hf(config):
@@ -49,7 +56,7 @@ def weights_to_hf(model):
         if module in ('wte', 'lm_head'):
             tensor = tensor[:c.n_tokens]                    # (n_tokens, C)
         parts = tensor.split(rows.get(module, len(tensor)))
-        for name, part in zip(their_names(ours, LLAMA), parts):
+        for name, part in zip(released.their_names(ours, released.LLAMA), parts):
             out[name] = part.clone()    # its own memory: safetensors takes no shared one
     return out
 
@@ -62,7 +69,7 @@ def save_hf(model, folder):
     try:
         from safetensors.torch import save
     except ImportError:
-        raise UserError(INSTALL) from None
+        raise UserError(released.INSTALL) from None
     c = model.config
     if isinstance(c, ReleasedConfig) or c.depth_attn or c.ponder != 'none' or c.embed_scale != 1:
         raise UserError("only plain models are exported: Hugging Face's Llama and Qwen3 would load "
