@@ -4,13 +4,13 @@ Train a GPT on a laptop CPU, one GPU, or many.
     python train.py config/depth_attn.py
         the paper's 360M on a GPU; without one config/size/tiny.py, 3 to 4 minutes on 2 CPU cores
     torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu
-        eight GPUs, other data
+        eight GPUs, other data (python prepare_data.py fineweb-edu)
     python train.py --init_from=resume --out_dir=out
         go on after an interruption
     python train.py config/depth_attn.py --dry_run=True
         what it would take: memory, days
 
-Config files and --name=value apply from left to right. Where nobody names a size (a file of
+Config files and --name=value apply from left to right. Where a new run names no size (a file of
 config/size/, n_layer, n_embd, ..) and there is no CUDA GPU, config/size/tiny.py stands behind the
 last file; dry_run plans the paper's size. Ctrl-C, SIGTERM, SIGHUP or max_seconds saves and stops at
 the next step; a second signal stops at once.
@@ -41,7 +41,7 @@ from engine.start import checkpoint_of, start_model
 from engine.windows import Windows
 from model import GPTConfig
 
-BAD_STEPS = 5   # in a row that are not finite end a run
+BAD_STEPS = 20  # in a row that are not finite end a run; fp16 may begin with some
 SIZE = {'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden'}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'size', 'tiny.py')
 
@@ -55,7 +55,7 @@ class Settings:
     out_dir: str = 'out'                # where checkpoint, settings and log go
     init_from: str = 'scratch'          # 'scratch', 'resume', a checkpoint's folder, or hf:FOLDER
     eval_only: bool = False             # evaluate a checkpoint and stop
-    max_steps: int = 15625              # optimizer steps; schedules span them (default: 32B tokens)
+    max_steps: int = 15625              # optimizer steps; schedules span them (default: 33B tokens)
     batch_tokens: int = 1024 * 2048     # tokens per optimizer step, over all devices
     micro_batch: int = 8                # sequences per device in one forward; the rest accumulates
     learning_rate: float = 1.5e-3       # peak
@@ -138,8 +138,9 @@ class Trainer:
 
     def __init__(self, settings, given, state, ranks, device):
         """
-        given: what the user set, of the run and of the model. state: the checkpoint to go on from,
-        or None. ranks: this process among those of the run. device: what it computes on.
+        given: what the user set, of the run and of the model. state: the checkpoint to go on from
+        or to evaluate, or None; weights of another run are start_model's. ranks: this process among
+        those of the run. device: what it computes on.
         """
         s = self.settings = settings
         self.ranks = ranks
@@ -157,7 +158,7 @@ class Trainer:
         self.meta = read_meta(s.data_dir)
         self.model, self.step = start_model(FastGPT, s, given, self.meta, state, ranks, device)
         self.config = self.model.config
-        if self.model.mechanism.trains_alone:
+        if self.model.mechanism.trains_alone:   # a gate on a frozen model
             self.model.requires_grad_(False)
             self.model.mechanism.requires_grad_(True)
         T = self.config.block_size
@@ -171,9 +172,9 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         if state and not s.eval_only:
             load_optimizer(self.optimizer, self.scaler, state)
-        self.ddp = None
+        self.net = self.model       # what a step calls; with several ranks it adds up gradients
         if ranks.world > 1:
-            self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.log = Log(s, self.model, ranks, device)
 
     # ---- the step --------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ class Trainer:
     def train_step(self):
         """One optimizer step; returns (mean loss over micro-batches and ranks, gradient norm)."""
         s = self.settings
-        # dropout depends on (seed, step, rank) alone: a resumed run draws the same
+        # dropout is a function of (seed, step, rank): a resumed run draws the same
         torch.manual_seed((s.seed * 1_000_003 + self.step) * 4096 + self.ranks.rank)
         self.draw()
         for group in self.optimizer.param_groups:
@@ -191,9 +192,10 @@ class Trainer:
         total = torch.zeros(1, device=self.device)
         for micro in range(self.accumulation):
             x, y = self.batch(micro)                                    # each (micro_batch, T)
-            with self.gradients_stay_here(micro < self.accumulation - 1):
+            more = micro < self.accumulation - 1    # ranks add up the gradients of the last alone
+            with self.net.no_sync() if more and self.ranks.world > 1 else contextlib.nullcontext():
                 with self.autocast():
-                    _, loss = (self.ddp or self.model)(x, y)
+                    _, loss = self.net(x, y)
                 loss = loss / self.accumulation
                 self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -203,16 +205,17 @@ class Trainer:
         # the update, unless the gradient is not finite
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
-        norm, loss = float(norm), self.ranks.mean(total)  # waits for the GPU; the update need not
-        if self.is_finite(loss, norm) or self.scaler.is_enabled():  # fp16's scaler skips by itself
+        norm = float(norm)                  # waits for the GPU
+        loss = self.ranks.mean(total)
+        if self.may_update(loss, norm):
             self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=self.ddp is None)  # DDP keeps its in buckets
+        self.scaler.update()                # fp16: a smaller scale, if a gradient was not finite
+        self.optimizer.zero_grad(set_to_none=self.ranks.world == 1)     # DDP keeps its in buckets
         self.step += 1
         return loss, norm
 
     def draw(self):
-        """What the mechanism draws for this step: a function of (seed, step), so on all ranks."""
+        """What the mechanism draws for this step: by (seed, step), so the same on all ranks."""
         mechanism = self.model.mechanism
         mechanism.progress = self.step / self.settings.max_steps    # halting's schedule reads it
         draws = mechanism.draws()
@@ -230,16 +233,14 @@ class Trainer:
         first = self.step * per_step + (micro * world + rank) * s.micro_batch
         return self.train_data.sample(first, s.micro_batch, s.seed, self.device)
 
-    def gradients_stay_here(self, more):
-        """A context for forward and backward: while `more` follow, ranks do not add theirs up."""
-        return self.ddp.no_sync() if self.ddp and more else contextlib.nullcontext()
-
     def autocast(self):
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
-    def is_finite(self, loss, norm):
-        """Whether the step may be taken; says so if not. UserError after BAD_STEPS of these."""
+    def may_update(self, loss, norm):
+        """
+        Whether loss and gradient are finite; says so if not. UserError after BAD_STEPS in a row.
+        """
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return True
@@ -257,7 +258,7 @@ class Trainer:
         """Steps until max_steps or a signal; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
-        self.log.start(self.accumulation, self.dtype)
+        self.log.start(self.accumulation, self.dtype, self.meta)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             last = self.step == s.max_steps
@@ -265,14 +266,13 @@ class Trainer:
             if last or stop or self.step % s.save_interval == 0:
                 with self.log.clock_stopped():
                     self.save()
-            self.log.step(self.step, loss, norm, learning_rate(s, self.step - 1))
+            self.log.step(self.step, loss, norm, self.optimizer.param_groups[0]['lr'])
             if stop and not last:
                 self.log.say(f"stopped at step {self.step}; go on with the same command and "
                              "--init_from=resume")
                 return
             if last or self.step % s.eval_interval == 0:
                 with self.log.clock_stopped():
-                    self.model.eval()
                     self.evaluate()
                     self.model.train()
 
@@ -281,8 +281,9 @@ class Trainer:
         """
         Say the mean loss in nats per target, with halting also the mean passes, over the same
         eval_tokens of the validation set each time, spread evenly over it. Nothing if the run is to
-        stop.
+        stop. Leaves the model in eval mode.
         """
+        self.model.eval()
         data, at_once = self.val_data, self.settings.micro_batch
         rank, world = self.ranks.rank, self.ranks.world
         n = min(data.n, max(world, self.settings.eval_tokens // data.T))
@@ -332,7 +333,6 @@ class Trainer:
         """Evaluate only, or train to max_steps; ends early on a signal."""
         s = self.settings
         if s.eval_only:
-            self.model.eval()
             self.evaluate()
             return
         if self.step >= s.max_steps:
@@ -376,11 +376,11 @@ def main(argv):
 
     with process_group(settings.device) as (ranks, device):
         if args != argv and ranks.rank == 0:
-            print("no size named, and no CUDA GPU here: config/size/tiny.py (the paper's size: add "
-                  "config/size/360m.py)", flush=True)
+            print("no size named, and not on a CUDA GPU: config/size/tiny.py, with its steps and "
+                  "learning rate (the paper's size: add config/size/360m.py)", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         trainer.run()
-        trainer.ddp = None  # release the process group while its threads can still be joined
+        trainer.net = None  # release the process group while its threads can still be joined
 
 
 if __name__ == '__main__':

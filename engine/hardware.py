@@ -174,9 +174,9 @@ def explain(error):
     no_memory = "can't allocate memory" in text or 'not enough memory' in text
     if no_memory or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return ("out of memory: lower micro_batch (the result stays the same, but for "
-                "halting='gate' and dropout), set checkpoint_activations=True, with several GPUs "
-                "shard_optimizer=True, or lower block_size (dry_run=True estimates what that "
-                "gives); in evaluate.py lower batch_size")
+                "halting='gate', made tasks and dropout), set checkpoint_activations=True, with "
+                "several GPUs shard_optimizer=True, or lower block_size (dry_run=True estimates "
+                "what that gives); in evaluate.py lower batch_size")
     if 'No working C++ compiler' in text or 'Failed to find C compiler' in text:
         return ("compile=True needs a C++ compiler, and none was found: install one (such as g++), "
                 "or set --compile=False")

@@ -131,17 +131,19 @@ class Log:
 
     # ---- steps
 
-    def start(self, accumulation, dtype):
-        """Say what is trained, and start the clock."""
+    def start(self, accumulation, dtype, meta):
+        """Say what is trained, and start the clock. meta: the data's description."""
         s = self.settings
         parameters = self.model.num_params() / 1e6
         flops = self.model.flops_per_token() / 1e6
         world = self.ranks.world
         precision = str(dtype).removeprefix('torch.')
+        epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         self.say(f"{parameters:.2f}M parameters, {flops:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
-                 f"{world} x {self.device.type}")
+                 f"{world} x {self.device.type}; all {s.max_steps:,} steps read {s.data_dir} "
+                 f"{epochs:,.1f} times")
         self.began = time.perf_counter()
 
     @contextlib.contextmanager

@@ -186,17 +186,23 @@ def check_resume(state, step, meta, settings, ranks, device):
         if mean != step:
             raise UserError(f"this rank found step {step} in {settings.out_dir}, other ranks "
                             "another: give them all the same folder")
-    if state.get('train_data', meta['train']) != meta['train'] and ranks.rank == 0:
+    if ranks.rank > 0:
+        return
+    if state.get('train_data', meta['train']) != meta['train']:
         print(f"warning: the training data in {settings.data_dir} is not what this run read before",
               file=sys.stderr)
+    if state['settings']['batch_tokens'] != settings.batch_tokens:
+        print(f"warning: batch_tokens was {state['settings']['batch_tokens']}: the data goes on, "
+              "and tokens are counted, as if all steps had been of today's size", file=sys.stderr)
 
 
 # ---- a checkpoint's own settings -----------------------------------------------------------------
 
 def checkpoint_of(settings):
     """
-    The checkpoint that the run goes on from, or evaluates, and all settings of the run that left
-    it; (None, {}) where there is none of ours.
+    The checkpoint that the run goes on from, or evaluates, and the settings of the run that left
+    it, but for its folder, which may have moved, and its time; (None, {}) where there is none of
+    ours.
     """
     folder = settings.init_from
     if folder == 'resume':
@@ -208,4 +214,5 @@ def checkpoint_of(settings):
     gone = sorted(state['settings'].keys() - known)
     if gone:
         print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
-    return state, {**known, **state['settings']}
+    here = {'out_dir': settings.out_dir, 'max_seconds': settings.max_seconds}
+    return state, {**known, **state['settings'], **here}

@@ -137,14 +137,17 @@ def test_fp16_resumes_exactly_too(run_train):
     assert straight['scaler']['_growth_tracker'] > 5
 
 
-def test_a_time_limit_and_a_resume_that_names_only_the_folder(run_train, tmp_path, capsys):
+def test_a_time_limit_and_a_resume_that_says_nothing_more(run_train, tmp_path, monkeypatch, capsys):
     recipe = ['--weight_decay=0.3', '--beta2=0.9']
     straight = run_train('straight', *recipe)
-    assert run_train('out', *recipe, '--max_seconds=1e-6')['step'] == 1
+    assert run_train('first', *recipe, '--max_seconds=1e-6')['step'] == 1
     assert 'stopped at step 1; go on' in capsys.readouterr().out
 
-    # the other settings are in the checkpoint
-    train.main(['--init_from=resume', f'--out_dir={tmp_path / "out"}', '--max_seconds=None'])
+    # the other settings are in the checkpoint, but for its folder, which has moved, and the limit
+    os.rename(tmp_path / 'first', tmp_path / 'out')
+    monkeypatch.chdir(tmp_path)
+    train.main(['--init_from=resume'])
+    assert not os.path.exists(tmp_path / 'first')
     resumed = load_checkpoint(str(tmp_path / 'out'))
     same_weights(straight, resumed)
     assert {**straight['settings'], 'out_dir': 0} == {**resumed['settings'], 'out_dir': 0}
@@ -244,6 +247,7 @@ def test_steps_that_are_not_finite_are_skipped_and_end_a_run(run_train, monkeypa
     assert capsys.readouterr().out.count('step skipped (1 in a row)') == 2
 
     spoil(lambda n: True)
+    monkeypatch.setattr(train, 'BAD_STEPS', 5)
     with pytest.raises(UserError, match='5 steps in a row.*learning_rate'):
         run_train('out', '--init_from=resume', '--save_interval=6')
     same_weights(good, load_checkpoint(str(tmp_path / 'out')))
