@@ -170,6 +170,8 @@ def bench_toggles(setup, configs):
     """Steps and decoding of the models {name: config}, each against the first."""
     flops, bandwidth = ceilings(setup.device, setup.dtype)
     print(f"matmul {flops / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s", flush=True)
+    config = next(iter(configs.values()))
+    T, n_tokens = config.block_size, config.n_tokens        # of all
     kinds = [FastGPT, GPT] if setup.own.alone else [FastGPT]
     makers = {}     # of a new model, by the candidate's name
     for name, config in configs.items():
@@ -180,9 +182,7 @@ def bench_toggles(setup, configs):
     steps, work = {}, {}
     for name, make in makers.items():
         model = make().to(setup.device)
-        T = model.config.block_size
-        idx = torch.randint(0, model.config.n_tokens, (setup.train.micro_batch, T),
-                            device=setup.device)
+        idx = torch.randint(0, n_tokens, (setup.train.micro_batch, T), device=setup.device)
         if compiled and isinstance(model, FastGPT):
             compile_blocks(model)
         steps[name] = partial(seconds, TrainingStep(model, idx, setup.dtype), setup.device)
@@ -202,7 +202,7 @@ def bench_toggles(setup, configs):
         passes = 1 if model.config.ponder == 'pause' else model.mechanism.K + 1
         read[name] = weights * passes * new / bandwidth
     for batch in map(int, setup.own.batches.split(',')):
-        prompt = torch.randint(0, model.config.n_tokens, (batch, PROMPT), device=setup.device)
+        prompt = torch.randint(0, n_tokens, (batch, PROMPT), device=setup.device)
         turns = {}
         for name, model in models.items():
             write = partial(model.generate, prompt, new, temperature=0)
