@@ -82,7 +82,10 @@ class Settings:
     def __post_init__(self):
         check_range(self, 1, math.inf, 'max_steps', 'batch_tokens', 'micro_batch', 'log_interval',
                     'eval_interval', 'eval_tokens', 'save_interval')
-        check_range(self, 1e-12, math.inf, 'learning_rate', 'grad_clip', 'max_seconds')
+        for name in ('learning_rate', 'grad_clip', 'max_seconds'):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive")
         check_range(self, 0, 1, 'min_lr_rate', 'warmup', 'beta1', 'beta2')
         if max(self.beta1, self.beta2) == 1:
             raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
@@ -342,7 +345,7 @@ class Trainer:
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
         with self.log.open(settings, resumed=s.init_from == 'resume'), self.stop.on_signals():
             self.loop()
-        if self.step == s.max_steps and s.sample_tokens and not self.stop.since:
+        if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
             self.log.sample(self.val_data, self.meta, self.autocast)
 
 

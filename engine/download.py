@@ -6,7 +6,6 @@ on from there.
                                          only path.part
     fineweb(kind, shards, ..)            shards of FineWeb, and their meta.json
     shakespeare(folder)                  a megabyte of text
-    token_lengths(tokenizer)             how much text is in a token
 
 Hugging Face is reached under the address in the environment variable HF_ENDPOINT, for those who
 need a mirror.
@@ -19,11 +18,10 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-import numpy as np
 import requests
 
 from engine.files import UserError, checksum
-from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer
+from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer, token_lengths
 
 TIMEOUT = 30        # seconds without a byte after which a connection counts as dead
 TRIES = 6           # failed tries in a row, none of which brought a new byte, before giving up
@@ -205,15 +203,6 @@ def fineweb(kind, shards, tokenizer, folder):
         splits[split]['bytes'] += int(counts @ lengths)
     return dict(tokenizer='gpt2', n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token,
                 source=source, **splits)
-
-
-def token_lengths(tokenizer):
-    """Bytes of text in each token, (n_vocab,); end-of-text has none."""
-    lengths = np.zeros(tokenizer.n_vocab, np.int64)
-    for token in range(tokenizer.n_vocab):
-        if token != tokenizer.eot_token:
-            lengths[token] = len(tokenizer.decode_single_token_bytes(token))
-    return lengths
 
 
 def shakespeare(folder):

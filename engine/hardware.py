@@ -137,8 +137,7 @@ def process_group(name):
     with explained():  # after a failure the group stays: taking it down would wait for the others
         ranks = join_group(device) if several else Ranks(0, 1)
         yield ranks, device
-        if several:
-            dist.barrier()  # nobody leaves while another still talks
+        ranks.wait()    # nobody leaves while another still talks
     if several:
         dist.destroy_process_group()
 

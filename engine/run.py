@@ -79,6 +79,7 @@ class Log:
         self.closing = contextlib.ExitStack()
         self.file = None            # log.jsonl, once it is open
         self.said = time.monotonic()
+        self.outcomes = []          # of a made task's problems, in the last evaluation
         # since the last line of steps:
         self.began = 0.0            # when that was, by the clock
         self.losses = []            # of each step
@@ -169,7 +170,7 @@ class Log:
         now = time.perf_counter()
         seconds = (now - self.began) / len(self.losses)
         finite = [loss for loss in self.losses if math.isfinite(loss)] or [math.nan]
-        loss = fmean(finite)     # what is trained on: with halting's term
+        loss = fmean(finite)    # what is trained on: with halting's term
         tokens, rate = step * s.batch_tokens, s.batch_tokens / seconds
         mfu, shares = self.mfu(rate), self.shares()
         left = round((s.max_steps - step) * seconds)
@@ -233,25 +234,23 @@ class Log:
         right = None
         if task_of(meta):
             with autocast():
-                outcomes = answer_problems(self.model, s.data_dir, PROBLEMS)
-            n_right = sum(outcome.right for outcome in outcomes)
-            text += f", {n_right} of {len(outcomes)} answers right"
-            right = n_right / len(outcomes)
+                self.outcomes = answer_problems(self.model, s.data_dir, PROBLEMS)
+            n_right = sum(outcome.right for outcome in self.outcomes)
+            text += f", {n_right} of {len(self.outcomes)} answers right"
+            right = n_right / len(self.outcomes)
         self.say(text, step=step, tokens=step * s.batch_tokens, val_loss=loss,
                  val_nats_per_byte=per_byte, val_passes=passes, val_right=right)
 
-
     def sample(self, data, meta, autocast):
         """
-        Print what the model makes of some problems of a made task, or of a piece of the validation
-        text. data: its Windows. autocast: makes the context that the model runs in.
+        After the last evaluation: print some of the problems of a made task that it asked, or how
+        the model goes on with a piece of the validation text. data: its Windows. autocast: makes
+        the context that the model runs in.
         """
-        if self.ranks.rank > 0:
-            return
-        with autocast():
-            if task_of(meta):
-                print_answers(answer_problems(self.model, self.settings.data_dir, PROBLEMS))
-            else:
+        if self.outcomes:
+            print_answers(self.outcomes)
+        elif self.ranks.rank == 0:
+            with autocast():
                 print_sample(self.model, data, meta['tokenizer'], self.settings)
 
 

@@ -3,6 +3,7 @@ Tokens on disk: tokenizers, token shards, and meta.json, which describes them.
 
     tokenizer = get_tokenizer('byte')         or 'gpt2', another name of tiktoken, or hf:FOLDER
     tokens = encode(tokenizer, b'text')       (n,), with the end-of-text token
+    token_lengths(tokenizer)                  (n_vocab,), how much text is in a token
     meta = read_meta('data/python')           the folder's description
     tokens = open_shard(path)                 (n,) uint16, a read-only map of the file
 
@@ -85,6 +86,15 @@ def encode(tokenizer, text):
         readable = text.decode('utf-8', errors='replace')
         tokens = tokenizer.encode_to_numpy(readable, disallowed_special=())
     return np.append(tokens.astype(dtype), dtype(tokenizer.eot_token))
+
+
+def token_lengths(tokenizer):
+    """Bytes of text in each token, (n_vocab,); end-of-text has none."""
+    lengths = np.zeros(tokenizer.n_vocab, np.int64)
+    for token in range(tokenizer.n_vocab):
+        if token != tokenizer.eot_token:
+            lengths[token] = len(tokenizer.decode_single_token_bytes(token))
+    return lengths
 
 
 def read_meta(folder, tokenizer=None):

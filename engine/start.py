@@ -201,8 +201,8 @@ def check_resume(state, step, meta, settings, ranks, device):
 def checkpoint_of(settings):
     """
     The checkpoint that the run goes on from, or evaluates, and the settings of the run that left
-    it, but for its folder, which may have moved, and its time; (None, {}) where there is none of
-    ours.
+    it, but for its folder, which may have moved, and its time limit; (None, {}) where there is none
+    of ours.
     """
     folder = settings.init_from
     if folder == 'resume':

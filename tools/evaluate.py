@@ -32,11 +32,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
-from engine.download import token_lengths
 from engine.files import UserError, on_disk, run, table
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import token_nats
-from engine.shards import count_tokens, encode, open_shard, read_meta
+from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.tasks import TASKS, task_of
 from sample import SampleSettings, data_dir_of, load_model, override
 
