@@ -208,7 +208,8 @@ def test_where_no_target_counts_the_loss_is_0(mode, idx):
 ])
 def test_the_penalty_grows_from_halt_start_to_halt_full(start, full, ramp):
     mechanism = make_mode('gate', halt_start=start, halt_full=full).mechanism
-    for mechanism.progress, share in ramp.items():
+    for progress, share in ramp.items():
+        mechanism.progress = progress
         assert mechanism.onset() == pytest.approx(share)
 
 
@@ -216,7 +217,8 @@ def test_the_penalty_grows_from_halt_start_to_halt_full(start, full, ramp):
 
 def test_gates_let_nobody_halt_before_halt_start(idx):
     model = make_mode('gate').train()
-    for model.mechanism.progress, halts in ((0.39, False), (0.41, True)):
+    for progress, halts in ((0.39, False), (0.41, True)):
+        model.mechanism.progress = progress
         model(idx)
         assert (model.mechanism.passes < 4).any() == halts
     model.mechanism.progress = 0.0
