@@ -54,7 +54,7 @@ from torch.utils.flop_counter import FlopCounterMode
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. None
-    is filled in once, when the config is made; dataclasses.replace keeps what was filled in.
+    is worked out from the others, once: dataclasses.replace(c, n_embd=..) keeps the old head_dim.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows in use, the others are padding (None: all)
@@ -81,7 +81,7 @@ class GPTConfig:
     # pondering
     ponder: str = 'none'                 # 'embedding', 'latent', 'chain', 'loop' or 'pause'
     ponder_steps: int = 3                # K: extra passes, or slots, per token (0: one plain pass)
-    ponder_topk: Optional[int] = None    # embedding: mix the k likeliest tokens (None: all)
+    ponder_topk: Optional[int] = None    # embedding: mix only the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # latent: R, see Latent; training draws R or R - 1
     loop_norm: bool = False              # loop: the final norm after every pass, as Ouro
 
@@ -91,7 +91,7 @@ class GPTConfig:
     halt_lambda: Optional[float] = None  # weight of the loss that halting adds (None: by class)
     halt_start: Optional[float] = None   # share of the run at which it begins (None: by class)
     halt_full: Optional[float] = None    # share at which it counts in full (None: by class)
-    halt_share: float = 0.1              # gate: the term averages at most this share, the lowest
+    halt_share: float = 0.1              # gate: its loss is of this share of all gates, the lowest
     halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
     exit_by: str = 'confidence'          # exit: what decides; or 'gate'
     exit_loss: str = 'last'              # exit: or 'uniform', 'ramp', 'learned', 'gain', see Exit
@@ -173,9 +173,9 @@ class Memory:
 
     def __init__(self, pad=None):
         self.pad = pad
-        self.tokens = 0             # so far
-        self.times = []             # of these tokens, (B,T) for each call of `begin`
-        self.length = 0             # N, the keys of a layer that has run
+        self.tokens = 0             # that were read, with those of this pass
+        self.times = []             # their times, (B,T) for each call of `begin`
+        self.length = 0             # N: keys that each layer holds after this pass
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
         # for Depth-Attention, part 3
@@ -261,7 +261,7 @@ class Attention(nn.Module):
     def attend(q, k, v, mask, dropout):
         """softmax(q k^T / sqrt(hd)) v over the keys that each slot reads."""
         if mask is not None and mask.is_floating_point():
-            mask = mask.to(q.dtype)     # only Mask's, part 5: it is added to the scores
+            mask = mask.to(q.dtype)     # of the mechanism Mask, part 5: added to the scores
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
 
@@ -360,8 +360,8 @@ class GPT(nn.Module):
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
         Positions may repeat.
         memory      what else there is to read. None: each slot reads itself and all before it
-        layers      the blocks to go through (None: all), for mechanisms that repeat only some; what
-                    is repeated takes a memory of its own each time
+        layers      the blocks to go through (None: all), for mechanisms that repeat only some, as
+                    in exercises/labs/middle.py; each time with a memory of its own
         norm        False: without the final norm
         """
         if memory is None:
@@ -499,11 +499,12 @@ class Mechanism(nn.Module):
     numbered from 0 to K.
     """
     rule = None                     # who reads whom, see Slots; None: passes read only themselves
-    # for the rest of the program
-    halts = False                   # tokens stop by themselves
-    skips = False                   # and engine/fast.py may leave them out of training then
+    halts = False                   # tokens stop by themselves: part 5
+
+    # not read in this file
+    skips = False                   # engine/fast.py: training may leave stopped tokens out
     trains_alone = False            # train.py: all other weights stay what they are
-    settings = ('ponder_steps',)    # what it reads of GPTConfig: engine/start.py warns of others
+    settings = ('ponder_steps',)    # engine/start.py: it warns of others that were set
 
     def __init__(self, config):
         super().__init__()
@@ -554,8 +555,8 @@ class Mechanism(nn.Module):
 
     def by_rows(self, function, gpt, h):
         """
-        function(gpt, h), for one that looks at each row of h (.., C) by itself. engine/loss.py
-        gives it some rows at a time: V logits for each of all rows may be too many.
+        function(gpt, h), (.., C) -> (.., D), for one that looks at each row by itself. Here it is
+        just the call; engine/loss.py takes some rows at a time, as V logits for all are too many.
         """
         return function(gpt, h)
 
@@ -708,11 +709,12 @@ class SlotMemory(Memory):
         if visible is not None:
             new = {**new, 't': t.where(visible, NEVER)}
 
-        # In the first pass over a text these rules are plain causal attention, which is faster.
+        # With nothing before and nothing hidden, flat is plain causal attention, which is faster;
+        # so is by_pass, where tokens have one slot each.
         first = self.length == 0
-        whole = self.pad is None and visible is None
-        known = self.rule is flat or (n == 1 and self.rule is by_pass)
-        self.causal = first and whole and known
+        all_read = self.pad is None and visible is None
+        in_a_row = self.rule is flat or (n == 1 and self.rule is by_pass)
+        self.causal = first and all_read and in_a_row
         for name, label in new.items():
             held = label[:, :0] if first else getattr(self.key_labels, name)
             setattr(self.key_labels, name, torch.cat((held, label), dim=1))
@@ -730,7 +732,7 @@ class SlotMemory(Memory):
         """Forget the slots of these tokens: they were guesses."""
         n = self.length = self.settled
         self.key_labels = self.key_labels[:, :n]
-        kept = self.keys if n > 0 else ()
+        kept = self.keys if n > 0 else ()       # of no slots: nothing for `update` to join
         self.keys = {layer: self.keys[layer][:, :, :n] for layer in kept}
         self.values = {layer: self.values[layer][:, :, :n] for layer in kept}
 
@@ -886,7 +888,7 @@ class Thinking:
         merged = {}
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            chosen = on.view(*on.shape, *[1] * (ours.dim() - 2))
+            chosen = on.view(*on.shape, *[1] * (ours.dim() - 2))        # (B,T), (B,T,1)
             merged[field.name] = torch.where(chosen, ours.to(theirs.dtype), theirs)
         return type(self)(**merged)
 
@@ -965,12 +967,13 @@ class Halting(Mechanism):
         return {**self.__dict__, 'trace': []}   # a copy of a model takes no graph along
 
 
-def in_fp32(module, h):
+def without_autocast(module, h):
     """
-    module(h) in the precision of its weights, without autocast: what comes out, at least fp32, is
-    compared with halt_tau, 1e-4.
+    module(h) in the precision of its weights; what comes out, at least fp32, is compared with
+    halt_tau, 1e-4.
     """
-    with torch.autocast('cpu' if h.is_meta else h.device.type, enabled=False):
+    device = 'cpu' if h.is_meta else h.device.type      # autocast knows no meta
+    with torch.autocast(device, enabled=False):
         weight_dtype = next(module.parameters()).dtype
         return at_least_fp32(module(h.to(weight_dtype)))
 
@@ -992,8 +995,8 @@ class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's passes, with a gate after each that scales the next step, or ends the token's
-    pondering:
+    PonderLM's passes i = 0 .. K, with a gate after each that scales the next step, or ends the
+    token's pondering:
 
         s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
         m^{i+1} = m^i and s^i >= tau             who takes another pass                    (4), (5)
@@ -1041,7 +1044,7 @@ class Gate(Halting, Embedding):
         m, s = state.go_on, state.chance
         if k == self.K:                                                 # nothing comes after it
             return Thinking(x=x, out=h, go_on=torch.zeros_like(m), chance=s)
-        s = in_fp32(self.gates[k], h).squeeze(-1).sigmoid()             # (2), (3)
+        s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()             # (2), (3)
         if not self.training or self.progress >= self.config.halt_start:
             m = m & (s >= self.config.halt_tau)                         # (4), (5)
         return Thinking(x=x, out=h, go_on=m, chance=s)
@@ -1083,8 +1086,8 @@ class Mask(Halting, Latent):
 
     A text is read by sweeps over all slots, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding does not compute them. The loss gains halt_lambda times the expected number of
-    thoughts, from halt_start on; this term is ours.
+    of 1. Decoding, slot after slot, does not compute them. The loss gains halt_lambda times the
+    expected number of thoughts, from halt_start on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
@@ -1102,7 +1105,7 @@ class Mask(Halting, Latent):
 
     def route(self, h):
         """Hidden states (B,T,C) of the tokens' own slots -> s and log w, each (B,T,K+1)."""
-        log_s = in_fp32(self.router, h).log_softmax(-1)
+        log_s = without_autocast(self.router, h).log_softmax(-1)
         log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)                # sums over j >= k, in logs
         return log_s.exp(), F.pad(log_w[..., 1:], (1, 0))               # log w_0 is exactly 0
 
@@ -1116,7 +1119,7 @@ class Mask(Halting, Latent):
         thoughts = []
         for _ in range(self.K + self.R + 1):
             n = len(thoughts) + 1
-            # hidden slots are computed all the same: the next sweep may want them again
+            # a sweep computes hidden slots all the same: the next one may want them again
             visible = None if self.training else needed[..., :n].flatten(1)
             h = self.sweep(gpt, [x, *thoughts], pos, memory, visible=visible,
                            log_w=log_w[..., :n].flatten(1))
@@ -1184,10 +1187,9 @@ class Router(Halting, Chain):
     With halt_start the last term waits until the model has learned something; the paper has it from
     the first optimizer step on.
 
-    Cost: the passes of Chain that are taken, in training too, where p_k takes a head per pass.
-    After the last pass nobody goes on, whatever g says: it is as if g were 0. No public code. Where
-    the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as in PonderLM-2, the
-    router starts around 1/2, and we average over t.
+    Cost: the passes of Chain that are taken, in training too, where p_k takes a head per pass. No
+    public code. Where the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as
+    in PonderLM-2, the router starts around 1/2, and we average over t.
     Drawn in docs/drawings/router.svg.
     """
     needs = 'chain'
@@ -1206,7 +1208,7 @@ class Router(Halting, Chain):
 
     def after(self, gpt, state, x, h, k):
         reach = state.chance
-        g = in_fp32(self.router, h).squeeze(-1).sigmoid()               # (3)
+        g = without_autocast(self.router, h).squeeze(-1).sigmoid()               # (3)
         next_reach = reach * g                                          # (4)
         go_on = state.go_on & (k < self.K) & (next_reach >= self.config.halt_tau)       # (6)
         weight = torch.where(go_on, reach * (1 - g), reach)             # (5), (7)
@@ -1233,43 +1235,44 @@ class ExitState(Thinking):
 class Exit(Halting, Loop):
     """
     Exits from the looped Transformer: by confidence (arXiv 2607.20519); or by Ouro's gate, Scaling
-    Latent Reasoning via Looped Language Models (arXiv 2510.25741). The papers count passes
-    t = 1 .. T, T = K + 1.
+    Latent Reasoning via Looped Language Models (arXiv 2510.25741). The papers count passes from 1.
 
-        h^t    = the final norm of what pass t makes; with loop_norm it goes on from there, as Ouro
-        L^t    = cross-entropy of head(h^t)                                                      (2)
-        lam_t  = sigmoid(w h^t + b)                 one gate for all passes
-        S_t    = prod_{j <= t} (1 - lam_j)          probability of another pass after t
-        p_t    = lam_t S_{t-1},  p_T = S_{T-1}      probability of leaving after t               (3)
+        h^k    = the final norm of what pass k makes; with loop_norm it goes on from there, as Ouro
+        L^k    = cross-entropy of head(h^k)                                                      (2)
+        lam_k  = sigmoid(w h^k + b)                 one gate for all passes
+        S_k    = prod_{j <= k} (1 - lam_j)          probability of another pass after k
+        p_k    = lam_k S_{k-1},  p_K = S_{K-1}      probability of leaving after k               (3)
 
-    A token takes its next pass while its chance is at least halt_tau. By the gate that is S_t (Ouro
-    leaves when p_1 + .. + p_t reaches q, here 1 - halt_tau). By confidence it is 1 - the largest
-    probability of head(h^t): no weights. Its newest keys and values are read after it left, as in
+    A token takes its next pass while its chance is at least halt_tau. By the gate that is S_k (Ouro
+    leaves when p_0 + .. + p_k reaches q, here 1 - halt_tau). By confidence it is 1 - the largest
+    probability of head(h^k): no weights. Its newest keys and values are read after it left, as in
     Gate. What training minimises is exit_loss:
 
-        last        L^T
-        uniform     sum_t L^t / T                   a fixed prior over passes; before halt_start it
-        ramp        sum_t t L^t / sum_t t           is L^T, from halt_full on all this
-        learned     sum_t p_t L^t - halt_lambda H(p)        Ouro's stage I                       (4)
-        gain        of the gate alone, the model is frozen: cross-entropy of 1 - lam_t with
-                    sigmoid(50 (I - 0.005)), where I = max(0, L^t - L^{t+1}) is what the next
+        last        L^K
+        uniform     sum_k L^k / (K + 1)
+        ramp        sum_k (k + 1) L^k / sum_k (k + 1)
+        learned     sum_k p_k L^k - halt_lambda H(p)        Ouro's stage I                       (4)
+        gain        of the gate alone, the model is frozen: cross-entropy of 1 - lam_k with
+                    sigmoid(50 (I - 0.005)), where I = max(0, L^k - L^{k+1}) is what the next
                     pass gains: Ouro's stage II                                             (5), (6)
 
+    uniform and ramp set in late: before halt_start the loss is L^K, from halt_full on all of this.
+
     Two things are ours. With the first three losses tokens leave in training too, from halt_full
-    on: later ones learn to read their early keys; L^t is then that of the last pass the token took.
-    And tokens whose targets do not count, such as questions, are taught to stay, with weight
-    halt_lambda: nothing else says what they should be sure of, and all that follows reads them.
+    on: later ones learn to read their early keys; L^k is then that of the last pass the token took.
+    And tokens whose targets do not count, such as questions, are taught to stay, as all that
+    follows reads them and nothing else says what they should be sure of: with weight halt_lambda
+    they are drawn to an even prediction or an open gate; in `gain` their target is to go on.
 
     Cost: K + 1 passes, in generation those that are taken; a head per pass where it is asked for
     confidence, or for its loss. Unlike in the authors' code, a token that left costs nothing more:
     theirs takes all passes and then picks one. Sources of Depth-Attention are those of one pass.
-    In (6) they compare lam_t with the gain of pass t itself; but what lam_t rules is the next one.
+    In (6) they compare lam_k with the gain of pass k itself; but what lam_k rules is the next one.
     Drawn in docs/drawings/exit.svg.
     """
     rule = staticmethod(newest)
     needs = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
-    settings = ('ponder_steps', 'loop_norm')
 
     def __init__(self, config):
         super().__init__(config)
@@ -1289,9 +1292,9 @@ class Exit(Halting, Loop):
         lam, chance = state.lam, state.chance
         if self.gate is not None:
             seen = out.detach() if self.config.exit_loss == 'gain' else out
-            lam = in_fp32(self.gate, seen).squeeze(-1).sigmoid()
+            lam = without_autocast(self.gate, seen).squeeze(-1).sigmoid()
         if self.config.exit_by == 'gate':
-            chance = chance * (1 - lam)                                 # S_t
+            chance = chance * (1 - lam)                                 # S_k
         elif k < self.K and self.may_leave():
             chance = 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
         go_on = state.go_on & (k < self.K)
@@ -1300,23 +1303,19 @@ class Exit(Halting, Loop):
         return ExitState(x=h, out=out, go_on=go_on, chance=chance, lam=lam)
 
     def may_leave(self):
-        late = self.gate is None and self.progress >= self.config.halt_full
-        return late or not self.training
+        """In training from halt_full on, but not while a gate learns."""
+        late = self.progress >= self.config.halt_full
+        return not self.training or (late and self.gate is None)
 
     def loss(self, gpt, h, targets):
-        outs = []                                                       # T times (B,T,C)
+        outs = []                                                       # h^k, (B,T,C) each
         for on, new in self.trace:
             outs.append(torch.where(on[..., None], new.out, outs[-1]) if outs else new.out)
         how = self.config.exit_loss
-        if how == 'learned':
-            p = self.leaving()                                          # T times (B,T)
-            losses = sum(gpt.loss(out, targets, p_t) for out, p_t in zip(outs, p))
-            tiny = torch.finfo(p[-1].dtype).tiny    # at p = 0 the gradient of p log p would be NaN
-            entropy = -sum(p_t * p_t.clamp(min=tiny).log() for p_t in p)    # (B,T)
-            losses = losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)   # (4)
-            return losses + self.penalty(gpt, targets)
         if how == 'gain':
             return self.gain_loss(gpt, outs, targets)
+        if how == 'learned':
+            return self.learned_loss(gpt, outs, targets) + self.penalty(gpt, targets)
         prior = [0.0] * len(outs)
         if how != 'last':
             weights = [k + 1 if how == 'ramp' else 1 for k in range(len(outs))]
@@ -1324,6 +1323,31 @@ class Exit(Halting, Loop):
         prior[-1] += 1 - sum(prior)
         losses = sum(w * gpt.loss(out, targets) for out, w in zip(outs, prior) if w > 0)
         return losses + self.penalty(gpt, targets)
+
+    def learned_loss(self, gpt, outs, targets):
+        """(4)"""
+        p, survival = [], 1.0                                           # p_k, (B,T) each
+        for _, new in self.trace[:-1]:
+            p.append(new.lam * survival)
+            survival = survival * (1 - new.lam)
+        p.append(survival * torch.ones_like(new.lam))                   # (3)
+        losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
+        tiny = torch.finfo(new.lam.dtype).tiny      # at p = 0 the gradient of p log p would be NaN
+        entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
+        return losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)
+
+    def gain_loss(self, gpt, outs, targets):
+        """(5), (6)"""
+        with torch.no_grad():
+            nats = [gpt.nats(out, targets) for out in outs]             # L^k, (B,T) each
+        total = 0.0
+        for k, (_, new) in enumerate(self.trace[:-1]):
+            gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
+            goes_on = torch.sigmoid(50 * (gain - 0.005)).masked_fill(targets < 0, 1.0)
+            lam = new.lam.clamp(1e-6, 1 - 1e-6)
+            surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
+            total = total + surprise.mean()                             # (6)
+        return total / len(outs)                                        # 1 / (K + 1), as theirs
 
     def penalty(self, gpt, targets):
         """halt_lambda times what it costs the tokens whose targets do not count to stay."""
@@ -1334,31 +1358,11 @@ class Exit(Halting, Loop):
         total = 0.0
         for on, new in self.trace[:-1]:
             if self.config.exit_by == 'confidence':
-                surprise = self.by_rows(surprise_of_chance, gpt, new.out).squeeze(-1)
+                surprise = self.by_rows(nats_of_chance, gpt, new.out).squeeze(-1)
             else:
                 surprise = -(1 - new.lam).clamp(min=1e-6).log()
             total = total + mean_where(given & on, surprise)
         return weight * total / self.K
-
-    def leaving(self):
-        """p_t, (B,T) each, for t = 1 .. T."""
-        p, survival = [], 1.0
-        for _, new in self.trace[:-1]:
-            p.append(new.lam * survival)
-            survival = survival * (1 - new.lam)
-        return [*p, survival * torch.ones_like(new.lam)]                # (3)
-
-    def gain_loss(self, gpt, outs, targets):
-        with torch.no_grad():
-            nats = [gpt.nats(out, targets) for out in outs]             # L^t, (B,T) each
-        total = 0.0
-        for t, (_, new) in enumerate(self.trace[:-1]):
-            gain = (nats[t] - nats[t + 1]).clamp(min=0)                 # (5)
-            goes_on = torch.sigmoid(50 * (gain - 0.005)).masked_fill(targets < 0, 1.0)
-            lam = new.lam.clamp(1e-6, 1 - 1e-6)
-            surprise = goes_on * (1 - lam).log() + (1 - goes_on) * lam.log()
-            total = total - surprise.mean()                             # (6)
-        return total / len(outs)                                        # 1 / T, as theirs
 
 
 def confidence(gpt, h):
@@ -1366,8 +1370,8 @@ def confidence(gpt, h):
     return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1, keepdim=True)
 
 
-def surprise_of_chance(gpt, h):
-    """Cross-entropy of head(h) with the distribution that knows nothing: (.., C) -> (.., 1)."""
+def nats_of_chance(gpt, h):
+    """Cross-entropy of head(h), were all tokens as likely to come next: (.., C) -> (.., 1)."""
     logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
     return logits.logsumexp(-1, keepdim=True) - logits.mean(-1, keepdim=True)
 
@@ -1457,12 +1461,11 @@ def flops_per_token(gpt, T, training=True):
     which Exit trains to leave and to stay.
     """
     c, mechanism = gpt.config, gpt.mechanism
-    slot = linear_weights(gpt.h)                            # multiply-adds, as all that follow
-    for layer in range(c.n_layer):
-        sources = len(range(0, layer, c.depth_stride)) if c.depth_attn else 0
-        if sources > 0:
-            slot += 2 * (sources + 1) * c.n_kv_head * c.head_dim
-    key = 2 * c.n_layer * c.n_head * c.head_dim             # q k^T, and its weight times v
+    per_slot = linear_weights(gpt.h)                        # multiply-adds, as all that follow
+    for block in gpt.h:
+        if block.attn.below:
+            per_slot += 2 * (len(block.attn.below) + 1) * c.n_kv_head * c.head_dim
+    per_key = 2 * c.n_layer * c.n_head * c.head_dim         # q k^T, and its weight times v
     draws = mechanism.draws() if training else mechanism.draws()[:1]
     total = 0
     for drawn in draws:
@@ -1471,9 +1474,10 @@ def flops_per_token(gpt, T, training=True):
             total += counted_flops(gpt, T, training, drawn)
             continue
         slots, keys, other, no_grad = row
-        forward = slots * slot + keys * T * key + gpt.lm_head.weight.numel() + other
+        forward = slots * per_slot + keys * T * per_key + gpt.lm_head.weight.numel() + other
         if training:
-            forward = 3 * forward + no_grad     # backward takes twice what forward takes
+            # backward takes twice what forward takes
+            forward = no_grad + (1 if mechanism.trains_alone else 3) * forward
         total += 2 * forward
     return total / len(draws)
 
@@ -1491,7 +1495,7 @@ def cost(gpt, drawn, training):
     own = linear_weights(gpt.mechanism)                     # of gates and routers
     sweeps = [*range(1, K + 1), *[K + 1] * (R + 1 if K > 0 else 1)]     # slots of a token in each
     read = sum(n * n for n in sweeps)
-    asks_head = c.exit_loss in ('uniform', 'ramp', 'learned') if training else c.exit_by != 'gate'
+    asks_head = c.exit_loss != 'last' if training else c.exit_by != 'gate'
     return {
         Plain: (1, 1, 0, 0),
         Embedding: (K + 1, K + 1, K * mixing, 0),
@@ -1514,11 +1518,10 @@ def linear_weights(module):
 def counted_flops(gpt, T, training, drawn):
     """flops_per_token as PyTorch counts it, on a model without numbers."""
     with torch.device('meta'):
-        twin = GPT(replace(gpt.config, block_size=T)).train(training)
+        twin = GPT(replace(gpt.config, block_size=T))       # in training mode, where nobody halts
         idx = torch.zeros(1, T, dtype=torch.long)
     twin.mechanism.drawn = drawn
-    if twin.mechanism.halts:
-        twin.mechanism.progress = 0.0   # nobody does yet
+    twin.mechanism.progress = 0.0
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         if training:
             twin(idx, idx)[1].backward()

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import EXIT, EXIT_GATE, LOOP, close, make
-from test_promises import targets
+from test_promises import targets, test_flops_agree_with_torch as flops_agree_with_torch
 
-from model import in_fp32
+from model import without_autocast
 
 MODES = {
     'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
@@ -180,7 +180,7 @@ def test_decisions_are_made_in_fp32_under_autocast(mode):
     for module in deciders(model):
         h = torch.randn(3, 13, module.in_features)
         with torch.autocast('cpu', torch.bfloat16):
-            got = in_fp32(module, h)
+            got = without_autocast(module, h)
         assert torch.equal(got, module(h))
 
 
@@ -387,6 +387,10 @@ def test_gain_is_the_papers_second_stage(idx, kind):
     close(loss, want / 3)
     loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.mechanism.parameters())
+
+
+def test_what_a_gate_alone_costs_has_no_backward_pass():
+    flops_agree_with_torch(GAIN, training=True)
 
 
 def test_tokens_leave_in_training_as_in_generation(idx):
