@@ -1326,15 +1326,19 @@ class Exit(Halting, Loop):
 
     def learned_loss(self, gpt, outs, targets):
         """(4)"""
-        p, survival = [], 1.0                                           # p_k, (B,T) each
+        p = self.leaving()
+        losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
+        tiny = torch.finfo(p[-1].dtype).tiny        # at p = 0 the gradient of p log p would be NaN
+        entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
+        return losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)
+
+    def leaving(self):
+        """p_k, (B,T) each."""
+        p, survival = [], 1.0
         for _, new in self.trace[:-1]:
             p.append(new.lam * survival)
             survival = survival * (1 - new.lam)
-        p.append(survival * torch.ones_like(new.lam))                   # (3)
-        losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
-        tiny = torch.finfo(new.lam.dtype).tiny      # at p = 0 the gradient of p log p would be NaN
-        entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        return losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)
+        return [*p, survival * torch.ones_like(new.lam)]                # (3)
 
     def gain_loss(self, gpt, outs, targets):
         """(5), (6)"""

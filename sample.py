@@ -105,8 +105,9 @@ def open_one(argv, description, block, example):
 def data_dir_of(settings):
     """The data a model was trained on, of `settings` from load_model; UserError without any."""
     if 'data_dir' not in settings:
-        raise UserError("an hf: folder has no validation set: name a text or a data folder "
-                        "(tools/plot.py: --start=FILE:path, tools/choices.py: --data_dir=FOLDER)")
+        raise UserError("an hf: folder has no validation set: name a text (tools/explain.py, "
+                        "tools/plot.py: --start=FILE:path) or data (tools/choices.py: "
+                        "--data_dir=FOLDER)")
     return settings['data_dir']
 
 

@@ -161,9 +161,6 @@ class Trainer:
         self.meta = read_meta(s.data_dir)
         self.model, self.step = start_model(FastGPT, s, given, self.meta, state, ranks, device)
         self.config = self.model.config
-        if self.model.mechanism.trains_alone:   # a gate on a frozen model
-            self.model.requires_grad_(False)
-            self.model.mechanism.requires_grad_(True)
         T = self.config.block_size
         self.accumulation = None if s.eval_only else s.accumulation(T, ranks.world)
         self.train_data = Windows(s.data_dir, 'train', self.meta, T)
@@ -294,6 +291,8 @@ class Trainer:
         total = torch.zeros(3, device=self.device)      # of losses, their targets, passes
         for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks
             if self.stop.asked():
+                self.log.say(f"evaluation of step {self.step} stopped; --init_from=resume "
+                             "--eval_only=True makes it")
                 return
             some = mine[i:i + at_once]
             if len(some) == 0:

@@ -35,12 +35,18 @@ class FastGPT(GPT):
         super().__init__(config)
         fit(self)                       # released models have other blocks
         self.static_caches = False      # for compiled decoding: engine/compile.py
-        self.dense = False              # True: training skips nobody, so that no shape varies
+        self.dense = False              # True: over a text nobody is skipped: no shape varies
         for block in self.h:
             block.attn.attend = attend
         self.mechanism.by_rows = in_parts
         if type(self.mechanism).forward is Halting.forward:
             self.mechanism.forward = partial(think, self.mechanism)
+        if self.mechanism.trains_alone:
+            self.requires_grad_(False)
+            self.mechanism.requires_grad_(True)
+
+    stream = generate.stream        # token by token
+    generate = generate.generate    # all at once
 
     def forward(self, idx, targets=None, jacobi=None):
         """jacobi: R of 'latent' and 'mask' outside of training (None: config.jacobi_iters)."""
@@ -63,14 +69,6 @@ class FastGPT(GPT):
         if torch.is_grad_enabled() and h.requires_grad:
             return super().nats(h, targets)
         return nats_in_parts(self.head, h, targets, self.config.vocab_size)
-
-    def stream(self, prompts, max_new_tokens, **options):
-        """Generate: yields (token (B,), passes (B,)), step by step; see engine/generate.py."""
-        return generate.stream(self, prompts, max_new_tokens, **options)
-
-    def generate(self, prompts, max_new_tokens, **options):
-        """All of `stream`: (B,T) gives (B, T + new), a list of prompts a list of tensors."""
-        return generate.generate(self, prompts, max_new_tokens, **options)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,7 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
            stop_token=None, exact=False):
     """
     Generate step by step; yields (token (B,), passes (B,)): each row's new token, and the passes
-    (of `pause`, slots) it took. ValueError at once for prompts that do not fit, and for options
-    that mean nothing.
+    (of `pause`, slots) it took. ValueError at once for prompts that do not fit.
 
     prompts      (B,T), or a list of B sequences of any lengths, none empty or above block_size
     temperature  0 takes the likeliest token
@@ -43,11 +42,11 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     done = torch.zeros(len(prompt), dtype=torch.bool, device=device)
     sampler = Sampler(temperature, top_k, top_p, stop_token, generator, done)
-    return go_on(gpt, prompt, padding, max_new_tokens, sampler, exact)
+    return in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact)
 
 
 @torch.inference_mode()
-def go_on(gpt, prompt, padding, max_new_tokens, sampler, exact):
+def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
     """What `stream` yields. prompt (B,n), with `padding` (B,) on the left of rows, or None."""
     window, n = gpt.config.block_size, prompt.size(1)
     tokens = torch.cat((prompt, prompt.new_zeros(len(prompt), max_new_tokens)), dim=1)
@@ -157,6 +156,7 @@ def sample(logits, temperature, top_k, top_p, generator):
         p, order = logits.softmax(-1).sort(descending=True)
         likelier = p.cumsum(-1) - p
         enough = likelier >= top_p  # the likelier ones reach top_p without it
+        enough[:, 0] = False        # the likeliest of all stays
         drop = torch.zeros_like(enough).scatter(1, order, enough)
         logits = logits.masked_fill(drop, -math.inf)
     p = logits.softmax(-1)
@@ -246,7 +246,7 @@ class Rows:
         self.ready = [new for new, old in enumerate(kept) if old in self.ready]
         self.k = [self.k[row] for row in kept]
         if self.state is not None:
-            self.state = each(partial(take, stay, 2), self.state)
+            self.state = each(lambda x: x[stay], self.state)
         self.cache.keep_rows(stay)
 
     def begin_next_tokens(self):

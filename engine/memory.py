@@ -41,7 +41,7 @@ def cache_memory(gpt, tokens, pad, static):
     return Memories(partial(Cache, sources, tokens, pad, static))
 
 
-NO_LOOPS = ()   # of a memory: no loops before, and none that follow ask for what it made
+NO_LOOPS = ()   # of a memory whose `loops` nobody has set: model.py's Loop sets lists, even empty
 
 
 def sources_of(config):
@@ -229,6 +229,8 @@ class TextSlots:
 
     def open(self, k=0, n=1, visible=None, **labels):
         T = self.t.size(1)
+        if self.rule in (flat, faded) and T > 1:
+            assert self.last is None, 'flat, faded: all slots of a text go at once, or rewind()'
         if self.rule is flat and T > 1:
             self.last = CausalPass(self.sources)
         elif self.rule is faded and T > 1:
@@ -238,7 +240,7 @@ class TextSlots:
             self.last = CausalPass(self.sources, bias)
         elif self.rule is by_pass and visible is None and n == 1:
             self.last = ChainPass(self.sources, self.last, k)
-        elif self.rule is newest and n == 1:
+        elif self.rule is newest and visible is not None and n == 1:
             self.last = FrozenPass(self.sources, self.last, visible)
         else:
             t = self.t.repeat_interleave(n, dim=1)
@@ -289,8 +291,6 @@ class Cache(Memory):
         self.compiled = False       # whether the pass is one new token's, in compiled code
 
     def begin(self, B, T, device):
-        if self.length > 0 and self.times[-1].size(1) > 1 and not self.ordered:
-            self.forget_hidden()
         length = self.length
         pos = super().begin(B, T, device)
         self.times = self.times[-1:]
@@ -307,6 +307,7 @@ class Cache(Memory):
     def open(self, k=0, n=1, visible=None, **labels):
         B, T = self.times[-1].shape
         if self.ordered:
+            assert T == 1 or self.length == self.settled, 'flat: all slots of a text go at once'
             self.reserve(T * n, T == 1, self.times[-1].device)
             return self
         t = self.times[-1].repeat_interleave(n, dim=1)                  # (B, T n)
@@ -413,16 +414,6 @@ class Cache(Memory):
         if vars(self.key_labels):
             self.key_labels.t[:, self.length:] = NEVER
 
-    def forget_hidden(self):
-        """Forget the slots that nobody reads: those behind them move up."""
-        gone = self.key_labels.t == NEVER                               # (B, places)
-        order = gone.byte().argsort(dim=1, stable=True)                 # the others first
-        self.length = int((~gone).sum(1).max())
-        for name, label in vars(self.key_labels).items():
-            setattr(self.key_labels, name, label.gather(1, order))
-        for held in self.all_tensors():
-            held.copy_(held.gather(2, order[:, None, :, None].expand_as(held)))
-
     def keep_rows(self, rows):
         """Forget all rows of the batch but these (r,)."""
         self.keys = {layer: k[rows] for layer, k in self.keys.items()}
@@ -432,13 +423,3 @@ class Cache(Memory):
     def all_tensors(self):
         """Keys and values of all layers that have some."""
         return [*self.keys.values(), *self.values.values()]
-
-    def held(self):
-        """Slots in the cache, of all rows together."""
-        if self.ordered:
-            return self.length * len(self.times[-1])
-        return int((self.key_labels.t < NEVER).sum())
-
-    def bytes(self):
-        """Bytes allocated so far."""
-        return sum(t.numel() * t.element_size() for t in self.all_tensors())

@@ -100,7 +100,7 @@ def activations(config, settings, dtype, accumulates):
             loss.recompute_blocks(model)
         if accumulates:
             for p in model.parameters():
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
         before = live.now
         x = torch.zeros(settings.micro_batch, config.block_size, dtype=torch.long)
         # 'cpu' stands for any device
@@ -116,12 +116,14 @@ def all_rows(targets):
 
 def memory(config, settings, dtype):
     """Bytes of training at the worst moment: {part: bytes}, with the optimizer's in one piece."""
-    weights = 4 * without_numbers(config).num_params()  # fp32; autocast's copies: activations
+    model = without_numbers(config)
+    weights = 4 * model.num_params()    # fp32; autocast's copies: activations
+    trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     accumulates = settings.accumulation(config.block_size, 1) > 1  # over micro-batches or GPUs
     return {
         'weights': weights,
-        'optimizer': 2 * weights,
-        'gradients': weights if accumulates else 0,
+        'optimizer': 2 * trained,
+        'gradients': trained if accumulates else 0,
         'activations': activations(config, settings, dtype, accumulates),
     }
 

@@ -3,7 +3,7 @@ What a run says and leaves behind, and what ends it early.
 
     stop = Stop(ranks, device, max_seconds)     asked(): is the run to save and end?
     log = Log(settings, model, ranks, device)   lines for people, and a JSON object for each
-    log.open(settings)                          the run's folder: settings.json, log.jsonl
+    log.open(written, resumed)                  the run's folder: settings.json, log.jsonl
 """
 
 import contextlib
@@ -76,40 +76,41 @@ class Log:
         self.model = model
         self.ranks = ranks
         self.device = device
-        self.closing = contextlib.ExitStack()
         self.file = None            # log.jsonl, once it is open
         self.said = time.monotonic()
         self.outcomes = []          # of a made task's problems, in the last evaluation
+        self.flops = 0.0            # per token, of a step
         # since the last line of steps:
         self.began = 0.0            # when that was, by the clock
         self.losses = []            # of each step
         self.passes = []            # of each micro-batch: shares of the tokens in each pass
 
     @contextlib.contextmanager
-    def open(self, settings, resumed):
+    def open(self, written, resumed):
         """
-        Around the run: makes its folder and locks out other runs; settings.json and log.jsonl are
-        in it. UserError if the folder cannot be written, or holds a checkpoint and is not resumed.
+        Around the run: makes its folder and locks out other runs; settings.json, with what is
+        `written`, and log.jsonl are in it. UserError if the folder cannot be written, or holds a
+        checkpoint and is not resumed.
         """
         if self.ranks.rank > 0:
             yield
             return
-        folder = self.settings.out_dir
+        folder, closing = self.settings.out_dir, contextlib.ExitStack()
         try:
-            self.closing.enter_context(alone(folder))
+            closing.enter_context(alone(folder))
             names = [os.path.join(folder, name) for name in CHECKPOINTS]
             if not resumed and any(map(os.path.exists, names)):
                 raise UserError(f"{folder} holds a checkpoint: go on with --init_from=resume, or "
                                 "choose another --out_dir")
             with whole(os.path.join(folder, 'settings.json')) as f:
-                json.dump(settings, f, indent=1)
+                json.dump(written, f, indent=1)
             path = os.path.join(folder, 'log.jsonl')
-            self.file = self.closing.enter_context(open(path, 'a+', encoding='utf-8'))
+            self.file = closing.enter_context(open(path, 'a+', encoding='utf-8'))
             end_torn_line(self.file)
         except OSError as error:
             raise UserError(f"out_dir={folder}: cannot be written ({error.strerror}); choose "
                             "another --out_dir") from None
-        with self.closing:
+        with closing:
             yield
 
     def say(self, text, **record):
@@ -136,11 +137,11 @@ class Log:
         """Say what is trained, and start the clock. meta: the data's description."""
         s = self.settings
         parameters = self.model.num_params() / 1e6
-        flops = self.model.flops_per_token() / 1e6
+        self.flops = self.model.flops_per_token()
         world = self.ranks.world
         precision = str(dtype).removeprefix('torch.')
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
-        self.say(f"{parameters:.2f}M parameters, {flops:.1f} MFLOPs per token, "
+        self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read {s.data_dir} "
@@ -162,11 +163,12 @@ class Log:
             self.passes.append(torch.stack(shares))                     # (most,)
 
     def step(self, step, loss, norm, lr):
-        """Count a step that is done. Every log_interval steps, and after the first, say so."""
+        """Count a step that is done. Of the first, the last, every log_interval-th, say so."""
         self.losses.append(loss)
-        if step != 1 and step % self.settings.log_interval > 0 and not self.silent():
-            return
         s = self.settings
+        due = step in (1, s.max_steps) or step % s.log_interval == 0
+        if not due and not self.silent():
+            return
         now = time.perf_counter()
         seconds = (now - self.began) / len(self.losses)
         finite = [loss for loss in self.losses if math.isfinite(loss)] or [math.nan]
@@ -198,7 +200,7 @@ class Log:
         gpu = torch.cuda.get_device_name(self.device)
         for name, peak in PEAK_FLOPS.items():
             if name in gpu:
-                return rate * self.model.flops_per_token() / (peak * self.ranks.world)
+                return rate * self.flops / (peak * self.ranks.world)
         return None
 
     def shares(self):
@@ -293,9 +295,9 @@ def print_sample(model, data, tokenizer, settings):
           f'\n{given}<|model|>{new}\n' + '-' * 133)
 
 
-def print_answers(outcomes, count=8):
+def print_answers(outcomes):
     """Print some problems of a made task, and what the model answered."""
     print('-' * 40, 'problems, and what the model answers', '-' * 40)
-    for outcome in outcomes[::max(1, len(outcomes) // count)]:
+    for outcome in outcomes[::max(1, len(outcomes) // 8)]:
         mark = 'right' if outcome.right else f'wrong: {outcome.answer}'
         print(f"{outcome.question}{outcome.text}   {mark}")

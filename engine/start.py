@@ -30,8 +30,8 @@ FIXED = ('vocab_size', 'n_tokens', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', '
 
 def start_model(kind, settings, given, meta, state, ranks, device):
     """
-    (the model that the run starts from, the step it is at). kind: FastGPT. given: the user's
-    settings. meta: the data's description. state: the checkpoint to go on from, or None.
+    (the model that the run starts from, the step it is at). kind: FastGPT, or GPT. given: the
+    user's settings. meta: the data's description. state: the checkpoint to go on from, or None.
     UserError if model, settings, data and machine do not fit together.
     """
     asked = asked_of_model(given)
@@ -47,7 +47,8 @@ def start_model(kind, settings, given, meta, state, ranks, device):
     if state is not None:
         weights = state['model']
         if is_new(settings):    # a mechanism's own weights may be new
-            weights = {**own_weights(model), **weights}
+            own = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
+            weights = {**own, **weights}
         load_weights(model, weights)
         steps = asked.get('ponder_steps')
         if settings.eval_only and steps not in (None, model.config.ponder_steps):
@@ -83,7 +84,7 @@ def start_config(settings, asked, n_tokens, old):
         if old is None:
             vocabulary = vocabulary_of(n_tokens) if n_tokens else {}
             return GPTConfig(**{**vocabulary, **asked})
-        if is_new(settings):    # None is the default again
+        if is_new(settings):    # --name=None asks for the default
             changed = {name: asked[name] for name in asked if name not in FIXED}
         else:
             changed = {name: asked[name] for name in FREE if asked.get(name) is not None}
@@ -106,12 +107,6 @@ def old_config(init_from, state):
     if init_from.startswith('hf:'):
         return describe(init_from.removeprefix('hf:'))
     return (state or load_checkpoint(init_from))['config']
-
-
-def own_weights(model):
-    """{name: weight} of the model's mechanism."""
-    weights = model.state_dict()
-    return {name: weights[name] for name in weights if name.startswith('mechanism.')}
 
 
 # ---- what must fit together ----------------------------------------------------------------------

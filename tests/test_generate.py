@@ -189,7 +189,8 @@ def test_sampling_filters():
     assert shares(logits, top_k=100).count_nonzero() == 4
     assert shares(logits, top_p=0.6).tolist() == [1, 0, 0, 0, 0]
     assert shares(logits, top_p=0.8).count_nonzero() == 2
-    assert shares(logits, top_p=1e-9).tolist() == [1, 0, 0, 0, 0]
+    for top_p in (1e-9, 0.0):
+        assert shares(logits, top_p=top_p).tolist() == [1, 0, 0, 0, 0]
     flatter = (logits / 2).softmax(0)
     assert torch.allclose(shares(logits, temperature=2.0), flatter, atol=0.03)
     assert shares(logits, temperature=0).tolist() == [1, 0, 0, 0, 0]

@@ -13,7 +13,7 @@ from engine.generate import left_pad
 from engine.compile import compile_blocks
 from engine.fast import FastGPT
 from engine.loss import recompute_blocks
-from model import HALTING, PONDER, GPT, GPTConfig, Memories
+from model import HALTING, NEVER, PONDER, GPT, GPTConfig, Memories
 
 
 def differ(a, b, by=1e-4):
@@ -82,10 +82,12 @@ def test_causality(toggle, idx, kind):
 
 
 def slots_in(memory):
-    """Slots in a Cache, or in those of all passes, of all three rows together."""
+    """Slots to read in a Cache, or in those of all passes, of all three rows together."""
     if isinstance(memory, Memories):
-        return sum(cache.held() for cache in memory.values())
-    return memory.held()
+        return sum(map(slots_in, memory.values()))
+    if memory.ordered:
+        return memory.length * 3
+    return (memory.key_labels.t < NEVER).sum()
 
 
 def test_cached_equals_full_for_every_split(toggle, idx, kind):

@@ -7,14 +7,15 @@ one run after another.
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
 
 A name is one of RUNS, or PLAIN_as_NAME: a plain run of as many training FLOPs, by more steps. Files
-and settings of train.py hold for all: of a mechanism's own file its learning rate and number of
-steps do not count. Stopped, the same command goes on. On a made task (config/task/) the table
-counts right answers. Writes OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run
-in OUT/runs.jsonl.
+and settings of train.py hold for all: of a mechanism's own file only the model's settings count,
+and what RUNS adds to it overrules yours. Stopped, the same command goes on. On a made task
+(config/task/) the table counts right answers. Writes OUT/NAME-sSEED (train.py's folder, and
+output.txt) and a line per run in OUT/runs.jsonl.
 """
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import statistics
@@ -28,13 +29,14 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
-from configurator import build, read
+from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.fast import without_numbers
 from engine.files import UserError, run, table
 from engine.hardware import pick_device
 from engine.shards import read_meta
+from engine.start import vocabulary_of
 from engine.tasks import task_of
 from model import GPTConfig
 from sample import load_model
@@ -52,6 +54,7 @@ class CompareSettings:
     def __post_init__(self):
         if not all(seed.isdecimal() for seed in self.seeds.split(',')):
             raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
+        check_range(self, 1, math.inf, 'answers')
 
 
 # name: its config file, and what differs from it. plain_scaled starts as loop, chain and latent do,
@@ -129,8 +132,7 @@ def make_plan(name, common, asked):
 
     given, _ = read(args, '', Settings, GPTConfig)
     n_tokens = read_meta(recipe['data_dir'])['n_tokens']
-    of_data = {'n_tokens': n_tokens, 'vocab_size': -(-n_tokens // 64) * 64}  # as train.py does
-    config = build(GPTConfig, {**of_data, **given})
+    config = build(GPTConfig, {**vocabulary_of(n_tokens), **given})
     settings = {**asdict(build(Settings, given)), **asdict(config)}
     flops = without_numbers(config).flops_per_token()
     if like:
@@ -180,9 +182,13 @@ def train(label, args, folder, settings):
     with open(os.path.join(folder, 'output.txt'), 'a', encoding='utf-8') as output, \
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              encoding='utf-8', errors='replace') as child:
-        for line in child.stdout:
-            output.write(line)
-            progress(f"{label}: {line.strip()[:80]}")
+        try:
+            for line in child.stdout:
+                output.write(line)
+                progress(f"{label}: {line.strip()[:80]}")
+        except KeyboardInterrupt:   # the run had it too, and saves
+            child.wait()
+            raise
     if child.returncode or final_loss(folder, settings) is None:
         raise UserError(f"{label} ended before its time: {line.strip()[:300]} (the rest is in "
                         f"{folder}/output.txt); the same command goes on")

@@ -96,7 +96,7 @@ def nats(model, tokens, batch_size, progress=Progress()):
         part = torch.from_numpy(tokens[first:first + T * batch_size + 1].astype(np.int64))
         padded = F.pad(part, (0, -(len(part) - 1) % T), value=-1)   # -1 counts for nothing
         rows = padded.unfold(0, T + 1, T)   # each begins with the last token of the one before
-        total += token_nats(model, rows, batch_size).double().sum().item()
+        total += token_nats(model, rows, batch_size).cpu().double().sum().item()
         progress(f"{first + len(part):,} of {len(tokens):,} tokens")
     return total
 

@@ -186,7 +186,8 @@ def show(seen, mechanism, idx, tokenizer, top):
         plural = '' if n == 1 else 'es' if seen.kind == 'pass' else 's'
         decided = ''
         if seen.compared:
-            chances = ' '.join(f'{chance[t]:.4f}' for chance in seen.compared)
+            asked = seen.compared[:n] if seen.kind == 'pass' else seen.compared
+            chances = ' '.join(f'{chance[t]:.4f}' for chance in asked)
             decided = f"   {mechanism.decides} {chances}"
         print(f"{t:4d} {word(token, tokenizer)}   {n} {seen.kind}{plural}{decided}")
         for k in range(n):
@@ -230,7 +231,7 @@ def shares(values):
 
 # ---- what is read --------------------------------------------------------------------------------
 
-def read_text(start, settings, tokenizer, block_size):
+def what_to_read(start, settings, tokenizer, block_size):
     """
     (tokens to read, of each whether the one behind it is to be predicted): in a text all, of a made
     task the characters of answers.
@@ -313,7 +314,7 @@ def second_model(s, tokenizer, idx):
 def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, ExplainSettings,
                                              "python tools/explain.py out/ponder")
-    tokens, counts = read_text(s.start, settings, tokenizer, model.config.block_size)
+    tokens, counts = what_to_read(s.start, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(tokens, device=model.wte.weight.device)      # (T,)
     if s.html is not None:
         _, [folder] = read(argv, '', ExplainSettings)
