@@ -5,6 +5,7 @@ Sample from a checkpoint, streaming to the terminal.
     python sample.py out/depth_attn --start="def " --num_samples=3     go on from a text
     python sample.py out/depth_attn --start=FILE:prompt.txt --seed=7   from a file, repeatably
     python sample.py out/halting_exit --show_steps=True                colour tokens by their passes
+    python sample.py out/loop --start="1999+8001="                     of a made task: solve it
 """
 
 import codecs
@@ -17,6 +18,7 @@ from typing import Optional
 import torch
 
 from configurator import build, check_range, read
+from engine.answers import behind_solved, task_of_run
 from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halting
 from engine.compile import compile_decoding
 from engine.files import UserError, on_disk, run
@@ -167,20 +169,24 @@ def print_sample(model, tokenizer, prompt, s, seed):
 
 
 def main(argv):
-    s, model, tokenizer, _ = open_one(argv, __doc__, SampleSettings,
-                                      "python sample.py out/depth_attn")
+    s, model, tokenizer, settings = open_one(argv, __doc__, SampleSettings,
+                                             "python sample.py out/depth_attn")
     override(model, s)
     if s.compile:
         compile_decoding(model)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
+    given = '' if s.start is None else tokenizer.decode(prompt)
+    if given and task_of_run(settings):
+        print("a made task: asked behind two solved problems, as in training", file=sys.stderr)
+        eot, room = tokenizer.eot_token, model.config.block_size - 32       # 32 for the answer
+        prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, room)
 
     tokens, passes = 0, 0
     started = time.perf_counter()
     for i in range(s.num_samples):
         if i > 0:
             print('\n' + '-' * 80)
-        if s.start is not None:
-            print(tokenizer.decode(prompt), end='', flush=True)
+        print(given, end='', flush=True)
         count, total = print_sample(model, tokenizer, prompt, s, s.seed + i)
         tokens += count
         passes += total

@@ -93,6 +93,21 @@ def answer_problems(model, folder, count, batch_size=100):
     return outcomes
 
 
+def task_of_run(settings):
+    """The name of the made task that a checkpoint was trained on, if its data is there; or None."""
+    try:
+        made = task_of(read_meta(settings.get('data_dir', '')))
+    except UserError:
+        return None
+    return made and made[0]
+
+
+def behind_solved(tokens, folder, eot, most_tokens):
+    """These tokens behind solved problems of a data folder's validation set, as in `ask`."""
+    _, problems = validation_problems(folder)
+    return behind(list(islice(problems, EXAMPLES)), tokens, eot, most_tokens)
+
+
 def behind(before, tokens, eot, most_tokens):
     """These tokens behind as many of the problems `before` as fit into most_tokens."""
     for earlier, answer in reversed(before):

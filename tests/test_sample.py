@@ -2,12 +2,15 @@
 import re
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 import torch
 from conftest import ROOT, TOGGLES, make, save
 
+import prepare_data
 import sample
+from engine.answers import validation_problems
 from engine.fast import FastGPT
 from engine.files import UserError
 from engine.shards import get_tokenizer
@@ -91,6 +94,25 @@ def test_prompts():
     byte = get_tokenizer('byte')
     assert encode_prompt(None, byte, 4) == [256]
     assert encode_prompt('é', byte, 4) == [195, 169]
+
+
+def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(prepare_data.DataSettings(problems=100), ['addition'])
+    model = make(**{**SMALL, 'block_size': 128}).float()
+    folder = save(tmp_path / 'sums', model, data_dir='data/addition')
+    _, problems = validation_problems('data/addition')
+    solved = ''.join(f'\0{question}{answer}' for question, answer in islice(problems, 2))
+    prompt = [ord(c) or 256 for c in solved + '\0' + '1999+8001=']
+    asked = []
+    stream = FastGPT.stream
+    monkeypatch.setattr(FastGPT, 'stream', lambda self, prompts, *args, **options:
+                        asked.append(prompts) or stream(self, prompts, *args, **options))
+    sample.main([folder, '--start=1999+8001=', '--max_new_tokens=5', '--device=cpu'])
+    assert asked == [[prompt]]
+    said = capsys.readouterr()
+    assert '\n1999+8001=' in said.out
+    assert 'behind two solved problems' in said.err
 
 
 # ---- settings ------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from itertools import islice
 from os.path import abspath, dirname
 from typing import Optional
 from unittest import mock
@@ -30,11 +29,10 @@ import torch
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
 from configurator import check_range, read
-from engine.answers import EXAMPLES, behind, validation_problems
+from engine.answers import behind_solved, task_of_run
 from engine.files import UserError, run
 from engine.page import model_data, write_page
-from engine.shards import read_meta
-from engine.tasks import TASKS, in_answers, task_of
+from engine.tasks import TASKS, in_answers
 from sample import data_dir_of, encode_prompt, load_model, open_one, read_file
 from tools.evaluate import token_arrays
 
@@ -253,15 +251,6 @@ def what_to_read(start, settings, tokenizer, block_size):
     return tokens, counts.tolist()
 
 
-def task_of_run(settings):
-    """The name of the made task that a checkpoint was trained on, if its data is there; or None."""
-    try:
-        made = task_of(read_meta(settings.get('data_dir', '')))
-    except UserError:
-        return None
-    return made and made[0]
-
-
 def problem_tokens(start, name, data_dir, eot, block_size):
     """(the tokens of the problems in --start, behind some solved ones, where the first begins)."""
     text = read_file(start) if start.startswith('FILE:') else start
@@ -277,8 +266,7 @@ def problem_tokens(start, name, data_dir, eot, block_size):
     if len(asked) > block_size:
         raise UserError(f"--start has {len(asked)} tokens, the model's context (block_size) is "
                         f"{block_size}: give fewer problems")
-    _, problems = validation_problems(data_dir)
-    tokens = behind(list(islice(problems, EXAMPLES)), asked, eot, block_size)
+    tokens = behind_solved(asked, data_dir, eot, block_size)
     return tokens, len(tokens) - len(asked)
 
 
