@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Optional
 from unittest import mock
 
+import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
@@ -58,7 +59,7 @@ class ChoiceSettings:
     taus: str = '0.0001,0.1,0.5'        # values of halt_tau, with commas between
     lots: int = 3                       # times that the passes are dealt out at random
     data_dir: Optional[str] = None      # whose validation set is read (None: that of its training)
-    tokens: int = 8192                  # of the validation set that are read
+    tokens: int = 8192                  # of the validation set that are read, all over it
     problems: int = 500                 # of a made task that are read
     json: Optional[str] = None          # file to add a line to, with all numbers
     seed: int = 1337                    # of the dealing
@@ -166,7 +167,8 @@ def open_text(model, tokenizer, data_dir, s):
         return Text(inputs.to(device), targets.to(device), True)
     windows = Windows(data_dir, 'val', meta, model.config.block_size)
     n = min(windows.n, -(-s.tokens // model.config.block_size))
-    return Text(*windows.get(range(n), device), False)
+    spread = np.arange(n) * windows.n // n      # evenly, as in evaluations of train.py
+    return Text(*windows.get(spread, device), False)
 
 
 def each_tau(model, text, s):
