@@ -70,7 +70,8 @@ def read_option(arg, kinds):
     tree = ast.Constant(text)
     if str not in kinds.get(name, ()) or text == 'None':
         try:
-            tree = ast.parse(text.strip(), mode='eval').body
+            parsed = ast.parse(text.strip(), mode='eval').body
+            tree = tree if isinstance(parsed, ast.Name) else parsed     # a word, such as true
         except (SyntaxError, ValueError):
             pass  # it stays text, and is refused as such
     return name, tree, arg

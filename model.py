@@ -501,9 +501,10 @@ class Mechanism(nn.Module):
     rule = None                     # who reads whom, see Slots; None: passes read only themselves
     halts = False                   # tokens stop by themselves: part 5
 
+    trains_alone = False            # engine/fast.py: all other weights stay what they are
+
     # not read in this file
     skips = False                   # engine/fast.py: training may leave stopped tokens out
-    trains_alone = False            # train.py: all other weights stay what they are
     settings = ('ponder_steps',)    # engine/start.py: it warns of others that were set
 
     def __init__(self, config):
@@ -985,8 +986,9 @@ def newest(query, key):
     """
     N = key.t.size(-1)
     token = key.t.clamp(max=N)                                  # (B,1,N): its t, or N for NEVER
-    last_pass = token.new_zeros(len(token), 1, N + 1)           # largest k of token 0, 1, .. N
-    last_pass = last_pass.scatter_reduce(-1, token, key.k, 'amax')
+    # largest k of token 0, 1, .. N; in floats, as MPS has no amax of integers
+    last_pass = torch.zeros(len(token), 1, N + 1, device=token.device)
+    last_pass = last_pass.scatter_reduce(-1, token, key.k.float(), 'amax')
     last = last_pass.gather(-1, token)                          # (B,1,N), of the token of each key
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
@@ -1525,7 +1527,8 @@ def counted_flops(gpt, T, training, drawn):
         twin = GPT(replace(gpt.config, block_size=T))       # in training mode, where nobody halts
         idx = torch.zeros(1, T, dtype=torch.long)
     twin.mechanism.drawn = drawn
-    twin.mechanism.progress = 0.0
+    if twin.mechanism.halts:
+        twin.mechanism.progress = 0.0
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         if training:
             twin(idx, idx)[1].backward()

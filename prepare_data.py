@@ -39,7 +39,7 @@ import numpy as np
 
 from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
-from engine.files import UserError, alone, checksum, on_disk, run
+from engine.files import UserError, alone, checksum, on_disk, run, whole
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
 from engine.shards import encode, get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems
@@ -47,7 +47,7 @@ from engine.tasks import TASKS, check_task, problems
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts are cut
 FEW_FILES = 100              # below this all texts are cut, or validation might get nothing
-PIECES = 128                 # of a text that is cut, or more: none is longer than DOCUMENT_BYTES
+PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
 
 # what train.py makes by itself: the folder, and the paths to prepare it from
 BUILTIN = {'data/python': (), **{f'data/{name}': (name,) for name in TASKS}}
@@ -57,7 +57,7 @@ BUILTIN = {'data/python': (), **{f'data/{name}': (name,) for name in TASKS}}
 class DataSettings:
     """what to read and how to tokenise it"""
     name: Optional[str] = None      # folder under data/ (None: python[-packages], or as PATH)
-    tokenizer: Optional[str] = None # up to 65,536 tokens: gpt2, .., or hf:FOLDER (None: byte)
+    tokenizer: Optional[str] = None # of texts, up to 65,536 tokens: gpt2, hf:FOLDER (None: byte)
     packages: bool = False          # built-in corpus: add every installed package's source
     shards: int = 1                 # FineWeb: training shards to download, each 100M tokens, 200 MB
     val_fraction: float = 0.1       # share of the documents held out for validation
@@ -217,8 +217,8 @@ def python_sources(packages):
 
 def your_texts(files, folder):
     """
-    The documents of your files, but for those with a NUL byte. folder: what is made of them, for
-    the line that says how far it is.
+    The documents of your files, but for those with a NUL byte near their beginning. folder: what is
+    made of them, for the line that says how far it is.
     """
     few = len(files) < FEW_FILES and not any(path.endswith('.jsonl') for path in files)
     longest = 0 if few else DOCUMENT_BYTES
@@ -376,16 +376,13 @@ def publish(work, folder, meta):
     Move all shards of `work` to `folder` and write meta.json. Between the first and the last there
     is no meta.json.
     """
-    shards = sorted(os.listdir(work))
-    unfinished = os.path.join(work, 'meta.json')
     published = os.path.join(folder, 'meta.json')
-    with open(unfinished, 'w', encoding='utf-8') as f:
-        json.dump(meta, f, indent=1)
     with contextlib.suppress(FileNotFoundError):
         os.remove(published)
-    for name in shards:
+    for name in sorted(os.listdir(work)):
         os.replace(os.path.join(work, name), os.path.join(folder, name))
-    os.replace(unfinished, published)
+    with whole(published) as f:
+        json.dump(meta, f, indent=1)
 
 
 if __name__ == '__main__':

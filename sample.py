@@ -73,7 +73,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None):
     """
     A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
     train.py's settings). halting: a rule it was not trained with. UserError if there is no
-    checkpoint, or no room for it.
+    checkpoint.
     """
     device = torch.device(device)
     state = load_checkpoint(folder)

@@ -87,8 +87,6 @@ class Settings:
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive")
         check_range(self, 0, 1, 'min_lr_rate', 'warmup', 'beta1', 'beta2')
-        if max(self.beta1, self.beta2) == 1:
-            raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         check_range(self, 0, 2 ** 31 - 1, 'seed')
         check_range(self, 0, math.inf, 'sample_tokens', 'weight_decay')
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
@@ -172,7 +170,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         if state and not s.eval_only:
             load_optimizer(self.optimizer, self.scaler, state)
-        self.net = self.model       # what a step calls; with several ranks it adds up gradients
+        self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
             self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.log = Log(s, self.model, ranks, device)
@@ -192,7 +190,7 @@ class Trainer:
         total = torch.zeros(1, device=self.device)
         for micro in range(self.accumulation):
             x, y = self.batch(micro)                                    # each (micro_batch, T)
-            more = micro < self.accumulation - 1    # ranks add up the gradients of the last alone
+            more = micro < self.accumulation - 1    # in the last, ranks average what is added up
             with self.net.no_sync() if more and self.ranks.world > 1 else contextlib.nullcontext():
                 with self.autocast():
                     _, loss = self.net(x, y)
@@ -291,8 +289,8 @@ class Trainer:
         total = torch.zeros(3, device=self.device)      # of losses, their targets, passes
         for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks
             if self.stop.asked():
-                self.log.say(f"evaluation of step {self.step} stopped; --init_from=resume "
-                             "--eval_only=True makes it")
+                self.log.say("evaluation stopped; --init_from=resume --eval_only=True makes one of "
+                             "the last checkpoint")
                 return
             some = mine[i:i + at_once]
             if len(some) == 0:
@@ -339,9 +337,10 @@ class Trainer:
             return
         if self.step >= s.max_steps:
             raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise "
-                            "max_steps (which stretches schedules)")
+                            "max_steps (which stretches schedules), or add --eval_only=True")
         # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
+        settings.pop('variant', None)   # of released models: it comes with their weights
         with self.log.open(settings, resumed=s.init_from == 'resume'), self.stop.on_signals():
             self.loop()
         if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
@@ -381,6 +380,7 @@ def main(argv):
             print("no size named, and not on a CUDA GPU: config/size/tiny.py, with its steps and "
                   "learning rate (the paper's size: add config/size/360m.py)", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
+        del state   # or its file, once it is replaced, stays on the disk
         trainer.run()
         trainer.net = None  # release the process group while its threads can still be joined
 

@@ -36,7 +36,7 @@ class Outcome:
     text: str           # what the model wrote
     difficulty: int
     right: bool         # the whole answer, and the end of the text behind it
-    passes: list        # of each of its characters
+    passes: list        # of each character of the answer, as far as it was written
     reach: list         # of each, Task.reach
 
 
@@ -132,7 +132,8 @@ def answer_batch(model, task, asked, eot):
         right = row[:n + 1] == [*answer.encode(), eot]
         written = row[:row.index(eot)] if eot in row else row
         outcomes.append(Outcome(question, answer, bytes(written).decode('utf-8', 'replace'),
-                                task.difficulty(question), right, taken[:n], task.reach(question)))
+                                task.difficulty(question), right, taken[:min(n, len(written) + 1)],
+                                task.reach(question)))
     return outcomes
 
 

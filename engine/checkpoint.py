@@ -28,7 +28,6 @@ from model import require
 
 VERSION = 3
 CHECKPOINTS = ('ckpt.pt', 'ckpt_prev.pt')  # newest first
-PARTS = ('step', 'config', 'settings', 'tokenizer', 'model', 'optimizer')
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -91,9 +90,9 @@ def bytes_as_tensor(data):
 
 def load_checkpoint(folder):
     """
-    The newest readable checkpoint of a folder: a dict of the PARTS, scaler and train_data. A
-    damaged one is reported and the one before it used. UserError if there is none. hf:FOLDER is a
-    Hugging Face folder, see engine/released.py.
+    The newest readable checkpoint of a folder: a dict of step, config, settings, tokenizer, model,
+    optimizer, scaler and train_data. A damaged one is reported and the one before it used.
+    UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
     """
     if folder.startswith('hf:'):
         return load_released(folder.removeprefix('hf:'))
@@ -129,8 +128,6 @@ def read_checkpoint(path):
     except pickle.UnpicklingError:  # PyTorch's own text advises to trust the file
         raise ValueError("it holds more than tensors, numbers and texts") from None
     require(state['version'] == VERSION, f"version {state['version']}, this program has {VERSION}")
-    for name in PARTS:
-        require(name in state, f"{name} is missing")
     config_of(state['config'])
     return state
 

@@ -5,6 +5,7 @@ failures mean.
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from engine.files import UserError
 # dense bf16, per second
 PEAK_FLOPS = {
     'H200': 989e12,
+    'H100 PCIe': 756e12,
     'H100': 989e12,
     'A100': 312e12,
     'L40S': 362e12,
@@ -75,10 +77,12 @@ def pick_dtype(name, device):
 
 
 def pick_compile(choice, device):
-    """Whether to compile: as asked for, else on CUDA devices alone."""
+    """Whether to compile: as asked for, else on CUDA devices where PyTorch's compiler runs."""
     if choice is not None:
         return choice
-    return device.type == 'cuda'
+    if device.type != 'cuda' or importlib.util.find_spec('triton') is None:     # as on Windows
+        return False
+    return torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 # ---- what suits them -----------------------------------------------------------------------------
@@ -132,8 +136,10 @@ def process_group(name):
     (the Ranks of this process, the device of this name that it computes on), with a process group
     around it when torchrun started it.
     """
-    device = pick_device(name, int(os.environ.get('LOCAL_RANK', 0)))
     several = 'RANK' in os.environ  # torchrun's; a WORLD_SIZE without it may be a scheduler's
+    if several and name is None and best_device() == 'mps':
+        name = 'cpu'                # between MPS devices nothing can be exchanged
+    device = pick_device(name, int(os.environ.get('LOCAL_RANK', 0)))
     with explained():  # after a failure the group stays: taking it down would wait for the others
         ranks = join_group(device) if several else Ranks(0, 1)
         yield ranks, device
@@ -170,13 +176,14 @@ def explain(error):
     explains.
     """
     text = ' '.join(str(error).split())
-    no_memory = "can't allocate memory" in text or 'not enough memory' in text
-    if no_memory or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    no_memory = "can't allocate memory", 'not enough memory', 'out of memory'    # MPS: the last
+    if isinstance(error, MemoryError) or any(words in text for words in no_memory):
         return ("out of memory: lower micro_batch (the result stays the same, but for "
                 "halting='gate', made tasks and dropout), set checkpoint_activations=True, with "
                 "several GPUs shard_optimizer=True, or lower block_size (dry_run=True estimates "
                 "what that gives); in evaluate.py lower batch_size")
-    if 'No working C++ compiler' in text or 'Failed to find C compiler' in text:
+    no_compiler = 'No working C++ compiler', 'Failed to find C compiler', 'cl is not found'
+    if any(words in text for words in no_compiler):
         return ("compile=True needs a C++ compiler, and none was found: install one (such as g++), "
                 "or set --compile=False")
     if isinstance(error, dist.DistError) or 'gloo' in text:

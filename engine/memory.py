@@ -57,7 +57,7 @@ def sources_of(config):
 class TextPass:
     """
     Reads what `join` makes of `past`, from the pass before, and of its own keys and values. `join`
-    has no side effects, so that compiled code has it too: engine/hardware.py.
+    has no side effects, so that compiled code has it too: engine/compile.py.
     """
 
     def __init__(self, sources, before=None):

@@ -7,7 +7,8 @@ all living storages are added up.
 
 What is counted is what PyTorch allocates in eager mode on a GPU, or with device=cpu on a CPU: with
 torch.compile, the default on CUDA, blocks keep less. Not counted: the CUDA context (about half a
-GB), scratch memory of kernels, fragmentation. Leave a tenth of the card free.
+GB), scratch memory of kernels, fragmentation, and the heads of earlier passes in `exit`'s loss from
+halt_start on. Leave a tenth of the card free.
 """
 
 import os
@@ -143,7 +144,8 @@ def print_plan(settings, given, builtin, state):
         n_tokens, vocabulary = planned_vocabulary(settings.data_dir, builtin)
     config = start_config(settings, asked, n_tokens, old)
     # GPUs are planned without one
-    device = None if settings.device in (None, 'cuda') else pick_device(settings.device)
+    on_gpu = (settings.device or 'cuda').startswith('cuda')
+    device = None if on_gpu else pick_device(settings.device)
     dtype = torch.bfloat16  # what GPUs of today compute in
     if settings.dtype is not None or device is not None:
         dtype = pick_dtype(settings.dtype, device)

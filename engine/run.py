@@ -188,9 +188,9 @@ class Log:
             describe(shares) if shares else '',
             f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
         ]
-        self.say(' | '.join(word for word in words if word), step=step, tokens=tokens, loss=loss,
-                 lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_second=rate, mfu=mfu,
-                 passes=shares)
+        self.say(' | '.join(word for word in words if word), step=step, tokens=tokens,
+                 flops=tokens * self.flops, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3,
+                 tokens_per_second=rate, mfu=mfu, passes=shares)
         self.began, self.losses = now, []
 
     def mfu(self, rate):

@@ -23,6 +23,7 @@ import numpy as np
 import tiktoken
 
 from engine.files import UserError
+from engine.tasks import TASKS
 
 MAGIC = 20240520
 VERSION = 1
@@ -30,16 +31,8 @@ HEADER_INTS = 256
 HEADER_BYTES = HEADER_INTS * 4
 
 # what prepare_data.py makes by itself or downloads: data/NAME, and the arguments that make it
-KNOWN = {
-    'python': '',
-    'python-packages': '--packages=True',
-    'shakespeare': 'shakespeare',
-    'fineweb': 'fineweb',
-    'fineweb-edu': 'fineweb-edu',
-    'addition': 'addition',
-    'traffic': 'traffic',
-    'minimax': 'minimax',
-}
+KNOWN = {'python': '', 'python-packages': '--packages=True',
+         **{name: name for name in ('shakespeare', 'fineweb', 'fineweb-edu', *TASKS)}}
 
 
 def get_tokenizer(name):
@@ -129,7 +122,7 @@ def open_shard(path, tokens=None):
     has = (os.path.getsize(path) - HEADER_BYTES) / 2
     expected = header[2] if tokens is None else tokens
     if not has == header[2] == expected:
-        raise UserError(f"{path}: damaged, or another file ({has:g} tokens, not {expected}); "
+        raise UserError(f"{path}: damaged, or another file ({has:.10g} tokens, not {expected}); "
                         "prepare the data again")
     return np.memmap(path, np.uint16, 'r', HEADER_BYTES)
 

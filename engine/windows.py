@@ -59,20 +59,17 @@ class Windows:
 
     def get(self, windows, device):
         """Inputs and targets, each (len(windows), T) int64, of the windows with these numbers."""
-        tokens = self.read(windows)
+        tokens = np.stack([self.read_window(window) for window in windows]).astype(np.int64)
         x, y = tokens[:, :-1], tokens[:, 1:]
         if self.task is not None:
             name, _ = self.task
             y = np.where(in_answers(x, name, self.eot), y, -1)
         both = torch.from_numpy(np.stack((x, y)))
-        if device.type == 'cuda':
+        cuda = device.type == 'cuda'
+        if cuda:
             both = both.pin_memory()    # from there it is copied while the GPU computes
-        x, y = both.to(device, non_blocking=True)
+        x, y = both.to(device, non_blocking=cuda)
         return x, y
-
-    def read(self, windows):
-        """Tokens (len(windows), T + 1) int64 of the windows with these numbers."""
-        return np.stack([self.read_window(window) for window in windows]).astype(np.int64)
 
     def read_window(self, window):
         """Tokens (T + 1,) uint16 of one window; UserError if its shard is not what it was."""

@@ -29,7 +29,7 @@ then one more iteration makes z_n exact. How many iterations make every result e
 weights?
 
 You are compared with `Latent` of model.py. x (B, T, C) are embeddings, gpt.trunk(x, pos) runs all
-blocks and the final norm.
+blocks and the final norm; pos (slots,) holds the rotary position of each slot.
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch

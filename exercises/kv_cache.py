@@ -55,8 +55,8 @@ class Cache:
 def generate(gpt, prompt, n):
     """
     prompt (B, T) -> (B, T + n): append the likeliest token n times. Each token may go through
-    gpt.trunk only once. gpt.embed(tokens) gives x, gpt.trunk(x, pos, cache) hidden states h,
-    gpt.head(h) logits; gpt.config.n_layer counts layers.
+    gpt.trunk only once. gpt.embed(tokens) gives x, gpt.trunk(x, pos, cache) hidden states h at
+    positions pos (S,), gpt.head(h) logits; gpt.config.n_layer counts layers.
     """
     raise NotImplementedError(
         "generate() is still empty: write it in place of this line")
@@ -168,6 +168,7 @@ def filled(cache, n):
     """The cache with n positions in both of its layers."""
     if n > 0:
         ones = torch.ones(1, 1, n, 2)
+        cache.mask(n, torch.device('cpu'))      # as the trunk does
         cache.update(0, ones, ones)
         cache.update(1, ones, ones)
     return cache

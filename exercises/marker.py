@@ -154,8 +154,9 @@ def agree(got, want):
 
 def main(argv):
     """See check.py. Exit status 0 if all that was handed in is right, else 1."""
-    given, folders = read(argv, check.__doc__, MarkSettings)
+    given, folders = read(argv, check.__doc__, MarkSettings, files=False)
     s = build(MarkSettings, given)
+    folders = [os.path.normpath(folder) for folder in folders]
     places = exercises_in(folders or [HERE])
     if s.json:
         open(s.json, 'a').close()  # an error now, and not when all is marked
@@ -175,7 +176,8 @@ def exercises_in(folders):
     """(folder, exercise) of each that is there, in their order. UserError if there is none."""
     places = [(folder, name) for folder in folders for name in handed_in(folder)]
     if not places:
-        raise UserError(f"{', '.join(folders)}: there is no exercise in it, such as {NAMES[0]}.py")
+        raise UserError(f"{', '.join(folders)}: no folder with an exercise in it, such as "
+                        f"{NAMES[0]}.py")
     return places
 
 

@@ -26,6 +26,7 @@ with s steps need?
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
+import torch.nn.functional as F
 
 
 def ponder(gpt, idx, steps):
@@ -40,8 +41,6 @@ def ponder(gpt, idx, steps):
 # the check: read it when you are done, it gives things away
 
 from check import call, causal, difference, draw, forbid, gradients, tiny
-
-import torch.nn.functional as F
 
 import model
 

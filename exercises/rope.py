@@ -4,10 +4,10 @@ Exercise 2 of 8: rotary positions (RoPE). About 40 minutes.
     python exercises/rope.py            checks what you wrote and says what is not right yet
     python exercises/rope.py --hint     a hint; --hint=2 and --hint=3 say more
 
-Attention alone does not know the order of its tokens: shuffle keys and values, and the sums stay
-the same. RoPE (arXiv 2104.09864) tells it, by turning queries and keys. The hd channels of a head
-are paired, i with i + hd/2, and each pair is a point in a plane. At position p the plane of pair i
-is turned by the angle
+Attention alone knows no order among the tokens that a query may read: shuffle their keys and
+values, and the sum stays the same. RoPE (arXiv 2104.09864) tells it, by turning queries and keys.
+The hd channels of a head are paired, i with i + hd/2, and each pair is a point in a plane. At
+position p the plane of pair i is turned by the angle
 
     angle(p, i) = p * theta^(-2i / hd)                          i = 0 .. hd/2 - 1
 

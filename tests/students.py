@@ -33,7 +33,6 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v',
          'e = scores.masked_fill(~seen, -math.inf).exp()\n    return e / e.sum(-1, True) @ v',
          "subtract each row's maximum first"),
-        (', device=q.device', '', 'say device=q.device'),
         (SHARED, 'k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)', 'mixes up the groups'),
         (SHARED,
          '[x[:, (torch.arange(g * x.size(1)) // x.size(1)).clamp(max=x.size(1) - 1)] if g > 1 else '

@@ -7,11 +7,12 @@ from tools import bench
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=16, mlp_hidden=16, vocab_size=64)
 SMALL = [*(f'--{name}={value}' for name, value in SHAPE.items()), '--block_size=32',
-         '--micro_batch=2', '--repeats=1', '--new_tokens=3', '--batches=1', '--depths=2']
+         '--micro_batch=2', '--repeats=1', '--new_tokens=3', '--batches=1']
 
 
 def test_a_table_of_each_kind(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
+    monkeypatch.setattr(bench, 'DEPTHS', (2,))
     bench.main([*SMALL, '--ponder=loop', '--toggles=plain,pause,router', '--alone=True'])
     lines = capsys.readouterr().out.splitlines()
     named = [line.split('|')[1].strip() for line in lines if line.startswith('| ')]
@@ -19,7 +20,7 @@ def test_a_table_of_each_kind(monkeypatch, capsys):
     assert [name for name in named if not name.startswith('---')] == [
         'step, 2 x 32 tokens', *models,
         'decoding 3 tokens, batch 1', *models,
-        'router: decoding 3 tokens, batch 1', 'all', '2',
+        'router: decoding 3 tokens, batch 1, fp32', 'all', '2',
         'router: step, 2 x 32 tokens', 'all', '2']
 
 

@@ -62,7 +62,7 @@ def test_options(arg, name, value):
     ('--count=1.5', ['whole number', '1.5']),
     ('--count=True', ['whole number']),
     ('--rate=1e999', ['number', 'inf']),
-    ('--flag=true', ['flag']),
+    ('--flag=true', ['should be True or False', "'true'"]),
     ('--name=None', ['text']),
     ('--count=1/0', ['zero']),
     ('--count=9**9**9', ['+ - * /']),

@@ -12,7 +12,6 @@ from conftest import ROOT, program
 FOLDER = os.path.join(ROOT, 'exercises')
 sys.path.insert(0, FOLDER)
 import check
-import for_pytest
 import marker
 from engine.files import UserError
 
@@ -112,8 +111,23 @@ def test_what_hangs_is_ended(tmp_path):
 
 
 def test_a_folder_without_exercises_is_refused(tmp_path):
-    with pytest.raises(UserError, match='there is no exercise in it, such as attention.py'):
+    with pytest.raises(UserError, match='no folder with an exercise in it, such as attention.py'):
         marker.main([str(tmp_path)])
+
+
+def test_folders_may_end_with_a_slash(tmp_path, monkeypatch, capsys):
+    for name in ('anna', 'ben'):
+        os.makedirs(tmp_path / name)
+        (tmp_path / name / 'rope.py').write_text('')
+
+    def mark_names(places, seed, seconds):
+        return [marker.Mark(folder, name, [marker.Part('angles()', True, '')])
+                for folder, name in places]
+
+    monkeypatch.setattr(marker, 'mark_names', mark_names)
+    with pytest.raises(SystemExit):
+        marker.main([f'{tmp_path}/anna/', f'{tmp_path}/ben'])
+    assert capsys.readouterr().out.count('1/1') == 2
 
 
 def test_one_folder_gets_sentences(capsys):
@@ -123,14 +137,3 @@ def test_one_folder_gets_sentences(capsys):
     assert first == 'rope             right'
     assert second == 'flops            not yet: no'
     assert last.startswith('1 of 2 right; not in the folder: attention, kv_cache')
-
-
-def test_the_pytest_for_a_class_asks_the_marker(monkeypatch):
-    def mark_names(places, seed, seconds):
-        right = places == [(for_pytest.FOLDER, 'rope')]
-        return [marker.Mark('x', 'rope', [marker.Part('angles()', right, 'no')])]
-
-    monkeypatch.setattr(marker, 'mark_names', mark_names)
-    for_pytest.test_exercise('rope')
-    with pytest.raises(AssertionError, match='no'):
-        for_pytest.test_exercise('flops')

@@ -231,6 +231,9 @@ def test_passes_are_counted_by_how_far_a_digit_waits(in_tmp):
     assert by_reach[4]['passes'] == 1
     assert 1 < by_reach[3]['passes'] <= 2
 
+    # what is not written any more takes no pass, and is not counted: '0' takes 1, the end 2
+    assert answers.summary(StandIn(lambda question: '0'), folder, 1000)['passes'] == 1.5
+
 
 def table_of(out):
     """The rows of what was printed, as lists of cells."""

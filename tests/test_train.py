@@ -566,6 +566,7 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: cuda is not None)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: cuda)
     monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
+    monkeypatch.setattr(hardware.importlib.util, 'find_spec', lambda name: name)    # triton
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: mps)
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: cpu, raising=False)
     monkeypatch.setattr(torch, 'empty', lambda *size, device: None)  # there is no such device here

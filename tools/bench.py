@@ -41,18 +41,22 @@ from train import Settings
 
 @dataclass
 class BenchSettings:
-    """what to measure; the shape, micro_batch, device, dtype and compile are train.py's"""
+    """
+    what to measure; shape, micro_batch, device, dtype and compile are train.py's (where tokens halt
+    nothing is compiled, and decoding is in fp32)
+    """
     toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, the first is the base
     alone: bool = False                # model.py's GPT too, without what engine/ makes faster
     repeats: int = 7                   # timed turns of each candidate, after one not counted
     batches: str = '1,8'               # rows that are decoded together
     new_tokens: int = 64               # tokens decoded per turn, after 8 of a prompt
-    depths: str = '1.5,2,3'            # mean passes per token, where tokens halt
 
     def __post_init__(self):
         for name in self.toggles.split(','):
             if name not in TOGGLES:
                 raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
+        if not all(rows.isdecimal() for rows in self.batches.split(',')):
+            raise ValueError(f"batches={self.batches}: give whole numbers, such as 1,8")
         check_range(self, 1, math.inf, 'repeats', 'new_tokens')
 
 
@@ -68,6 +72,7 @@ TOGGLES = {
 for name, kind in HALTING.items():
     TOGGLES[name] = dict(ponder=kind.needs, ponder_steps=3, halting=name, halt_tau=0.5)
 PROMPT = 8  # tokens before those that are decoded
+DEPTHS = (1.5, 2, 3)    # mean passes per token, where tokens halt
 
 
 # -------------------------------------------------------------------------------------------------
@@ -182,6 +187,8 @@ def bench_toggles(setup, configs):
     steps, work = {}, {}
     for name, make in makers.items():
         model = make().to(setup.device)
+        # latent draws: these steps take the costliest, so FLOPs are counted of that
+        model.mechanism.draws = partial(list, model.mechanism.draws()[:1])
         idx = torch.randint(0, n_tokens, (setup.train.micro_batch, T), device=setup.device)
         if compiled and isinstance(model, FastGPT):
             compile_blocks(model)
@@ -190,6 +197,7 @@ def bench_toggles(setup, configs):
     shape = f'{setup.train.micro_batch} x {T} tokens'
     print_times(f'step, {shape}', take_turns(steps, setup.own.repeats), work)
 
+    expect_new_lengths()
     asked = setup.train.dtype is not None or setup.device.type == 'cuda'
     dtype = setup.dtype if asked else torch.float32     # in which a CPU decodes
     new = min(setup.own.new_tokens, T - PROMPT)
@@ -254,14 +262,15 @@ def probability(depth, most):
 
 def bench_halting(setup, name, config):
     """Decoding against the same passes taken by all, and a step where training skips them too."""
+    expect_new_lengths()
     models = {'all': FastGPT(replace(config, halting='none')).to(setup.device)}
-    for depth in setup.own.depths.split(','):
-        models[depth] = drawn(replace(config), float(depth), setup.device)
+    for depth in DEPTHS:
+        models[depth] = drawn(replace(config), depth, setup.device)
     new = min(setup.own.new_tokens, config.block_size - PROMPT)
     for batch in map(int, setup.own.batches.split(',')):
         turns = {depth: partial(decode, model.eval(), batch, new, setup.device)
                  for depth, model in models.items()}
-        print_saved(f'{name}: decoding {new} tokens, batch {batch}', config,
+        print_saved(f'{name}: decoding {new} tokens, batch {batch}, fp32', config,
                     take_turns(turns, setup.own.repeats))
     if not models[depth].mechanism.skips:
         return
@@ -323,9 +332,8 @@ def main(argv):
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA, as train.py
-    expect_new_lengths()
     print(f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"{str(setup.dtype).removeprefix('torch.')}", flush=True)
+          f"steps in {str(setup.dtype).removeprefix('torch.')}", flush=True)
     fixed = {name: config for name, config in configs.items() if config.halting == 'none'}
     if fixed:
         bench_toggles(setup, fixed)

@@ -263,6 +263,8 @@ def print_everyone(rows, oracle, text):
 def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, ChoiceSettings,
                                              "python tools/choices.py out/halting_router")
+    if s.json is not None:
+        open(s.json, 'a').close()   # an error now, and not when all is computed
     config = model.config
     if model.mechanism.K == 0:
         raise UserError(f"this model has ponder={config.ponder!r} and "

@@ -24,14 +24,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, read
-from engine.fast import without_numbers
 from engine.files import UserError, run, whole
 from engine.hardware import pick_device
-from model import GPTConfig
 from sample import encode_prompt, load_model
 from tools.compare import LEARNED, LOSS, read_lines, seconds_by_step
 from tools.explain import look, validation_tokens
-from train import Settings
 
 X = {
     'tokens': 'training tokens',
@@ -45,8 +42,8 @@ INK = '#222222'
 GREY = '#8a8a8a'
 ORANGE = '#d75f00'      # thinking
 BLUE = '#0072b2'
-LINES = (ORANGE, BLUE, INK, '#009e73')
-MANY = (*LINES, GREY, '#cc79a7', '#56b4e9', '#e69f00', '#b09000', '#7a3b00')
+COLOURS = (ORANGE, BLUE, INK, '#009e73', GREY, '#cc79a7', '#56b4e9', '#e69f00', '#b09000',
+           '#7a3b00')
 
 
 @dataclass
@@ -127,10 +124,11 @@ def read_records(path, s):
     """{name: [record, ..]} of the runs to draw; UserError if there are none."""
     runs = {}
     for record in read_lines(path):
-        if s.names is None or record['name'] in s.names.split(','):
-            runs.setdefault(record['name'], []).append(record)
+        name = record.get('name')       # choices.py's records have none
+        if name and (s.names is None or name in s.names.split(',')):
+            runs.setdefault(name, []).append(record)
     if not runs:
-        raise UserError(f"{path}: no run with one of these names")
+        raise UserError(f"{path}: missing, or no run of tools/compare.py with one of these names")
     return runs
 
 
@@ -186,7 +184,7 @@ def halting(paths, s):
             continue
         if not record['taus']:
             name += ', the same for all'
-        colours.setdefault(name, MANY[len(colours) % len(MANY)])
+        colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
         runs = panels.setdefault(os.path.basename(record['data'].rstrip('/')), {})
         runs.setdefault(name, []).append(record)
     if not panels:
@@ -256,9 +254,10 @@ def places(found, x, folder):
     if x == 'tokens':
         return [r['tokens'] for r in found]
     if x == 'flops':
-        given, _ = read([os.path.join(folder, 'settings.json')], '', Settings, GPTConfig)
-        per_token = without_numbers(build(GPTConfig, given)).flops_per_token()
-        return [r['tokens'] * per_token for r in found]
+        per_token = [r['flops'] / r['tokens'] for r in found if 'flops' in r]
+        if not per_token:
+            raise UserError(f"{folder}: its log has no FLOPs: take --x=tokens")
+        return [r['tokens'] * per_token[0] for r in found]
     seconds = seconds_by_step(found)
     return np.interp([r['step'] for r in found], [*seconds], [*seconds.values()]).tolist()
 
@@ -270,7 +269,7 @@ def curves(paths, s):
     for path in paths:
         name = name_of(path)
         known = name in colours
-        colour = colours.setdefault(name, LINES[len(colours) % len(LINES)])
+        colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
         run = read_run(path, s.x)
         x, losses = zip(*run['loss'])
         late = sum(place < x[-1] / 20 for place in x)   # the fall from ln V says little

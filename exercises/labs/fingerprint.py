@@ -61,8 +61,8 @@ strong. Neither method sees distillation, a new embedding table, or theft of oth
 Without QK-norm, a rotary plane of Wq times s and of Wk divided by s is free: AWM falls, M_a does
 not. With it, a head's Wq may have (nearly) any scale, which lowers both a little.
 
-Exercise: add that to `disguise`, and mend the scores. Another: what is the CKA of two random
-matrices without `gram`'s care for the diagonal?
+Exercise: train with --qk_norm=False, add such a scaling of rotary planes to `disguise`, and mend
+the scores. Another: what is the CKA of two random matrices without `gram`'s care for the diagonal?
 """
 import copy
 import math
