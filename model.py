@@ -361,7 +361,7 @@ class GPT(nn.Module):
         Positions may repeat.
         memory      what else there is to read. None: each slot reads itself and all before it
         layers      the blocks to go through (None: all), for mechanisms that repeat only some, as
-                    in exercises/labs/middle.py; each time with a memory of its own
+                    that of docs/architecture.md; each time with a memory of its own
         norm        False: without the final norm
         """
         if memory is None:
@@ -500,7 +500,6 @@ class Mechanism(nn.Module):
     """
     rule = None                     # who reads whom, see Slots; None: passes read only themselves
     halts = False                   # tokens stop by themselves: part 5
-
     trains_alone = False            # engine/fast.py: all other weights stay what they are
 
     # not read in this file
@@ -1046,7 +1045,7 @@ class Gate(Halting, Embedding):
         m, s = state.go_on, state.chance
         if k == self.K:                                                 # nothing comes after it
             return Thinking(x=x, out=h, go_on=torch.zeros_like(m), chance=s)
-        s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()             # (2), (3)
+        s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()    # (2), (3)
         if not self.training or self.progress >= self.config.halt_start:
             m = m & (s >= self.config.halt_tau)                         # (4), (5)
         return Thinking(x=x, out=h, go_on=m, chance=s)
@@ -1210,7 +1209,7 @@ class Router(Halting, Chain):
 
     def after(self, gpt, state, x, h, k):
         reach = state.chance
-        g = without_autocast(self.router, h).squeeze(-1).sigmoid()               # (3)
+        g = without_autocast(self.router, h).squeeze(-1).sigmoid()      # (3)
         next_reach = reach * g                                          # (4)
         go_on = state.go_on & (k < self.K) & (next_reach >= self.config.halt_tau)       # (6)
         weight = torch.where(go_on, reach * (1 - g), reach)             # (5), (7)
@@ -1264,7 +1263,8 @@ class Exit(Halting, Loop):
     on: later ones learn to read their early keys; L^k is then that of the last pass the token took.
     And tokens whose targets do not count, such as questions, are taught to stay, as all that
     follows reads them and nothing else says what they should be sure of: with weight halt_lambda
-    they are drawn to an even prediction or an open gate; in `gain` their target is to go on.
+    they are drawn to an even prediction (by the gate: to lam = 0); in `gain` their target is to go
+    on.
 
     Cost: K + 1 passes, in generation those that are taken; a head per pass where it is asked for
     confidence, or for its loss. Unlike in the authors' code, a token that left costs nothing more:
