@@ -71,7 +71,8 @@ def read_option(arg, kinds):
     if str not in kinds.get(name, ()) or text == 'None':
         try:
             parsed = ast.parse(text.strip(), mode='eval').body
-            tree = tree if isinstance(parsed, ast.Name) else parsed     # a word, such as true
+            if not isinstance(parsed, ast.Name):    # a word, such as true, stays text
+                tree = parsed
         except (SyntaxError, ValueError):
             pass  # it stays text, and is refused as such
     return name, tree, arg

@@ -376,13 +376,16 @@ def publish(work, folder, meta):
     Move all shards of `work` to `folder` and write meta.json. Between the first and the last there
     is no meta.json.
     """
+    shards = sorted(os.listdir(work))
+    unfinished = os.path.join(work, 'meta.json')
     published = os.path.join(folder, 'meta.json')
+    with whole(unfinished) as f:    # on the disk before anything is replaced
+        json.dump(meta, f, indent=1)
     with contextlib.suppress(FileNotFoundError):
         os.remove(published)
-    for name in sorted(os.listdir(work)):
+    for name in shards:
         os.replace(os.path.join(work, name), os.path.join(folder, name))
-    with whole(published) as f:
-        json.dump(meta, f, indent=1)
+    os.replace(unfinished, published)
 
 
 if __name__ == '__main__':

@@ -177,7 +177,7 @@ def main(argv):
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     given = '' if s.start is None else tokenizer.decode(prompt)
     if given and task_of_run(settings):
-        print("a made task: asked behind two solved problems, as in training", file=sys.stderr)
+        print("a made task: asked behind solved problems, as in training", file=sys.stderr)
         eot, room = tokenizer.eot_token, model.config.block_size - 32       # 32 for the answer
         prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, room)
 

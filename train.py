@@ -87,6 +87,8 @@ class Settings:
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive")
         check_range(self, 0, 1, 'min_lr_rate', 'warmup', 'beta1', 'beta2')
+        if max(self.beta1, self.beta2) == 1:
+            raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         check_range(self, 0, 2 ** 31 - 1, 'seed')
         check_range(self, 0, math.inf, 'sample_tokens', 'weight_decay')
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):

@@ -36,7 +36,7 @@ class Outcome:
     text: str           # what the model wrote
     difficulty: int
     right: bool         # the whole answer, and the end of the text behind it
-    passes: list        # of each character of the answer, as far as it was written
+    passes: list        # of each character written, and of an end that came too early
     reach: list         # of each, Task.reach
 
 

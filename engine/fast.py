@@ -45,8 +45,9 @@ class FastGPT(GPT):
             self.requires_grad_(False)
             self.mechanism.requires_grad_(True)
 
-    stream = generate.stream        # token by token
-    generate = generate.generate    # all at once
+    # engine/generate.py: token by token, and all of them
+    stream = generate.stream
+    generate = generate.generate
 
     def forward(self, idx, targets=None, jacobi=None):
         """jacobi: R of 'latent' and 'mask' outside of training (None: config.jacobi_iters)."""

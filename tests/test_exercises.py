@@ -123,6 +123,14 @@ def test_what_is_wrong_in_a_file_is_said_with_its_line(name, code, words, tmp_pa
         assert source.splitlines()[number - 1].strip() in code
 
 
+def test_a_file_by_another_name_is_refused_in_words(tmp_path):
+    path = tmp_path / 'mine.py'
+    with open(os.path.join(FOLDER, 'rope.py'), encoding='utf-8') as f:
+        path.write_text(f.read(), encoding='utf-8')
+    right, said = check.verdict_on_file(check.load(str(path)))
+    assert not right and 'which exercise it is' in said
+
+
 def test_a_lost_line_above_the_check_is_named(tmp_path):
     path = tmp_path / 'rope.py'
     with open(os.path.join(FOLDER, 'rope.py'), encoding='utf-8') as f:

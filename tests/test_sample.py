@@ -112,7 +112,7 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     assert asked == [[prompt]]
     said = capsys.readouterr()
     assert '\n1999+8001=' in said.out
-    assert 'behind two solved problems' in said.err
+    assert 'behind solved problems' in said.err
 
 
 # ---- settings ------------------------------------------------------------------------------------

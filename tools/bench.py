@@ -197,7 +197,7 @@ def bench_toggles(setup, configs):
     shape = f'{setup.train.micro_batch} x {T} tokens'
     print_times(f'step, {shape}', take_turns(steps, setup.own.repeats), work)
 
-    expect_new_lengths()
+    expect_new_lengths()    # not before: steps have one length
     asked = setup.train.dtype is not None or setup.device.type == 'cuda'
     dtype = setup.dtype if asked else torch.float32     # in which a CPU decodes
     new = min(setup.own.new_tokens, T - PROMPT)
