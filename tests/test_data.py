@@ -278,7 +278,8 @@ def test_while_shards_are_moved_there_is_no_description(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, 'replace', replace_and_note)
     write(tmp_path, numbered(50))
-    assert moved == [('train_000000.bin', False), ('val_000000.bin', False), ('meta.json', False)]
+    assert moved == [('meta.json', True),       # beside the shards, before any of them is moved
+                     ('train_000000.bin', False), ('val_000000.bin', False), ('meta.json', False)]
 
 
 LIMITED = """
