@@ -178,8 +178,9 @@ def main(argv):
     given = '' if s.start is None else tokenizer.decode(prompt)
     if given and task_of_run(settings):
         print("a made task: asked behind solved problems, as in training", file=sys.stderr)
-        eot, room = tokenizer.eot_token, model.config.block_size - 32       # 32 for the answer
-        prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, room)
+        eot, block_size = tokenizer.eot_token, model.config.block_size
+        room = block_size - 32      # for the answer
+        prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, room)[-block_size:]
 
     tokens, passes = 0, 0
     started = time.perf_counter()

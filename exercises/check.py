@@ -390,7 +390,8 @@ def verdict_on_file(exercise):
     name = os.path.basename(path)[:-3]
     if name not in NAMES:
         return False, f"the name of a file says which exercise it is, such as {NAMES[0]}.py"
-    problem = take_over(exercise, path, ANSWERS[name])
+    with contextlib.redirect_stdout(None):  # the file itself has run: what it prints is said
+        problem = take_over(exercise, path, ANSWERS[name])
     return (False, problem.words) if problem else verdict(exercise)
 
 

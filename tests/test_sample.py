@@ -113,6 +113,9 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     said = capsys.readouterr()
     assert '\n1999+8001=' in said.out
     assert 'behind solved problems' in said.err
+    asked.clear()       # a text that leaves no room for them
+    sample.main([folder, f"--start={'1' * 128}", '--max_new_tokens=1', '--device=cpu'])
+    assert asked == [[[ord('1')] * 128]]
 
 
 # ---- settings ------------------------------------------------------------------------------------
