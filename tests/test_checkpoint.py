@@ -10,7 +10,7 @@ import shutil
 import pytest
 import test_train
 import torch
-from conftest import TOGGLES, make, program, refused, save
+from conftest import TOGGLES, make, save
 from test_train import QUICK, SHAPE, log_of, same_weights
 
 import sample
@@ -296,9 +296,3 @@ def test_data_of_another_tokenizer_is_refused(out, run_train, other_data):
     (other_data / 'meta.json').write_text(text)
     with pytest.raises(UserError, match='50257 tokens.*gpt2.*n_tokens=257'):
         run_train('out', f'--data_dir={other_data}', '--init_from=resume', '--max_steps=6')
-
-
-# ---- as people meet them -------------------------------------------------------------------------
-
-def test_a_wrong_folder_is_one_line_and_status_2():
-    refused(program('sample.py', 'nowhere', ok=False), 'nowhere: no checkpoint', 'train.py')

@@ -128,7 +128,7 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
 
 
 def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(common, tmp_path):
-    """From a shell; it goes on from the checkpoint of step 2."""
+    """From a shell."""
     folder = tmp_path / 'loop-s3'
     loop = os.path.join(ROOT, 'config', 'loop.py')
     train.main([loop, *common, '--seed=3', f'--out_dir={folder}'])

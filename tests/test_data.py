@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -159,7 +158,7 @@ def test_large_files_are_never_in_memory_as_a_whole(tmp_path, monkeypatch):
 
 # ---- tokenizers ----------------------------------------------------------------------------------
 
-def test_tokens_are_tiktokens_whatever_the_threads_do(tmp_path):
+def test_tokens_are_tiktokens(tmp_path):
     pairs = [b'th', b'he', b'the', b' t', b' the', b'in', b'er', b' a', b'\xc3\xa9']
     tokens = [bytes([i]) for i in range(256)] + pairs
     words = tiktoken.Encoding('words', pat_str=r' ?\p{L}+|\s+|[^\s\p{L}]+',
@@ -294,15 +293,6 @@ def test_a_disk_that_takes_no_more(tmp_path):
     done = program('-c', LIMITED, PROGRAM, cwd=tmp_path, ok=False)
     refused(done, 'data/python', 'cannot be written', 'File too large')
     assert os.listdir(tmp_path / 'data' / 'python') == []
-
-
-def test_two_at_once_take_turns(tmp_path):
-    command = [sys.executable, PROGRAM, 'addition', '--problems=20000']
-    processes = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(2)]
-    for process in processes:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    prepare_data.check(str(tmp_path / 'data' / 'addition'))
 
 
 # ---- damage --------------------------------------------------------------------------------------

@@ -198,10 +198,9 @@ def test_a_cache_of_tokens(pad, static):
 @either_padding
 @static_or_not
 @pytest.mark.parametrize('name', RULES)
-@pytest.mark.parametrize('seed', range(3))
-def test_a_cache_of_slots(name, pad, static, seed):
+def test_a_cache_of_slots(name, pad, static):
     """A text in pieces; then rows that run ahead of each other, if tokens stop by themselves."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     rule, hides = RULES[name]
     cache, rows = Cache((), TOKENS * PASSES, pad, static, rule), Rows(pad, rule)
     for T in (4, 2, 1, 1):
