@@ -15,10 +15,10 @@ Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokeni
 last, so a folder with meta.json is complete.
 
 A document is a file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into
-many at line ends, and so are all if there are fewer than 100 files. Documents end with an
-end-of-text token, and go to train or val by a hash of their content: adding files moves no other
-document, and a copy never lands on the other side. Whatever is interrupted goes on, or starts over,
-with the same command.
+many at line ends, and so are all of fewer than 100 files, unless one is a .jsonl. Documents end
+with an end-of-text token, and go to train or val by a hash of their content: adding files moves no
+other document, and a copy never lands on the other side. Whatever is interrupted goes on, or starts
+over, with the same command.
 """
 
 import contextlib

@@ -49,7 +49,6 @@ class SampleSettings:
 
     def __post_init__(self):
         check_range(self, 1, math.inf, 'num_samples', 'max_new_tokens')
-        check_range(self, 0, 2 ** 31 - 1, 'seed')
         check_range(self, 0, 1, 'halt_tau', 'top_p')
         check_range(self, 1, math.inf, 'top_k')
         check_range(self, 0, math.inf, 'temperature')
@@ -179,8 +178,8 @@ def main(argv):
     if given and task_of_run(settings):
         print("a made task: asked behind solved problems, as in training", file=sys.stderr)
         eot, block_size = tokenizer.eot_token, model.config.block_size
-        room = block_size - 32      # for the answer
-        prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, room)[-block_size:]
+        prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, block_size)
+        prompt = prompt[-block_size:]
 
     tokens, passes = 0, 0
     started = time.perf_counter()

@@ -37,7 +37,6 @@ class Outcome:
     difficulty: int
     right: bool         # the whole answer, and the end of the text behind it
     passes: list        # of each character written, and of an end that came too early
-    reach: list         # of each, Task.reach
 
 
 def validation_problems(folder):
@@ -102,10 +101,15 @@ def task_of_run(settings):
     return made and made[0]
 
 
-def behind_solved(tokens, folder, eot, most_tokens):
-    """These tokens behind solved problems of a data folder's validation set, as in `ask`."""
+def behind_solved(tokens, folder, eot, block_size):
+    """
+    These tokens behind solved problems of a data folder's validation set, as in `ask`: as many as
+    leave room for the answer, if they are a question.
+    """
+    name, size = task_of(read_meta(folder))
+    answer = max(0, 1 + TASKS[name].longest(size) - len(tokens))    # characters at most
     _, problems = validation_problems(folder)
-    return behind(list(islice(problems, EXAMPLES)), tokens, eot, most_tokens)
+    return behind(list(islice(problems, EXAMPLES)), tokens, eot, block_size - answer)
 
 
 def behind(before, tokens, eot, most_tokens):
@@ -132,8 +136,8 @@ def answer_batch(model, task, asked, eot):
         right = row[:n + 1] == [*answer.encode(), eot]
         written = row[:row.index(eot)] if eot in row else row
         outcomes.append(Outcome(question, answer, bytes(written).decode('utf-8', 'replace'),
-                                task.difficulty(question), right, taken[:min(n, len(written) + 1)],
-                                task.reach(question)))
+                                task.difficulty(question), right,
+                                taken[:min(n, len(written) + 1)]))
     return outcomes
 
 
@@ -159,14 +163,13 @@ def read_answers(model, folder, count):
 def summary(model, folder, count):
     """
     Over `count` problems of a data folder's validation set:
-    {'task', 'problems', 'right', 'passes', 'by_difficulty': [..], 'by_reach': [..]}; right is a
-    share, passes are those of an answer's character.
+    {'task', 'problems', 'right', 'passes', 'by_difficulty': [..]}; right is a share, passes are
+    those of an answer's character.
     """
     outcomes = answer_problems(model, folder, count)
     name, _ = validation_problems(folder)
-    task = TASKS[name]
-    return {'task': name, **totals(outcomes), 'by_difficulty': by_difficulty(task, outcomes),
-            'by_reach': by_reach(task, outcomes)}
+    return {'task': name, **totals(outcomes),
+            'by_difficulty': by_difficulty(TASKS[name], outcomes)}
 
 
 def totals(outcomes):
@@ -183,16 +186,6 @@ def by_difficulty(task, outcomes):
     for outcome in outcomes:
         levels[outcome.difficulty].append(outcome)
     return [{task.unit: level, **totals(some)} for level, some in sorted(levels.items())]
-
-
-def by_reach(task, outcomes):
-    """[{unit of reach, 'characters', 'passes'}, ..]; none for a task without."""
-    levels = defaultdict(list)
-    for outcome in outcomes:
-        for reach, passes in zip(outcome.reach, outcome.passes):
-            levels[reach].append(passes)
-    return [{task.reach_unit: reach, 'characters': len(taken), 'passes': fmean(taken)}
-            for reach, taken in sorted(levels.items())]
 
 
 class Progress:

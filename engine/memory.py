@@ -182,16 +182,12 @@ def interleaved(before, new):
 class RulePass(TextPass):
     """Any rule, by the labels of its slots."""
 
-    def __init__(self, sources, before, rule, query, key, one_each):
-        """
-        query, key: the labels of its slots, (B,S) each, as readers and as what is read. one_each:
-        every token has one.
-        """
+    def __init__(self, sources, before, rule, query, key):
+        """query, key: the labels of its slots, (B,S) each, as readers and as what is read."""
         super().__init__(sources, before)
         self.rule = rule
-        # in the first pass these are causal, in the order of the slots
-        known = rule is flat or (one_each and rule in (by_pass, newest))
-        self.causal = before is None and known
+        # the first pass, of one slot each, is causal
+        self.causal = before is None and rule is by_pass
         self.query_labels = query
         self.key_labels = key
         if before is not None:
@@ -248,13 +244,13 @@ class TextSlots:
             query = key = Slots(t=t, k=numbers.expand_as(t), **labels)
             if visible is not None:
                 key = Slots(**{**vars(query), 't': t.where(visible, NEVER)})
-            self.last = RulePass(self.sources, self.last, self.rule, query, key, n == 1)
+            self.last = RulePass(self.sources, self.last, self.rule, query, key)
         return self.last
 
     def open_some(self, t, k, labels):
         """Pass k of some tokens: t (B,n), NEVER for what fills up the rectangle."""
         slots = Slots(t=t, k=torch.full_like(t, k), **labels)
-        self.last = RulePass(self.sources, self.last, self.rule, slots, slots, one_each=True)
+        self.last = RulePass(self.sources, self.last, self.rule, slots, slots)
         return self.last
 
 

@@ -26,7 +26,6 @@ class Task:
     default_size = 1
     end = '='           # the last character of a question
     unit = ''           # what `difficulty` counts
-    reach_unit = None   # what `reach` counts
 
     def question(self, rng, size):
         """A question, drawn with a random.Random."""
@@ -44,10 +43,6 @@ class Task:
         """Characters of the longest problem."""
         raise NotImplementedError
 
-    def reach(self, question):
-        """For each character of the answer, how many places it depends on; [] if not counted."""
-        return []
-
 
 class Addition(Task):
     """
@@ -57,7 +52,6 @@ class Addition(Task):
     largest_size = 100
     default_size = 4
     unit = 'longest carry'
-    reach_unit = 'places its carry depends on'
 
     def question(self, rng, size):
         far = rng.random() < 0.7
@@ -91,15 +85,6 @@ class Addition(Task):
 
     def longest(self, size):
         return 3 * size + 3     # two numbers, a sum with one digit more, + and =
-
-    def reach(self, question):
-        """Places to the right that have to be read: up to the first whose pair is not 9."""
-        first, second = question[:-1].split('+')
-        nines = [int(a) + int(b) == 9 for a, b in zip(first, second)]
-        counts = [0]    # of the last digit
-        for nine in reversed(nines):
-            counts.append(counts[-1] + 1 if nine else 1)
-        return counts[::-1]
 
 
 class Traffic(Task):

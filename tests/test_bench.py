@@ -12,7 +12,7 @@ SMALL = [*(f'--{name}={value}' for name, value in SHAPE.items()), '--block_size=
 
 def test_a_table_of_each_kind(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
-    monkeypatch.setattr(bench, 'DEPTHS', (2,))
+    monkeypatch.setattr(bench, 'DEPTHS', {2: 0.54369})
     bench.main([*SMALL, '--ponder=loop', '--toggles=plain,pause,router', '--alone=True'])
     lines = capsys.readouterr().out.splitlines()
     named = [line.split('|')[1].strip() for line in lines if line.startswith('| ')]

@@ -8,7 +8,7 @@ from conftest import TOGGLES, make, save
 
 import prepare_data
 import sample
-from engine.answers import validation_problems
+from engine.answers import behind_solved, validation_problems
 from engine.fast import FastGPT
 from engine.files import UserError
 from engine.shards import get_tokenizer
@@ -103,6 +103,9 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     said = capsys.readouterr()
     assert '\n1999+8001=' in said.out
     assert 'behind solved problems' in said.err
+    for block_size, solved in (31, 0), (32, 1), (48, 2):    # 16 tokens each; room for the answer
+        behind = behind_solved([256, *b'1999+8001='], 'data/addition', 256, block_size)
+        assert len(behind) == 11 + 16 * solved
     asked.clear()       # a text that leaves no room for them
     sample.main([folder, f"--start={'1' * 128}", '--max_new_tokens=1', '--device=cpu'])
     assert asked == [[[ord('1')] * 128]]

@@ -532,6 +532,13 @@ def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
         assert second['config']['depth_stride'] == stride
 
 
+def test_another_rule_has_its_own_defaults(run_train, tmp_path):
+    run_train('first', '--ponder=loop', '--halting=exit')
+    start = [f'--init_from={tmp_path / "first"}', *NO_LEARNING]
+    second = run_train('second', *start, '--ponder=chain', '--halting=router', shape=[])
+    assert [second['config'][name] for name in ('halt_lambda', 'halt_start')] == [0.4, 0.0]
+
+
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     """Else what was never on would look like a mechanism that does nothing."""
     asked = dict(depth_stride=1, halt_tau=0.5, exit_loss='ramp', ponder_steps=2, jacobi_iters=2)

@@ -66,7 +66,6 @@ class ChoiceSettings:
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
-        check_range(self, 0, 2 ** 31 - 1, 'seed')
         check_range(self, 1, 10 ** 9, 'lots', 'tokens', 'problems')
         try:
             right = all(0 < float(tau) <= 1 for tau in self.taus.split(','))

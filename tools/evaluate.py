@@ -176,19 +176,11 @@ def print_answers(model, folder, s):
     print(table([name, 'passes', 'right', *map(str, levels)], rows))
 
     if model.mechanism.halts:
-        print_passes(name, results, 'by_difficulty', task.unit)
-        if first['by_reach']:
-            print_passes(name, results, 'by_reach', task.reach_unit)
-
-
-def print_passes(name, results, groups, unit):
-    """A line for each value of the setting `name`: what the passes went to."""
-    first = next(iter(results.values()))
-    header = [name, *(str(row[unit]) for row in first[groups])]
-    rows = []
-    for value, found in results.items():
-        rows.append([f'{value:g}', *(f"{row['passes']:.2f}" for row in found[groups])])
-    print(f"\npasses by {unit}\n\n{table(header, rows)}")
+        rows = []
+        for value, found in results.items():
+            passes = [f"{row['passes']:.2f}" for row in found['by_difficulty']]
+            rows.append([f'{value:g}', *passes])
+        print(f"\npasses by {task.unit}\n\n{table([name, *map(str, levels)], rows)}")
 
 
 # ---- lm_eval's tasks -----------------------------------------------------------------------------
