@@ -87,6 +87,7 @@ def start_config(settings, asked, n_tokens, old):
         if is_new(settings):    # --name=None asks for the default
             changed = {name: asked[name] for name in asked if name not in FIXED}
             if asked.get('halting', old.get('halting')) != old.get('halting'):
+                # the defaults of the new rule
                 changed = {**dict.fromkeys(('halt_lambda', 'halt_start', 'halt_full')), **changed}
         else:
             changed = {name: asked[name] for name in FREE if asked.get(name) is not None}
