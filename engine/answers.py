@@ -107,7 +107,8 @@ def behind_solved(tokens, folder, eot, block_size):
     leave room for the answer, if they are a question.
     """
     name, size = task_of(read_meta(folder))
-    answer = max(0, 1 + TASKS[name].longest(size) - len(tokens))    # characters at most
+    longest = 1 + TASKS[name].longest(size)     # the end-of-text token, a question, its answer
+    answer = max(0, longest - len(tokens))
     _, problems = validation_problems(folder)
     return behind(list(islice(problems, EXAMPLES)), tokens, eot, block_size - answer)
 

@@ -182,12 +182,14 @@ def interleaved(before, new):
 class RulePass(TextPass):
     """Any rule, by the labels of its slots."""
 
-    def __init__(self, sources, before, rule, query, key):
-        """query, key: the labels of its slots, (B,S) each, as readers and as what is read."""
+    def __init__(self, sources, before, rule, query, key, causal=False):
+        """
+        query, key: the labels of its slots, (B,S) each, as readers and as what is read. causal: the
+        rule need not be asked.
+        """
         super().__init__(sources, before)
         self.rule = rule
-        # the first pass, of one slot each, is causal
-        self.causal = before is None and rule is by_pass
+        self.causal = causal
         self.query_labels = query
         self.key_labels = key
         if before is not None:
@@ -250,7 +252,8 @@ class TextSlots:
     def open_some(self, t, k, labels):
         """Pass k of some tokens: t (B,n), NEVER for what fills up the rectangle."""
         slots = Slots(t=t, k=torch.full_like(t, k), **labels)
-        self.last = RulePass(self.sources, self.last, self.rule, slots, slots)
+        causal = self.last is None and self.rule is by_pass     # one slot of each token
+        self.last = RulePass(self.sources, self.last, self.rule, slots, slots, causal)
         return self.last
 
 

@@ -18,7 +18,7 @@ from engine.released import describe
 from engine.shards import knows_tokens
 from engine.tasks import check_context
 from engine.variant import config_of
-from model import GPTConfig
+from model import HALTING, GPTConfig
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
@@ -86,9 +86,10 @@ def start_config(settings, asked, n_tokens, old):
             return GPTConfig(**{**vocabulary, **asked})
         if is_new(settings):    # --name=None asks for the default
             changed = {name: asked[name] for name in asked if name not in FIXED}
-            if asked.get('halting', old.get('halting')) != old.get('halting'):
-                # the defaults of the new rule
-                changed = {**dict.fromkeys(('halt_lambda', 'halt_start', 'halt_full')), **changed}
+            rule = asked.get('halting')
+            if rule in HALTING and rule != old.get('halting'):
+                # the defaults of this rule, not what the other one had
+                changed = {**dict.fromkeys(HALTING[rule].defaults), **changed}
         else:
             changed = {name: asked[name] for name in FREE if asked.get(name) is not None}
         if settings.eval_only:  # the model has the steps of its weights, then takes others

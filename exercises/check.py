@@ -11,6 +11,7 @@ Checks exercises, and says in words what is not right yet. You need not read thi
 import ast
 import contextlib
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -390,7 +391,7 @@ def verdict_on_file(exercise):
     name = os.path.basename(path)[:-3]
     if name not in NAMES:
         return False, f"the name of a file says which exercise it is, such as {NAMES[0]}.py"
-    with contextlib.redirect_stdout(None):  # the file itself has run: what it prints is said
+    with contextlib.redirect_stdout(io.StringIO()):     # it ran before, as the file, and printed
         problem = take_over(exercise, path, ANSWERS[name])
     return (False, problem.words) if problem else verdict(exercise)
 

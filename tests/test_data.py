@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from conftest import program, refused
 
 import prepare_data
-from engine.files import UserError, checksum
+from engine.files import UserError, alone, checksum
 from engine.shards import encode, get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS
 from engine.windows import Windows
@@ -293,6 +294,17 @@ def test_a_disk_that_takes_no_more(tmp_path):
     done = program('-c', LIMITED, PROGRAM, cwd=tmp_path, ok=False)
     refused(done, 'data/python', 'cannot be written', 'File too large')
     assert os.listdir(tmp_path / 'data' / 'python') == []
+
+
+def test_two_at_once_take_turns(tmp_path):
+    command = [sys.executable, '-u', PROGRAM, 'addition', '--problems=100']
+    with alone(str(tmp_path / 'data' / 'addition')):
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        assert any('waiting for it' in line for line in process.stdout)     # or it ends at once
+        assert process.poll() is None
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    prepare_data.check(str(tmp_path / 'data' / 'addition'))
 
 
 # ---- damage --------------------------------------------------------------------------------------

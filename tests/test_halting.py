@@ -20,7 +20,7 @@ MODES = {
     'exit_gate': EXIT_GATE,
 }
 every_mode = pytest.mark.parametrize('mode', MODES)
-with_a_module = pytest.mark.parametrize('mode', ['gate', 'mask', 'router'])
+all_that_learn_to_halt = pytest.mark.parametrize('mode', ['gate', 'mask', 'router', 'exit_gate'])
 
 
 def make_mode(mode, **settings):
@@ -141,7 +141,7 @@ def test_rows_of_a_batch_do_not_wait_for_each_other(mode):
 
 # ---- precision -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('mode', ['gate', 'mask', 'router', 'exit_gate'])
+@all_that_learn_to_halt
 def test_saturated_decisions_keep_gradients_finite(mode, idx):
     model = make_mode(mode, halt_tau=1e-4, jacobi_iters=2).float().train()
     for module in deciders(model):
@@ -173,7 +173,7 @@ def test_bf16_decodes(mode, autocast, idx, monkeypatch):
     assert {held.dtype for held in memory.all_tensors()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize('mode', ['gate', 'mask', 'router', 'exit_gate'])
+@all_that_learn_to_halt
 def test_decisions_are_made_in_fp32_under_autocast(mode, idx):
     model = make_mode(mode).float()
     types = []
@@ -195,7 +195,7 @@ def test_the_penalty_is_a_matter_of_training(mode, idx):
     close(model(idx, y)[1], model.loss(model.hidden(idx), y), 1e-12)
 
 
-@with_a_module
+@pytest.mark.parametrize('mode', ['gate', 'mask', 'router'])
 def test_where_no_target_counts_the_loss_is_0(mode, idx):
     """And not 0 / 0."""
     model = make_mode(mode, jacobi_iters=2).train()

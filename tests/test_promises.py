@@ -147,9 +147,10 @@ def test_equals_the_naive_loop(toggle, kind):
         assert model.mechanism.passes is None and passes == []
 
 
-# torch counts matmuls, and Depth-Attention has none of its own
-@pytest.mark.parametrize('toggle', [toggle for toggle in TOGGLES.values()
-                                    if 'depth_attn' not in toggle or 'latent' in toggle.values()])
+# torch counts matmuls, and Depth-Attention has none of its own; with it are latent's two thoughts
+@pytest.mark.parametrize('toggle', [
+    toggle for toggle in TOGGLES.values()
+    if 'depth_attn' not in toggle or toggle.get('ponder') == 'latent'])
 @pytest.mark.parametrize('training', [False, True])
 def test_flops_agree_with_torch(toggle, training):
     small = dict(vocab_size=256, block_size=128, n_layer=3, n_head=4, n_embd=128, mlp_hidden=256)
@@ -374,8 +375,9 @@ def test_a_toggle_adds_no_parameters_but_its_own(name):
     ('latent', 'mask'),
     ('chain', 'router'),
 ])
-def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, idx, kind):
-    shared = dict(depth_attn=True, n_layer=3, kind=kind)
+@pytest.mark.parametrize('depth_attn', [False, True])
+def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx, kind):
+    shared = dict(depth_attn=depth_attn, n_layer=3, kind=kind)
     model = make(ponder=ponder, halting=halting, ponder_steps=0, **shared)
     plain = make(embed_scale=model.config.embed_scale, **shared)
     plain.load_state_dict(model.state_dict())

@@ -134,8 +134,6 @@ ELSEWHERE = {
     '--tokenizer=gpt2': 'test_download',
     '--tasks': 'test_evaluate',
     'exercises/': 'test_exercises',
-    'hf:': 'test_released',
-    'tools/hf.py': 'test_released',
 }
 SHAPE = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32']
 TINY = SHAPE + [

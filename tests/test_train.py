@@ -109,7 +109,7 @@ def same_optimizer(a, b, tol=0.0):
 
 # ---- resuming ------------------------------------------------------------------------------------
 
-# the others have these in them: depth has plain, gate has embedding, router has chain
+# the others have these in them: depth has plain, gate embedding, router chain, exit loop
 MOST = [name for name in ONE_EACH
         if name not in ('plain', 'embedding', 'chain_depth', 'loop_depth')]
 

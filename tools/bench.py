@@ -72,7 +72,7 @@ TOGGLES = {
 for name, kind in HALTING.items():
     TOGGLES[name] = dict(ponder=kind.needs, ponder_steps=3, halting=name, halt_tau=0.5)
 PROMPT = 8  # tokens before those that are decoded
-# mean passes per token where tokens halt: p with 1 + p + p^2 + p^3 passes
+# passes per token on average, 1 + p + p^2 + p^3: p, the probability of each next one
 DEPTHS = {1.5: 0.34252, 2: 0.54369, 3: 0.81054}
 
 
