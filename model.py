@@ -1509,7 +1509,7 @@ def cost(gpt, drawn, training):
         Latent: (sum(sweeps), read, 0, 0),
         Mask: (sum(sweeps), read, own * len(sweeps), 0),
         Chain: (K + 1, (K + 1) * (K + 2) / 2, 0, 0),
-        Router: (K + 1, (K + 1) * (K + 2) / 2, K * own, K * head),      # p_k is a head
+        Router: (K + 1, (K + 1) * (K + 2) / 2, (K + 1) * own, K * head),    # p_k is a head
         Loop: (K + 1, K + 1, 0, 0),
         Exit: (K + 1, K + 1, (K + 1) * own + K * head * asks_head, 0),
         Pause: (K + 1, (K + 1) ** 2, 0, 0),

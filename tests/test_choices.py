@@ -97,6 +97,25 @@ def test_an_answer_is_right_if_all_its_characters_are():
     assert [row['result'] for row in rows] == [1, 0.5, 0]
 
 
+def test_the_end_of_an_answer_keeps_its_passes(model, monkeypatch):
+    """Dealt out, and told, are the passes of an answer's characters alone."""
+    answers = choices.Text(X, Y, answers=True, end=int(Y[0, 5]))
+    ends, at_first = Y == answers.end, choices.see(model, X, Y)[2]
+    seen, see = [], choices.see
+
+    def watched(model, inputs, targets, passes=None):
+        seen.append(passes)
+        return see(model, inputs, targets, passes)
+
+    monkeypatch.setattr(choices, 'see', watched)
+    settings = choices.ChoiceSettings(taus=str(model.config.halt_tau), lots=1)
+    [row] = choices.each_tau(model, answers, settings)
+    dealt = seen[-1]
+    assert not torch.equal(dealt, at_first)
+    assert torch.equal(dealt[ends | (Y < 0)], at_first[ends | (Y < 0)])
+    assert row['passes'] == pytest.approx(at_first[~ends & (Y >= 0)].double().mean().item())
+
+
 def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsys):
     size = dict(vocab_size=320, n_tokens=257, block_size=16, n_layer=2)
     folder = save(tmp_path / 'a', make(**{**TOGGLES['exit'], **size}), data_dir=small_data)

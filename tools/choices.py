@@ -20,9 +20,9 @@ oracle knows the text: it takes for each token the number of passes, the same fo
 which the token's loss is least. No rule that only halts has a lower loss with these weights, except
 by what tokens read of each other.
 
-On a made task the text is problems, each behind two others, and only the characters of its answer
-and the end behind it count: passes are theirs, and an answer is right if all of them are. --json
-adds a line to a file, from which tools/plot.py halting draws.
+On a made task the text is problems, each behind two others. An answer is right if all its
+characters and the end behind it are; passes are those of its characters, and dealt out among these.
+--json adds a line to a file, from which tools/plot.py halting draws.
 """
 
 import contextlib
@@ -142,10 +142,16 @@ class Text:
     inputs: torch.Tensor    # (n,T)
     targets: torch.Tensor   # (n,T), -1 where nothing counts
     answers: bool           # whether each row holds one answer, which may be right
+    end: int = -1           # the token behind an answer
 
     @property
     def counts(self):
         return self.targets >= 0
+
+    @property
+    def shuffled(self):
+        """(n,T) bool: whose passes are told, and dealt out."""
+        return self.counts & (self.targets != self.end)
 
     def result(self, losses, right):
         """Of (n,T) each: the share of right answers, or the mean loss."""
@@ -163,7 +169,7 @@ def open_text(model, tokenizer, data_dir, s):
     device = model.wte.weight.device
     if task_of(meta):
         inputs, targets = read_answers(model, data_dir, s.problems)
-        return Text(inputs.to(device), targets.to(device), True)
+        return Text(inputs.to(device), targets.to(device), True, meta['eot'])
     windows = Windows(data_dir, 'val', meta, model.config.block_size)
     n = min(windows.n, -(-s.tokens // model.config.block_size))
     spread = np.arange(n) * windows.n // n      # evenly, as in evaluations of train.py
@@ -180,11 +186,11 @@ def each_tau(model, text, s):
         chosen = text.result(*see(model, text.inputs, text.targets, passes)[:2])
         lots = []
         for _ in range(s.lots):
-            order = torch.randperm(int(text.counts.sum()), generator=draw).to(passes.device)
+            order = torch.randperm(int(text.shuffled.sum()), generator=draw).to(passes.device)
             dealt = passes.clone()
-            dealt[text.counts] = passes[text.counts][order]
+            dealt[text.shuffled] = passes[text.shuffled][order]
             lots.append(text.result(*see(model, text.inputs, text.targets, dealt)[:2]))
-        taken = passes[text.counts].float().mean().item()
+        taken = passes[text.shuffled].float().mean().item()
         yield {'tau': tau, 'passes': taken, 'chosen': chosen, 'random': lots}
 
 
@@ -237,7 +243,7 @@ def everyone(losses, right, text):
     least = losses.min(0)
     chosen = right.gather(0, least.indices[None])[0]
     oracle = {
-        'passes': least.indices[text.counts].float().mean().item() + 1,
+        'passes': least.indices[text.shuffled].float().mean().item() + 1,
         'result': text.result(least.values, chosen),
         'loss': least.values[text.counts].mean().item(),
     }
