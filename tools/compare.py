@@ -90,6 +90,8 @@ RUNS.update({
     'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
     # the term for fewer steps waits
     'router_late': ('halting_router', '--halt_start=0.6', '--halt_full=0.8'),
+    # two passes for everyone: what exit has to beat
+    'loop_two': ('loop', '--ponder_steps=1'),
     # other losses for exit: of the last pass alone; of all equally; Ouro's
     'exit_last': ('halting_exit', '--exit_loss=last'),
     'exit_uniform': ('halting_exit', '--exit_loss=uniform'),
