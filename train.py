@@ -352,13 +352,15 @@ class Trainer:
 # ---- main ----------------------------------------------------------------------------------------
 
 def with_size(argv):
-    """The arguments, and config/size/tiny.py where they name no size and there is no GPU."""
+    """The arguments, and config/size/tiny.py where they name no size and there is no CUDA GPU."""
     given, _ = read(argv, __doc__, Settings, GPTConfig)
     s = build(Settings, given)
-    on_gpu = (s.device or best_device()).startswith('cuda')
-    if on_gpu or s.dry_run or s.init_from != 'scratch' or given.keys() & SIZE:
-        return argv
     files = [i for i, arg in enumerate(argv) if not arg.startswith('--')]
+    # the command that began a run, whose files would overrule what the checkpoint has of tiny.py
+    again = s.init_from == 'resume' and files and not s.eval_only
+    on_gpu = (s.device or best_device()).startswith('cuda')
+    if on_gpu or s.dry_run or given.keys() & SIZE or not (s.init_from == 'scratch' or again):
+        return argv
     behind = files[-1] + 1 if files else 0
     context = [f"--block_size={given['block_size']}"] if 'block_size' in given else []
     return [*argv[:behind], TINY, *context, *argv[behind:]]

@@ -450,8 +450,9 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     monkeypatch.setattr(train, 'best_device', lambda: 'cpu')
     monkeypatch.chdir(ROOT)
     folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
-    train.main(['config/chain.py', *folders, '--max_steps=1', '--batch_tokens=512',
-                '--micro_batch=1', '--eval_tokens=512', '--sample_tokens=0'])
+    command = ['config/chain.py', *folders, '--batch_tokens=512', '--micro_batch=1',
+               '--eval_tokens=512', '--sample_tokens=0']
+    train.main([*command, '--max_steps=1'])
     first = capsys.readouterr().out.splitlines()[0]
     assert 'config/size/tiny.py' in first and 'config/size/360m.py' in first
     with open(tmp_path / 'out' / 'settings.json') as f:
@@ -461,8 +462,14 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     assert settings['ponder'] == 'chain'
     assert settings['max_steps'] == 1           # what stands on the command line counts
 
+    # the same command goes on with the same settings
+    train.main([*command, '--max_steps=2', '--init_from=resume'])
+    with open(tmp_path / 'out' / 'settings.json') as f:
+        assert json.load(f) == {**settings, 'max_steps': 2}
+
     for args in (['config/size/small.py'], ['--n_layer=2'], ['--device=cuda'],
                  ['--init_from=resume'], ['--dry_run=True'],
+                 ['config/chain.py', '--init_from=resume', '--eval_only=True'],
                  ['config/chain.py', 'config/task/addition.py'],
                  [str(tmp_path / 'out' / 'settings.json')]):
         assert train.with_size(args) == args
