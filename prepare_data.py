@@ -10,9 +10,9 @@ Text to token shards.
                                                     `traffic`, `minimax`
     python prepare_data.py --check data/mine        compare a folder with its meta.json
 
-Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokenised FineWeb shards
-(see engine/shards.py), and meta.json with tokenizer, vocabulary, counts and checksums; it comes
-last, so a folder with meta.json is complete.
+Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokenised FineWeb shards,
+whose own keep their names (see engine/shards.py), and meta.json with tokenizer, vocabulary, counts
+and checksums; it comes last, so a folder with meta.json is complete.
 
 A document is a file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into
 many at line ends, and so are all of fewer than 100 files, unless one is a .jsonl. Documents end

@@ -15,7 +15,7 @@ config/size/, n_layer, n_embd, ..) and there is no CUDA GPU, config/size/tiny.py
 last file; dry_run plans the paper's size. Ctrl-C, SIGTERM, SIGHUP or max_seconds saves and stops at
 the next step; a second signal stops at once.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
-ones too: a config file) and log.jsonl (one JSON object per log line).
+ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
 """
 
 import contextlib
@@ -362,8 +362,10 @@ def with_size(argv):
     if on_gpu or s.dry_run or given.keys() & SIZE or not (s.init_from == 'scratch' or again):
         return argv
     behind = files[-1] + 1 if files else 0
-    context = [f"--block_size={given['block_size']}"] if 'block_size' in given else []
-    return [*argv[:behind], TINY, *context, *argv[behind:]]
+    kept = [arg for arg in argv[:behind] if arg.startswith('--')]   # asked for before the files
+    if 'block_size' in given:
+        kept.append(f"--block_size={given['block_size']}")
+    return [*argv[:behind], TINY, *kept, *argv[behind:]]
 
 
 def main(argv):

@@ -23,7 +23,7 @@ import torch
 
 from engine.files import UserError
 from engine.shards import open_shard, read_meta
-from engine.tasks import TASKS, task_of
+from engine.tasks import TASKS, check_context, task_of
 
 EXAMPLES = 2    # problems and their answers in front of each question
 
@@ -67,7 +67,9 @@ def ask(model, folder, count):
     validation set. As in training, a question follows others: without them some models lose count
     of the places.
     """
-    eot = read_meta(folder)['eot']
+    meta = read_meta(folder)
+    check_context(meta, model.config.block_size)
+    eot = meta['eot']
     _, problems = validation_problems(folder)
     pairs = list(islice(problems, EXAMPLES + count))
     asked = []

@@ -179,21 +179,25 @@ def load_optimizer(optimizer, scaler, state):
 def with_halting(state, halting):
     """
     A checkpoint whose tokens stop by a rule that it was not trained with; UserError if the rule
-    needs weights that are not there.
+    needs weights that are not there, or the model reads otherwise.
     """
-    config = {**state['config'], 'halting': halting}
+    before = state['config']
+    config = {**before, 'halting': halting}
     try:
         needs = without_numbers(config_of(config)).state_dict()
     except ValueError as error:
         raise UserError(str(error)) from None
     if needs.keys() != state['model'].keys():
         raise UserError(f"halting={halting!r}: this model has other weights; train with it")
+    if before.get('depth_attn') and before.get('halting') != halting:
+        raise UserError(f"halting={halting!r}: with depth_attn this model's passes read earlier "
+                        "ones, which a model that halts does not; train with it")
     return {**state, 'config': config}
 
 
 def change_steps(model, K):
     """Let a trained model take K pondering steps; UserError if it has no weights for them."""
-    config, trained = model.config, model.config.ponder_steps
+    config = model.config
     if K < 0:
         raise UserError(f"ponder_steps={K} must not be negative")
     if config.ponder == 'none':
@@ -203,6 +207,6 @@ def change_steps(model, K):
         needs = type(model.mechanism)(replace(config, ponder_steps=K)).state_dict()
     if any(name not in has or has[name].shape != needs[name].shape for name in needs):
         instead = ", and use --halt_tau" if config.halting != 'none' else ''
-        raise UserError(f"ponder_steps={K}: this model has weights for {trained} steps; leave the "
-                        f"setting out{instead}")
+        raise UserError(f"ponder_steps={K}: this model has weights for another number of steps; "
+                        f"leave the setting out{instead}")
     config.ponder_steps = K

@@ -18,7 +18,7 @@ from engine.released import describe
 from engine.shards import knows_tokens
 from engine.tasks import check_context
 from engine.variant import config_of
-from model import HALTING, GPTConfig
+from model import HALTING, GPTConfig, Loop
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
@@ -157,8 +157,9 @@ def check_data(config, meta, state, settings):
 def idle_settings(model, asked):
     """Names of the user's settings that do nothing, because the mechanism they belong to is off."""
     config, read = model.config, model.mechanism.settings
+    several = config.n_layer > 1 or type(model.mechanism) is Loop   # one layer has no source
     on = {  # beginning of a name: whether settings of such names do something
-        'depth_': config.depth_attn,
+        'depth_': config.depth_attn and several,
         'halt_': config.halting != 'none',
         'exit_': config.halting == 'exit',
     }

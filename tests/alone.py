@@ -95,7 +95,6 @@ def main(toggles):
         longest = max(map(len, PROMPTS)) + NEW
         gpt.config.jacobi_iters = longest * gpt.mechanism.K     # exact
         found[name] = dict(before=before, after=after, **generate(gpt))
-    found['modules'] = sorted({name.partition('.')[0] for name in sys.modules})
     return found
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
 from engine import attention
 from engine.checkpoint import save_checkpoint
 from engine.shards import get_tokenizer
@@ -149,6 +148,35 @@ def rows_of(model, prompts, n):
     return [row[-n - len(prompt):] for row, prompt in zip(rows, prompts)]
 
 
+class Compiler:
+    """
+    A backend for torch.compile that counts its graphs. It traces and differentiates as on a GPU,
+    but needs no compiler.
+    """
+
+    def __init__(self):
+        self.graphs = 0
+        self.compile_function = torch.compile
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    def compile(self, function, **settings):
+        """torch.compile with this backend; what is compiled must be one graph."""
+        return self.compile_function(function, backend=self, fullgraph=True, **settings)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    torch._dynamo.reset()  # forget what other tests compiled
+    compiler = Compiler()
+    monkeypatch.setattr(torch, 'compile', compiler.compile)
+    # compile_blocks sets both, for all that follows
+    with torch._dynamo.config.patch(recompile_limit=128, optimize_ddp=True):
+        yield compiler
+
+
 @pytest.fixture
 def idx():
     return torch.randint(0, 50, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -189,6 +217,13 @@ def program(*args, cwd=ROOT, ok=True, **env):
     return done
 
 
+class Evil:
+    """Unpickled by anything that executes what it reads, it leaves a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ('executed',)
+
+
 def refused(done, *words):
     """The program ended with status 2 and exactly one line on stderr that holds all words."""
     assert done.returncode == 2, done.stdout + done.stderr
@@ -196,3 +231,9 @@ def refused(done, *words):
     assert len(lines) == 1 and lines[0].startswith('error: '), done.stderr
     for word in words:
         assert word in lines[0], lines[0]
+
+
+def cells(out):
+    """The cells of the tables in what was printed, line by line, without the rules."""
+    lines = [line.strip('|').split('|') for line in out.splitlines() if line.startswith('| ')]
+    return [[cell.strip() for cell in line] for line in lines if ''.join(line).strip(' -')]

@@ -6,9 +6,10 @@ here; test_train.py has torchrun itself too.
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
+
+from torch.distributed import TCPStore
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # for the process that all others are forked from, and what it imports once for all of them
@@ -19,9 +20,7 @@ PRELOAD = ['train', 'torch.distributed.optim', 'torch._dynamo']
 
 def launch(args, log, world=1):
     """Start train.py with these arguments in `world` processes; rank r writes to log + str(r)."""
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)    # any free port
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOAD)
     processes = []
@@ -29,9 +28,11 @@ def launch(args, log, world=1):
         env = {}
         if world > 1:
             env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR='127.0.0.1',
-                       MASTER_PORT=port)
+                       MASTER_PORT=store.port, TORCHELASTIC_USE_AGENT_STORE=True,
+                       TORCHELASTIC_RESTART_COUNT=0)
         process = context.Process(target=run_train, args=(args, log + str(rank), env))
         process.start()
+        process.store = store   # for as long as it runs
         processes.append(process)
     return processes
 

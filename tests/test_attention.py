@@ -12,7 +12,6 @@ from conftest import close
 
 from engine import attention
 from engine.attention import Group, KeyBias, attend, two_matmuls
-from model import Attention
 
 B, HD = 2, 6
 
@@ -113,17 +112,6 @@ def test_attend_equals_plain_attention(kind, S, N, nkv):
     want = with_gradients(lambda q, k, v: plain_attention(q, k, v, scores), q, k, v)
     for a, b in zip(got, want):
         close(a, b, 1e-13)
-
-
-@pytest.mark.parametrize('kind, S, N', [
-    ('none', 7, 7),
-    ('seen', 3, 7),
-    ('numbers, some -inf', 3, 7),
-])
-def test_attention_in_model_py_equals_plain_attention(kind, S, N):
-    q, k, v = random_qkv(4, 2, S, N)
-    mask, scores = mask_and_scores(kind, S, N)
-    close(Attention.attend(q, k, v, mask, 0.0), plain_attention(q, k, v, scores), 1e-13)
 
 
 def bf16(*tensors):

@@ -1,6 +1,8 @@
 """The benchmark measures what it says; how long it takes is nothing to assert."""
 import pytest
 import torch
+from conftest import cells
+
 from engine.files import UserError
 from model import GPTConfig
 from tools import bench
@@ -14,10 +16,8 @@ def test_a_table_of_each_kind(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
     monkeypatch.setattr(bench, 'DEPTHS', {2: 0.54369})
     bench.main([*SMALL, '--ponder=loop', '--toggles=plain,pause,router', '--alone=True'])
-    lines = capsys.readouterr().out.splitlines()
-    named = [line.split('|')[1].strip() for line in lines if line.startswith('| ')]
     models = ['plain', 'plain, model.py alone', 'pause', 'pause, model.py alone']
-    assert [name for name in named if not name.startswith('---')] == [
+    assert [row[0] for row in cells(capsys.readouterr().out)] == [
         'step, 2 x 32 tokens', *models,
         'decoding 3 tokens, batch 1', *models,
         'router: decoding 3 tokens, batch 1, fp32', 'all', '2',

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import test_train
 import torch
-from conftest import TOGGLES, make, save
+from conftest import TOGGLES, Evil, make, save
 from test_train import QUICK, SHAPE, log_of, same_weights
 
 import sample
@@ -99,19 +99,11 @@ def test_folders_without_a_checkpoint(tmp_path, out):
     assert 'not a checkpoint of this program' in why(tmp_path)
 
 
-class Evil:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
-def test_checkpoints_cannot_run_code(tmp_path):
-    pwned = tmp_path / 'pwned'
-    torch.save({'version': 3, 'model': Evil(str(pwned))}, tmp_path / 'ckpt.pt')
+def test_checkpoints_cannot_run_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({'version': 3, 'model': Evil()}, 'ckpt.pt')
     assert 'holds more than tensors' in why(tmp_path)
-    assert not pwned.exists()
+    assert not os.path.exists('executed')
 
 
 def test_checkpoints_of_another_program(out, run_train, capsys):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from conftest import ROOT, program
+from conftest import ROOT, cells, program
 
 import prepare_data
 import train
@@ -82,6 +82,7 @@ def test_all_runs_have_the_same_recipe(common):
     (['--seed=1'], 'seed=1.*--help'),
     (['folder'], 'folder'),
     (['nowhere.jsonl'], 'no finished run'),
+    ([os.path.join(ROOT, 'docs', 'runs', 'halting.jsonl')], 'no finished run'),
 ])
 def test_refusals(common, tmp_path, args, words):
     with pytest.raises(UserError, match=words):
@@ -162,10 +163,8 @@ def test_on_a_made_task_right_answers_are_counted(in_process, tmp_path, monkeypa
     prepare_data.prepare(DataSettings(problems=100), ['addition'])
     compare.main([*RECIPE, '--data_dir=data/addition', '--out=out', '--names=plain,loop',
                   '--seeds=1', '--answers=10'])
-    lines = capsys.readouterr().out.splitlines()
-    [loop] = [line for line in lines if line.startswith('| loop ')]
-    cells = [cell.strip() for cell in loop.split('|')[1:-1]]
-    assert cells[:5] == ['loop', '0 of 1', '0.0%', '0.0% to 0.0%', '4.00']
+    [loop] = [row for row in cells(capsys.readouterr().out) if row[0] == 'loop']
+    assert loop[:5] == ['loop', '0 of 1', '0.0%', '0.0% to 0.0%', '4.00']
 
 
 # -------------------------------------------------------------------------------------------------
@@ -179,8 +178,7 @@ def table_of(*runs, **more):
         records.append(dict(name=name, seed=seed, val_nats_per_byte=loss, flops=flops, seconds=10,
                             commit='abc', torch='2.13.0', hardware='a CPU', date='2026-01-01',
                             **{key: values[len(records)] for key, values in more.items()}))
-    lines = [line for line in compare.table_of(records).splitlines() if line.startswith('| ')]
-    return [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines[2:]]
+    return cells(compare.table_of(records))[1:]
 
 
 def test_the_table_of_losses_by_hand():

@@ -28,10 +28,6 @@ class Block:
     limit: Optional[int] = None         # a whole number, or none
     label: Optional[str] = None         # text, or none
 
-    def __post_init__(self):
-        if self.count == 13:
-            raise ValueError("count=13 is impossible: take 12")
-
 
 def parse(*argv):
     return read(list(argv), 'usage', Block)
@@ -128,12 +124,6 @@ def test_stored_settings_come_back_unchanged(tmp_path):
     block = Block(count=2 ** 60 + 1, rate=0.1 + 0.2, name="it's \n ☃", flag=True, label='')
     path.write_text(json.dumps(asdict(block)))
     assert build(Block, parse(str(path))[0]) == block
-
-
-def test_a_block_refuses_what_does_not_fit_together():
-    assert build(Block, dict(count=4)) == Block(count=4)
-    with pytest.raises(UserError, match='take 12'):
-        build(Block, dict(count=13))
 
 
 @pytest.mark.parametrize('block', [Block, GPTConfig, Settings, SampleSettings, DataSettings])

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import make, save
+from conftest import cells, make, save
 
 import prepare_data
 from engine.files import UserError
@@ -62,8 +62,7 @@ def test_equals_the_plain_loop(ponder, n):
 def run(capsys, *args):
     """The cells that the program printed, but for the text's name: [[..], ..], by line."""
     evaluate.main([*map(str, args), '--device=cpu'])
-    lines = capsys.readouterr().out.splitlines()
-    return [[cell.strip() for cell in line.split('|')[2:-1]] for line in lines[2:]]
+    return [row[1:] for row in cells(capsys.readouterr().out)[1:]]
 
 
 def test_a_text(model, folder, tmp_path, capsys):
@@ -161,7 +160,7 @@ def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):
 # ---- the program ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('args, words', [
-    (['CKPT', 'no.txt'], 'no.txt: cannot be read'),
+    (['CKPT', 'no.txt'], 'no.txt: there is no such'),
     (['CKPT', 'TMP/empty.txt'], 'no text'),
     (['CKPT', 'TMP/other.bin'], 'token 1299 of a vocabulary of 257'),
     (['CKPT', 'CKPT'], 'a checkpoint; only the first'),

@@ -5,16 +5,13 @@ starts it, it says what is empty.
 import functools
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, save
+from conftest import ROOT, program, save
 from students import SLIPS, UNUSUAL
 
 FOLDER = os.path.join(ROOT, 'exercises')
-sys.path.insert(0, FOLDER)
 import check
 import course
 import marker
@@ -159,10 +156,8 @@ def test_exercises_are_programs(tmp_path):
     for name in check.NAMES:
         path = os.path.join(FOLDER, f'{name}.py')
         commands += [path, f'{path} --hint']
-    environment = {**os.environ, 'PYTHONPATH': ''}
     commands += [f'{path} --hint=3', f'{path} --hint=4']
-    done = subprocess.run([sys.executable, '-c', AS_PROGRAMS, *commands],
-                          cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = program('-c', AS_PROGRAMS, *commands, cwd=tmp_path, PYTHONPATH='')
     assert done.stdout.count('is still empty: write it in place of this line\n') == 8
     assert done.stdout.count('--hint gives a hint)\nstatus 1\nhint 1 of 3: ') == 8
     assert done.stdout.count('hint 3 of 3: ') == 1

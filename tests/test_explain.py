@@ -198,7 +198,7 @@ def test_the_data_is_what_look_saw(tmp_path, name):
 
 
 def test_on_a_made_task_only_answers_count(tmp_path, sums):
-    _, data = page_of(tmp_path, make(**SIZE), '12+34,56+44=100', data_dir=sums)
+    _, data = page_of(tmp_path, make(**SIZE), '12+34, 56+44=100', data_dir=sums)
     text = ''.join(piece['text'] for piece in data['text'])
     assert re.fullmatch(r'(∎\d{4}\+\d{4}=\d{5}){2}∎12\+34=046∎56\+44=100', text)
     counted = [text[t + 1] for t, counts in enumerate(data['counts']) if counts]

@@ -3,14 +3,11 @@ exercises/labs/fingerprint.py: the disguise changes nothing that the model says,
 fingerprints see through it.
 """
 import copy
-import os
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, close, make, save
+from conftest import cells, close, make, save
 
-sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import fingerprint as lab
 from engine.files import UserError
 
@@ -114,8 +111,7 @@ def test_the_program(small_data, tmp_path, capsys):
     with torch.enable_grad():
         lab.main([a, b, '--steps=1', '--K=12', f'--out={picture}'])
     out = capsys.readouterr().out
-    cells = [[cell.strip() for cell in line.split('|')] for line in out.splitlines()]
-    rows = {row[1]: row[2:-1] for row in cells if len(row) == 8}
+    rows = {row[0]: row[1:] for row in cells(out) if len(row) == 6}
     assert rows['A'][1:] == ['1.000'] * 4
     assert rows['A, disguised'][0] == rows['A'][0] != rows['A, 1 more steps'][0]
     assert ': relatives: ' in out.splitlines()[-2]

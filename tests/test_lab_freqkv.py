@@ -3,15 +3,12 @@ exercises/labs/freqkv.py: until it is full its cache is the plain one; then it i
 however the text is cut, and equal to a slow one written from the equations.
 """
 import math
-import os
-import sys
 
 import naive
 import pytest
 import torch
-from conftest import ROOT, close, make, save
+from conftest import cells, close, make, save
 
-sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import freqkv
 from engine.files import UserError
 from freqkv import FreqKV, FreqKVSettings, LongGPT, Rotated, contestants, filtered
@@ -130,7 +127,7 @@ def test_the_program(tmp_path, small_data, capsys):
     freqkv.main([folder, '--windows=2', '--steps=1', '--sinks=2'])
     out = capsys.readouterr().out
     assert f'{3 * N} tokens from a cache that never held more than {N}' in out
-    rows = [line.strip('| ').split(' | ') for line in out.splitlines() if line[:1] == '|'][2:]
+    rows = cells(out)[1:]
     assert len(rows) == 9
     for name, at_n, _, at_4n, peak in rows:
         assert float(at_n) > 0 and float(at_4n) > 0

@@ -2,16 +2,13 @@
 exercises/labs/geogalactica.py: the mix is exact, only answers are learned, each part sees the facts
 it should.
 """
-import os
 import re
-import sys
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, make, save
+from conftest import make, save
 
-sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import geogalactica as lab
 import minerals
 from common import loss_on, own_text, windows

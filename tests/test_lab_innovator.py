@@ -2,16 +2,13 @@
 exercises/labs/innovator.py: what splitting, routing and each stage promise.
 """
 import copy
-import os
 import re
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, close, make, save
+from conftest import close, make, save
 
-sys.path.insert(0, os.path.join(ROOT, 'exercises', 'labs'))
 import innovator as lab
 from engine.files import UserError
 

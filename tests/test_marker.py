@@ -4,19 +4,14 @@ process takes seconds; more of it runs with --slow.
 """
 import json
 import os
-import sys
 
 import pytest
-from conftest import ROOT, program
+from conftest import cells, program
+from test_exercises import ANSWERS, FOLDER
 
-FOLDER = os.path.join(ROOT, 'exercises')
-sys.path.insert(0, FOLDER)
 import check
 import marker
 from engine.files import UserError
-
-with open(os.path.join(FOLDER, 'answers.py'), encoding='utf-8') as f:
-    ANSWERS = f.read().partition('ANSWERS = ')[0]
 
 
 def solution(name):
@@ -59,8 +54,8 @@ def test_a_class_is_one_table(tmp_path):
     done = program(os.path.join(FOLDER, 'check.py'), *files, '--json=marks.json', '--seed=3',
                    cwd=tmp_path, ok=False, PYTHONPATH='')
     assert done.returncode == 1 and not done.stderr
-    head, _, *rows = [line.replace('|', ' ').split() for line in done.stdout.splitlines()]
-    assert head == list(check.NAMES)
+    head, *rows = cells(done.stdout)
+    assert head == ['', *check.NAMES]
     assert [row[:4] for row in rows] == [['anna', '-', '3/3', '-'], ['ben', '-', '1/3', '-'],
                                          ['carl', '-', '0/3', '-']]
     said = json.loads((tmp_path / 'marks.json').read_text())

@@ -3,9 +3,9 @@ import os
 import sys
 
 import pytest
+import test_plan
 from conftest import ROOT, program
 
-import train
 from engine import plan
 from model import GPTConfig
 
@@ -62,16 +62,13 @@ def test_each_program_says_what_it_does(tmp_path):
         assert f'python {name}' in told, f"{name} --help has no line to copy"
 
 
-@pytest.fixture
-def dry_run(tmp_path, monkeypatch, capsys):
-    """What a dry run prints, in an empty folder. Its memory is measured in test_plan.py alone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, 'activations', lambda *_: 0)
+dry_run = test_plan.dry_run     # the fixture
 
-    def run(*args):
-        train.main([*args, '--dry_run=True'])
-        return capsys.readouterr().out
-    return run
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch):
+    """It is measured in test_plan.py alone."""
+    monkeypatch.setattr(plan, 'activations', lambda *_: 0)
 
 
 @pytest.mark.parametrize('size', files('config', 'size'))

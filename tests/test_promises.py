@@ -239,35 +239,6 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
         close(a, b, 1e-12)
 
 
-class Compiler:
-    """
-    A backend for torch.compile that counts its graphs. It traces and differentiates as on a GPU,
-    but needs no compiler.
-    """
-
-    def __init__(self):
-        self.graphs = 0
-        self.compile_function = torch.compile
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
-
-    def compile(self, function, **settings):
-        """torch.compile with this backend; what is compiled must be one graph."""
-        return self.compile_function(function, backend=self, fullgraph=True, **settings)
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    torch._dynamo.reset()  # forget what other tests compiled
-    compiler = Compiler()
-    monkeypatch.setattr(torch, 'compile', compiler.compile)
-    # compile_blocks sets both, for all that follows
-    with torch._dynamo.config.patch(recompile_limit=128, optimize_ddp=True):
-        yield compiler
-
-
 def one_step(name):
     """Settings with as few graphs as the point allows: each number of sources and slots is one."""
     toggle = few_sweeps(TOGGLES[name])
@@ -328,13 +299,6 @@ def test_bf16_autocast_stays_close(toggle, idx, kind):
     for a, b in zip(got[1:], want[1:]):
         assert a.isfinite().all()
         assert torch.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.99
-
-
-def test_same_result_twice_and_rows_are_independent(toggle, idx):
-    model = make(**toggle, block_size=13)
-    full = model(idx)[0]
-    assert torch.equal(full, model(idx)[0])
-    close(model(idx[1:2])[0], full[1:2])
 
 
 GATES = {}

@@ -4,10 +4,10 @@ import glob
 import importlib
 import os
 import re
-import sys
 
 import prepare_data
 import pytest
+import released
 import train
 from conftest import ROOT, make, save
 from configurator import read
@@ -26,7 +26,6 @@ from tools.explain import ExplainSettings
 from tools.plot import KINDS, PlotSettings
 from train import Settings
 
-sys.path.insert(0, os.path.join(ROOT, 'exercises'))
 import check
 
 
@@ -128,15 +127,9 @@ def test_commands_name_exercises_that_exist(command):
 
 
 # what needs a network or lm_eval, or has tests of its own
-ELSEWHERE = {
-    'fineweb': 'test_download',
-    'shakespeare': 'test_download',
-    '--tokenizer=gpt2': 'test_download',
-    '--tasks': 'test_evaluate',
-    'exercises/': 'test_exercises',
-}
+ELSEWHERE = ('fineweb', 'shakespeare', '--tokenizer=gpt2', '--tasks', 'exercises/')
 SHAPE = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32']
-TINY = SHAPE + [
+QUICK = [
     '--block_size=32',
     '--batch_tokens=64',
     '--micro_batch=2',
@@ -149,7 +142,7 @@ TINY = SHAPE + [
 LESS = {
     'sample.py': ['--max_new_tokens=3', '--num_samples=2', '--compile=False'],
     'tools/choices.py': ['--tokens=99', '--lots=1'],
-    'tools/compare.py': [*TINY, '--block_size=64', '--batch_tokens=128', '--answers=20'],
+    'tools/compare.py': [*SHAPE, *QUICK, '--block_size=64', '--batch_tokens=128', '--answers=20'],
     'tools/evaluate.py': ['--tokens=99'],
 }
 
@@ -161,6 +154,10 @@ def texts_to_learn_from(folder):
     for name in ('my_texts/a.txt', 'notes.txt'):
         (folder / name).write_text('Some words to learn from. ' * 99)
     (folder / 'prompt.txt').write_text('def ')
+    models = dict(ponderlm2=released.LATENT, ouro=released.OURO, ponder=released.PONDER,
+                  depth=released.DEPTH, pythia=released.NEOX)
+    for name, config in models.items():
+        released.write_folder(folder / 'models' / name, config, tokenizer=True)
     record = '{{"text": "{} words, a document of their own."}}\n'
     (folder / 'all.jsonl').write_text(''.join(record.format(i) for i in range(2000)))
 
@@ -186,7 +183,8 @@ def arguments_for_less(path, args):
         return SHAPE
     if '--help' in args:
         return []
-    return TINY
+    released = any(arg.startswith('--init_from=hf:') for arg in args)   # it has its own shape
+    return QUICK if released else SHAPE + QUICK
 
 
 def run_as_written(command):
@@ -205,7 +203,7 @@ def run_as_written(command):
 
 
 @pytest.mark.parametrize('page', [
-    'README.md', 'docs/training.md', pytest.param('exercises/README.md', marks=pytest.mark.slow)])
+    'README.md', 'docs/training.md', 'docs/released.md', 'exercises/README.md'])
 def test_commands_run(page, tmp_path, monkeypatch, capsys):
     """In the order of the page, in one folder, on models and texts as small as can be."""
     monkeypatch.chdir(tmp_path)
@@ -215,6 +213,8 @@ def test_commands_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, 'train', lambda _, args, *rest: train.main(args))     # here
     if page == 'docs/training.md':
         prepare_data.main(['my_texts/', 'notes.txt', 'all.jsonl', '--name=mine'])
+    if page == 'docs/released.md':
+        save(tmp_path / 'out' / 'vanilla', make())
 
     for command in filter(split_command, read_commands(page)):
         if any(word in command for word in ELSEWHERE):
@@ -264,9 +264,10 @@ def defined(path):
 NAMES = r'((?:`[\w.]+`(?:, | and )?)+) in \[`[\w/.]+`\]\(([\w/.]+\.py)\)'
 
 
-@pytest.mark.parametrize('page', PAGES)
-def test_names_are_in_the_file_they_are_said_to_be_in(page):
-    for names, link in re.findall(NAMES, read_text(page)):
+def test_names_are_in_the_file_they_are_said_to_be_in():
+    said = [(page, *found) for page in PAGES for found in re.findall(NAMES, read_text(page))]
+    assert len(said) > 10
+    for page, names, link in said:
         path = os.path.normpath(os.path.join(os.path.dirname(page), link))
         missing = set(re.findall(r'`([\w.]+)`', names)) - defined(path)
         assert not missing, f'{page}: {path} has no {missing}'

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 import torch
-from conftest import TOGGLES, make, save
+from conftest import TOGGLES, make, program, save
 
 import prepare_data
 import sample
@@ -38,6 +38,11 @@ def test_streams_samples(folder, capsys):
 
     sample.main(args)
     assert capsys.readouterr().out == first.out
+
+
+def test_a_terminal_that_cannot_show_a_character(folder):
+    done = program('sample.py', folder, '--start=é', '--max_new_tokens=2', PYTHONIOENCODING='ascii')
+    assert done.stdout.startswith('?')
 
 
 def test_prints_what_the_model_generates(folder, capsys):
@@ -139,6 +144,9 @@ def test_a_rule_without_weights_can_be_asked_for(tmp_path):
     assert model.mechanism.passes.tolist() == [[1, 1, 1]]
     model.config.halt_tau = 0.0
     torch.testing.assert_close(model(idx)[0], loop.eval()(idx)[0])
+    deep = make(**SMALL, ponder='loop', depth_attn=True).float()
+    with pytest.raises(UserError, match='passes read earlier ones'):
+        sample.load_model(save(tmp_path / 'deep', deep), 'cpu', halting='exit')
     ponder = make(**SMALL, ponder='embedding').float()
     with pytest.raises(UserError, match="halting='gate': this model has other weights"):
         sample.load_model(save(tmp_path / 'ponder', ponder), 'cpu', halting='gate')

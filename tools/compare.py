@@ -258,7 +258,7 @@ def make_runs(compare, common, asked, results):
     """Make all runs that are not finished; returns how many failed."""
     names = ALL if compare.names == 'all' else compare.names.split(',')
     plans = {name: make_plan(name, common, asked) for name in names}    # what is wrong shows first
-    keep_recipe(compare.out, common)
+    keep_recipe(compare.out, [*common, f'--answers={compare.answers}'])
     failed = 0
     for seed in compare.seeds.split(','):
         for name in names:
@@ -401,7 +401,7 @@ def main(argv):
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
         failed = make_runs(compare, common, asked, files[0])
     for path in files:
-        records = read_lines(path)
+        records = [r for r in read_lines(path) if 'name' in r]
         if records:
             print(f"\n{table_of(records)}")
         elif not failed:

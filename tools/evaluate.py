@@ -78,8 +78,11 @@ def each_setting(model, s):
         values = [float(word) if name == 'halt_tau' else int(word) for word in asked.split(',')]
     except ValueError:
         raise UserError(f"{name}={asked}: give numbers, with commas between") from None
-    for value in values:
-        override(model, build(SampleSettings, {name: value}))
+    settings = [build(SampleSettings, {name: value}) for value in values]
+    for setting in settings:    # what is wrong shows before anything is computed
+        override(model, setting)
+    for value, setting in zip(values, settings):
+        override(model, setting)
         yield name, value
 
 
@@ -148,6 +151,9 @@ def evaluate_text(model, tokenizer, path, s):
 
 def print_texts(model, tokenizer, paths, s):
     """A table of the loss on each text."""
+    for path in paths:
+        if not os.path.exists(path):
+            raise UserError(f"{path}: there is no such file or folder")
     rows = []
     for name, value in each_setting(model, s):
         for path in paths:

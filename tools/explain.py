@@ -255,7 +255,7 @@ def problem_tokens(start, name, data_dir, eot, block_size):
     """(the tokens of the problems in --start, behind some solved ones, where the first begins)."""
     text = read_file(start) if start.startswith('FILE:') else start
     task, asked = TASKS[name], []
-    for problem in re.split(r'[,\n]+', text.strip()):
+    for problem in re.split(r'[,\s]+', text.strip()):
         question, _, answer = problem.partition(task.end)
         try:
             answer = answer or task.answer(question + task.end)

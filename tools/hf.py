@@ -3,7 +3,8 @@ Write a plain checkpoint as a Hugging Face folder, a Llama or Qwen3:
 
     python tools/hf.py out/vanilla exported/vanilla
 
-The other way needs no program: hf:FOLDER stands for a checkpoint, see docs/released.md.
+Put the tokenizer's file beside it (bytes have none). The other way needs no program: hf:FOLDER
+stands for a checkpoint, see docs/released.md.
 """
 
 import json
