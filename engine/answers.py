@@ -40,13 +40,14 @@ class Outcome:
 
 
 def validation_problems(folder):
-    """(name of the task, generator of (question, answer)) of a validation set; else UserError."""
+    """(meta, its Task, generator of (question, answer)) of a validation set; else UserError."""
     meta = read_meta(folder)
     made = task_of(meta)
     if made is None:
         raise UserError(f"{folder} is made from {meta['source']}, and --answers needs a task: "
                         f"{', '.join(TASKS)}")
-    return made[0], read_problems(folder, meta, TASKS[made[0]])
+    task = TASKS[made[0]]
+    return meta, task, read_problems(folder, meta, task)
 
 
 def read_problems(folder, meta, task):
@@ -67,10 +68,9 @@ def ask(model, folder, count):
     validation set. As in training, a question follows others: without them some models lose count
     of the places.
     """
-    meta = read_meta(folder)
+    meta, _, problems = validation_problems(folder)
     check_context(meta, model.config.block_size)
     eot = meta['eot']
-    _, problems = validation_problems(folder)
     pairs = list(islice(problems, EXAMPLES + count))
     asked = []
     for i, (question, answer) in enumerate(pairs[EXAMPLES:], start=EXAMPLES):
@@ -82,14 +82,13 @@ def ask(model, folder, count):
 
 def answer_problems(model, folder, count, batch_size=100):
     """The Outcomes of `count` problems of a data folder's validation set, behind the first two."""
-    name, _ = validation_problems(folder)
-    eot = read_meta(folder)['eot']
+    meta, task, _ = validation_problems(folder)
     asked = ask(model, folder, count)
     asked.sort(key=lambda one: len(one[0]))     # so that batches need little padding
     progress = Progress()
     outcomes = []
     for first in range(0, len(asked), batch_size):
-        outcomes += answer_batch(model, TASKS[name], asked[first:first + batch_size], eot)
+        outcomes += answer_batch(model, task, asked[first:first + batch_size], meta['eot'])
         progress(f"{len(outcomes):,} of {len(asked):,} answers")
     return outcomes
 
@@ -108,10 +107,10 @@ def behind_solved(tokens, folder, eot, block_size):
     These tokens behind solved problems of a data folder's validation set, as in `ask`: as many as
     leave room for the answer, if they are a question.
     """
-    name, size = task_of(read_meta(folder))
-    longest = 1 + TASKS[name].longest(size)     # the end-of-text token, a question, its answer
+    meta, task, problems = validation_problems(folder)
+    _, size = task_of(meta)
+    longest = 1 + task.longest(size)            # the end-of-text token, a question, its answer
     answer = max(0, longest - len(tokens))
-    _, problems = validation_problems(folder)
     return behind(list(islice(problems, EXAMPLES)), tokens, eot, block_size - answer)
 
 
@@ -170,9 +169,9 @@ def summary(model, folder, count):
     those of an answer's character.
     """
     outcomes = answer_problems(model, folder, count)
-    name, _ = validation_problems(folder)
-    return {'task': name, **totals(outcomes),
-            'by_difficulty': by_difficulty(TASKS[name], outcomes)}
+    meta, task, _ = validation_problems(folder)
+    name, _ = task_of(meta)
+    return {'task': name, **totals(outcomes), 'by_difficulty': by_difficulty(task, outcomes)}
 
 
 def totals(outcomes):

@@ -96,7 +96,7 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     prepare_data.prepare(prepare_data.DataSettings(problems=100), ['addition'])
     model = make(**{**SMALL, 'block_size': 128}).float()
     folder = save(tmp_path / 'sums', model, data_dir='data/addition')
-    _, problems = validation_problems('data/addition')
+    *_, problems = validation_problems('data/addition')
     solved = ''.join(f'\0{question}{answer}' for question, answer in islice(problems, 2))
     prompt = [ord(c) or 256 for c in solved + '\0' + '1999+8001=']
     asked = []
