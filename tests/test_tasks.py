@@ -197,6 +197,8 @@ def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, sh
     problems = all_problems(folder, 'val')
     ends = [prompt.count(256) for prompt in model.prompts]
     assert ends == [shown + 1] * (len(problems) - answers.EXAMPLES)
+    with pytest.raises(UserError, match='block_size=15'):
+        answers.summary(StandIn(TASKS['addition'].answer, 15), folder, 1000)
     by_question = {bytes(token for token in prompt if token < 256)[-10:]: prompt
                    for prompt in model.prompts}
     last = by_question[problems[-1][:10].encode()]
