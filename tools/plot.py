@@ -195,9 +195,9 @@ def halting(paths, s):
         for name, found in runs.items():
             draw_halting(ax, name, found, colours[name])
         answers = found[0]['answers']
-        ylabel = 'right answers (%), better ↑' if answers else 'loss (nats per token), better ↓'
-        ax.set(xlabel='passes per token', ylabel=ylabel)
+        ax.set(xlabel='passes per token', ylabel='loss (nats per token), better ↓')
         if answers:
+            ax.set(xlabel='passes per character', ylabel='right answers (%), better ↑')
             ax.set_ylim(0, 106)
         ax.set_title(data, loc='left', size=TEXT)
     add_legend(figure)
