@@ -150,7 +150,7 @@ class Text:
 
     @property
     def shuffled(self):
-        """(n,T) bool: whose passes are told, and dealt out."""
+        """(n,T) bool: whose passes are counted, and dealt out."""
         return self.counts & (self.targets != self.end)
 
     def result(self, losses, right):
