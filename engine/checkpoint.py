@@ -179,7 +179,7 @@ def load_optimizer(optimizer, scaler, state):
 def with_halting(state, halting):
     """
     A checkpoint whose tokens stop by a rule that it was not trained with; UserError if the rule
-    needs weights that are not there, or the model reads otherwise.
+    needs weights that are not there, or this model's passes read earlier ones.
     """
     before = state['config']
     config = {**before, 'halting': halting}

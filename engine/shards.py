@@ -103,16 +103,17 @@ def read_meta(folder, tokenizer=None):
         raise UserError(f"{folder}: no data set (no meta.json); make data/{name} with: {command}")
     with open(path, encoding='utf-8') as f:
         meta = json.load(f)
-    if tokenizer and not same_tokens(meta, tokenizer):
+    if tokenizer is None:
+        return meta
+    same = (meta['n_tokens'], meta['eot']) == (tokenizer.n_vocab, tokenizer.eot_token)
+    if not same or not may_be_one(meta['tokenizer'], tokenizer.name):
         raise UserError(f"{folder} has {meta['tokenizer']} tokens, not {tokenizer.name}")
     return meta
 
 
-def same_tokens(meta, tokenizer):
-    """Whether data has a tokenizer's tokens; a family of models has it in several folders."""
-    if meta['tokenizer'].startswith('hf:') and tokenizer.name.startswith('hf:'):
-        return (meta['n_tokens'], meta['eot']) == (tokenizer.n_vocab, tokenizer.eot_token)
-    return meta['tokenizer'] == tokenizer.name
+def may_be_one(name, other):
+    """Whether two names may be of one tokenizer: a family of models has it in several folders."""
+    return name == other or (name.startswith('hf:') and other.startswith('hf:'))
 
 
 def open_shard(path, tokens=None):

@@ -15,7 +15,7 @@ from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.fast import without_numbers
 from engine.files import UserError
 from engine.released import describe
-from engine.shards import knows_tokens
+from engine.shards import knows_tokens, may_be_one
 from engine.tasks import check_context
 from engine.variant import config_of
 from model import HALTING, GPTConfig, Loop
@@ -146,8 +146,8 @@ def check_data(config, meta, state, settings):
     """UserError if the model was made for other tokens than the data has."""
     name = meta['tokenizer']
     of_model = state['tokenizer'] if state else name
-    same = of_model == name or of_model.startswith('hf:') and name.startswith('hf:')
-    if not same or not knows_tokens(config.n_tokens, name, meta['n_tokens']):
+    known = knows_tokens(config.n_tokens, name, meta['n_tokens'])
+    if not known or not may_be_one(of_model, name):
         raise UserError(f"{settings.data_dir} is tokenised with {meta['n_tokens']} tokens "
                         f"({name}), the model has n_tokens={config.n_tokens} ({of_model}): use the "
                         "data the model was made for")

@@ -98,7 +98,7 @@ def test_an_answer_is_right_if_all_its_characters_are():
 
 
 def test_the_end_of_an_answer_keeps_its_passes(model, monkeypatch):
-    """Dealt out, and told, are the passes of an answer's characters alone."""
+    """The passes of its characters alone are counted, and dealt out."""
     answers = choices.Text(X, Y, answers=True, end=int(Y[0, 5]))
     ends, at_first = Y == answers.end, choices.see(model, X, Y)[2]
     seen, see = [], choices.see

@@ -50,6 +50,7 @@ def run_train(small_data, tmp_path, monkeypatch):
     of its out_dir.
     """
     monkeypatch.setattr('engine.run.SILENCE', math.inf)     # no lines more on a busy machine
+
     def run(name, *args, shape=SHAPE):
         out_dir = str(tmp_path / name)
         train.main([*shape, *QUICK, f'--data_dir={small_data}', f'--out_dir={out_dir}', *args])

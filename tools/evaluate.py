@@ -32,7 +32,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
-from engine.files import UserError, on_disk, run, table
+from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
@@ -122,7 +122,7 @@ def token_arrays(path, tokenizer):
 
 def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
-    with on_disk(path, 'read'), open(path, 'rb') as f:
+    with open(path, 'rb') as f:
         tokens = encode(tokenizer, f.read())
     return np.roll(tokens, 1)       # the end-of-text that is behind it comes before
 
