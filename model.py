@@ -20,7 +20,7 @@ generates.
     5  halting              each token takes as many of these passes as it needs
     6  accounts             which settings fit together, and what a token costs
 
-To train it with this file alone (train.py does more, and faster, by engine/fast.py):
+train.py trains these classes as they stand here. To train them with this file alone:
 
     gpt = GPT(GPTConfig(ponder='loop', ..))
     for step in range(steps):
@@ -389,7 +389,7 @@ class GPT(nn.Module):
 
     def nats(self, h, targets):
         """Cross-entropy (B,T) of the next tokens; 0 where the target is negative."""
-        logits = self.head(h).flatten(0, -2)                            # (B T, V)
+        logits = at_least_fp32(self.head(h)).flatten(0, -2)             # (B T, V)
         target = targets.flatten().clamp(min=-1)
         nats = F.cross_entropy(logits, target, ignore_index=-1, reduction='none')
         return nats.view_as(targets)
@@ -415,8 +415,7 @@ class GPT(nn.Module):
             h = self.hidden(new, memory)[:, -1]                         # only what is new
             logits = self.head(h).float()                               # (B,V)
             if top_k is not None:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits[logits < kth] = -math.inf
+                logits = likeliest(logits, top_k)
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)                   # (B,1)
             else:
@@ -431,6 +430,17 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None, training=True):
         """FLOPs of one token in a text of T (None: block_size), see part 6."""
         return flops_per_token(self, T or self.config.block_size, training)
+
+
+def at_least_fp32(x):
+    """x in fp32, or in float64 if it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def likeliest(logits, k):
+    """Logits (B,V) with -inf in the place of all but the k largest of a row."""
+    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
+    return logits.masked_fill(logits < kth, -math.inf)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -556,7 +566,8 @@ class Mechanism(nn.Module):
     def by_rows(self, function, gpt, h):
         """
         function(gpt, h), (.., C) -> (.., D), for one that looks at each row by itself. Here it is
-        just the call; engine/loss.py takes some rows at a time, as V logits for all are too many.
+        just the call; with `fast`, engine/loss.py takes some rows at a time: V logits for all may
+        be too many.
         """
         return function(gpt, h)
 
@@ -636,11 +647,6 @@ def mixture(gpt, h):
     p = top.values.softmax(-1).to(table.dtype)
     mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
     return mean.view_as(h) * config.embed_scale
-
-
-def at_least_fp32(x):
-    """x in fp32, or in float64 if it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Loop(Mechanism):
@@ -897,8 +903,8 @@ class Halting(Mechanism):
     """
     A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
     pass and what is made of its output, and what training adds to the loss; the loop is here. In it
-    tokens that stopped go through the blocks all the same, and nobody reads them; engine/fast.py
-    leaves them out, and the costs below count it so.
+    tokens that stopped go through the blocks all the same, and nobody reads them; with `fast`,
+    engine/ leaves them out, and the costs below count it so.
     """
     halts = True
     norm = True             # whether a pass ends with the final norm

@@ -21,7 +21,9 @@ from configurator import build, check_range, read
 from engine.answers import behind_solved, task_of_run
 from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halting
 from engine.compile import compile_decoding
+from engine.fast import pick_fast
 from engine.files import UserError, on_disk, run
+from engine.generate import stream
 from engine.hardware import expect_new_lengths, pick_device
 from engine.shards import get_tokenizer, knows_tokens
 
@@ -44,6 +46,7 @@ class SampleSettings:
     show_steps: bool = False            # colour each token by its passes
     exact: bool = False                 # latent: read the prompt token by token, not by iteration
     compile: bool = False               # compile decoding: pays after some ten thousand tokens
+    fast: Optional[bool] = None         # engine/'s parts (None: on CUDA, or as in training)
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves memory traffic where hardware has it
 
@@ -54,6 +57,10 @@ class SampleSettings:
         check_range(self, 0, math.inf, 'temperature')
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+        if self.compile:
+            if self.fast is False:
+                raise ValueError("compile=True compiles the parts of engine/: leave out fast=False")
+            self.fast = True
 
 
 def override(model, s):
@@ -68,17 +75,19 @@ def override(model, s):
 
 # ---- the model -----------------------------------------------------------------------------------
 
-def load_model(folder, device, dtype=torch.float32, halting=None):
+def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
     """
     A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
-    train.py's settings). halting: a rule it was not trained with. UserError if there is no
-    checkpoint.
+    train.py's settings). halting: a rule it was not trained with. fast: a FastGPT (None: on CUDA,
+    or if it was trained so). UserError if there is no checkpoint.
     """
     device = torch.device(device)
     state = load_checkpoint(folder)
     if halting is not None:
         state = with_halting(state, halting)
-    model = model_of(state)             # a FastGPT: engine/fast.py
+    if fast is None:
+        fast = pick_fast(state['settings'].get('fast'), device)
+    model = model_of(state, fast)
     expect_new_lengths()
     tokenizer = get_tokenizer(state['tokenizer'])
     n_tokens = model.config.n_tokens
@@ -98,8 +107,8 @@ def open_one(argv, description, block, example):
     if len(folders) != 1:
         raise UserError(f"name one checkpoint folder, such as: {example}")
     dtype = getattr(torch, getattr(s, 'dtype', 'float32'))
-    halting = getattr(s, 'halting', None)
-    model, tokenizer, settings = load_model(folders[0], pick_device(s.device), dtype, halting)
+    halting, fast = getattr(s, 'halting', None), getattr(s, 'fast', False)
+    model, tokenizer, settings = load_model(folders[0], pick_device(s.device), dtype, halting, fast)
     return s, model, tokenizer, settings
 
 
@@ -154,9 +163,9 @@ def print_sample(model, tokenizer, prompt, s, seed):
     """Print what the model makes of a prompt, as it comes; returns (tokens, passes they took)."""
     utf8 = codecs.getincrementaldecoder('utf-8')('replace')     # a character may be several tokens
     count, total = 0, 0
-    for token, passes in model.stream([prompt], s.max_new_tokens, temperature=s.temperature,
-                                      top_k=s.top_k, top_p=s.top_p, seed=seed,
-                                      stop_token=tokenizer.eot_token, exact=s.exact):
+    for token, passes in stream(model, [prompt], s.max_new_tokens, temperature=s.temperature,
+                                top_k=s.top_k, top_p=s.top_p, seed=seed,
+                                stop_token=tokenizer.eot_token, exact=s.exact):
         token, passes = token.item(), passes.item()     # both are (1,): there is one prompt
         count += 1
         total += passes
@@ -171,8 +180,6 @@ def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, SampleSettings,
                                              "python sample.py out/depth_attn")
     override(model, s)
-    if s.compile:
-        compile_decoding(model)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     given = '' if s.start is None else tokenizer.decode(prompt)
     if given and task_of_run(settings):
@@ -180,6 +187,9 @@ def main(argv):
         eot, block_size = tokenizer.eot_token, model.config.block_size
         prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, block_size)
         prompt = prompt[-block_size:]
+
+    if s.compile:
+        compile_decoding(model, min(model.config.block_size, len(prompt) + s.max_new_tokens))
 
     tokens, passes = 0, 0
     started = time.perf_counter()

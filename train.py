@@ -32,7 +32,6 @@ import prepare_data
 from configurator import build, check_range, read
 from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.compile import prepare
-from engine.fast import FastGPT
 from engine.files import UserError, run
 from engine.hardware import best_device, pick_dtype, process_group
 from engine.run import Log, Stop
@@ -74,6 +73,7 @@ class Settings:
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: 16 bits if it can)
+    fast: Optional[bool] = None         # engine/'s parts for model.py's (None: on CUDA only)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
     shard_optimizer: bool = False       # ranks share out AdamW's state: less memory, same result
@@ -159,7 +159,7 @@ class Trainer:
             prepare_data.prepare_builtin(s.data_dir)
         ranks.wait()
         self.meta = read_meta(s.data_dir)
-        self.model, self.step = start_model(FastGPT, s, given, self.meta, state, ranks, device)
+        self.model, self.step = start_model(s, given, self.meta, state, ranks, device)
         self.config = self.model.config
         T = self.config.block_size
         self.accumulation = None if s.eval_only else s.accumulation(T, ranks.world)

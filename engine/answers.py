@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from engine.files import UserError
+from engine.generate import stream
 from engine.shards import open_shard, read_meta
 from engine.tasks import TASKS, check_context, task_of
 
@@ -128,7 +129,7 @@ def answer_batch(model, task, asked, eot):
     """The Outcomes of one batch of questions."""
     longest = max(len(answer) for _, _, answer in asked)
     prompts = [prompt for prompt, _, _ in asked]
-    steps = list(model.stream(prompts, longest + 1, temperature=0, stop_token=eot))
+    steps = list(stream(model, prompts, longest + 1, temperature=0, stop_token=eot))
     tokens = torch.stack([token for token, _ in steps], dim=1).tolist()    # (batch, steps)
     passes = torch.stack([taken for _, taken in steps], dim=1).tolist()
 

@@ -132,12 +132,12 @@ def read_checkpoint(path):
     return state
 
 
-def model_of(state):
+def model_of(state, fast=False):
     """
     The model of a checkpoint: its weights are those in `state` and not a copy, as a second set of a
-    large model might not fit into memory.
+    large model might not fit into memory. fast: a FastGPT.
     """
-    model = without_numbers(config_of(state['config']))
+    model = without_numbers(config_of(state['config']), fast)
     load_weights(model, state['model'], assign=True)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.wte.weight

@@ -30,37 +30,49 @@ def compile_blocks(model):
     torch._dynamo.config.optimize_ddp = False   # it would cut blocks at the ends of DDP's buckets
     torch._dynamo.config.recompile_limit = 128  # variants: of shapes, of Depth-Attention's sources
     # where training skips tokens that stopped, shapes change from step to step
-    run = torch.compile(run_block, dynamic=None if model.mechanism.skips else False)
+    dynamic = None if model.mechanism.skips else False
+    on_tensors = torch.compile(run_block, dynamic=dynamic)
+    with_memory = torch.compile(forward_of, dynamic=dynamic)
     for block in model.h:
-        block.forward = CompiledBlock(block, run)
+        block.forward = CompiledBlock(block, on_tensors, with_memory)
 
 
 class CompiledBlock:
     """
-    In the place of a block's forward. What a pass holds stays outside of the compiled code, which
-    would else be compiled anew for each layer. With a cache, whose length changes, a block runs as
-    it is.
+    In the place of a block's forward. With `fast`, what a pass holds stays outside of the compiled
+    code; model.py's memories are compiled with it, for each layer anew. Where lengths change, in
+    generation and outside of training, a block runs as it is.
     """
 
-    def __init__(self, block, run):
+    def __init__(self, block, on_tensors, with_memory):
         self.block = block
-        self.run = run
+        self.on_tensors = on_tensors
+        self.with_memory = with_memory
 
     def __call__(self, x, rope, memory, mask):
-        if not isinstance(memory, TextPass):
-            return type(self.block).forward(self.block, x, rope, memory, mask)
+        if isinstance(memory, TextPass):
+            return self.on_text_pass(x, rope, memory, mask)
+        if self.block.training:
+            return self.with_memory(self.block, x, rope, memory, mask)
+        return forward_of(self.block, x, rope, memory, mask)
+
+    def on_text_pass(self, x, rope, memory, mask):
         layer = self.block.attn.layer
         loops = [loop.made[layer] for loop in memory.loops]
         reads = memory.join, memory.past(layer), memory.made, loops
-        x, made, read = self.run(self.block, x, rope, mask, *reads)
+        x, made, read = self.on_tensors(self.block, x, rope, mask, *reads)
         memory.keep(layer, made, read)
         return x
+
+
+def forward_of(block, x, rope, memory, mask):
+    return type(block).forward(block, x, rope, memory, mask)
 
 
 def run_block(block, x, rope, mask, join, past, made, loops):
     """Block.forward as a function of tensors: x, and the keys and values that it made and read."""
     memory = Reads(join, past, made, loops)
-    x = type(block).forward(block, x, rope, memory, mask)
+    x = forward_of(block, x, rope, memory, mask)
     return x, memory.new, memory.read
 
 
@@ -96,14 +108,15 @@ class AnyLayer:
         return self.of_layer
 
 
-def compile_decoding(model):
+def compile_decoding(model, places=None):
     """
-    Compile the pass that reads one new token, all blocks in one piece; on a GPU replay it as a CUDA
-    graph. For a model on its device, whose blocks are not compiled; caches are static from then on.
-    The first tokens wait for the compiler.
+    Compile the pass of a FastGPT that reads one new token, all blocks in one piece; on a GPU replay
+    it as a CUDA graph. For a model on its device, whose blocks are not compiled; caches are static
+    from then on, of so many places for tokens (None: block_size). The first tokens wait for the
+    compiler.
     """
     model.trunk = CompiledTrunk(model)
-    model.static_caches = True
+    model.static_places = places or model.config.block_size
 
 
 class CompiledTrunk:

@@ -1,67 +1,90 @@
 """
-The joint between model.py and engine/: a GPT with quicker parts. Each equals the part in whose
-place it stands, and tests/test_fast.py compares the two over every toggle.
+The joint between model.py and engine/. A program's model is model.py's own GPT, or with `fast` a
+GPT with quicker parts. Each of them equals the part in whose place it stands: tests/test_fast.py
+compares the two over every toggle. Who changes one of those parts is told so, in one line, instead
+of seeing no effect.
 
-    in model.py                     here
-    Attention.attend                engine/attention.py: a kernel for each mask and length
-    Memory, SlotMemory              engine/memory.py: buffers, and no masks where none are needed
-    Halting.forward                 `think` below: without the tokens that have stopped
-    GPT.loss, GPT.nats,             engine/loss.py: never all logits at once
-    Mechanism.by_rows
-    GPT.generate                    engine/generate.py: rows that do not wait for each other, texts
-                                    longer than block_size
-
-Whoever changes one of the parts on the left changes it on the right too, or writes GPT for FastGPT.
+    model = new_model(config, fast)     what a program trains or asks
+    pick_fast(choice, device)           the setting `fast` of all programs: None is on CUDA alone
 """
 
+import ast
 import contextlib
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
 from functools import partial
 from unittest import mock
 
 import torch
 
-from engine import generate
+import model as model_py
 from engine.attention import attend
+from engine.files import UserError
 from engine.generate import each
 from engine.loss import chunked_cross_entropy, in_parts, nats_in_parts
 from engine.memory import Cache, cache_memory, text_memory
 from engine.variant import fit
-from model import GPT, NEVER, Halting
+from model import GPT, NEVER, Attention, Halting, Mask, Mechanism
+
+# What stands in for which part of model.py, and the sum of what that part computed when its
+# stand-in was last compared with it: tests/test_fast.py says how to renew one.
+PARTS = {
+    'engine/attention.py': {            # a kernel for each mask and length
+        'Attention.attend': '1203727cc0d3',
+    },
+    'engine/memory.py': {               # buffers, and no masks where none are needed
+        'Memory': '71fc7d89f2a9',
+        'SlotMemory': 'ded748395816',
+        'GPT.new_memory': 'f826e2eb9c08',
+        'Mechanism.new_memory': '90944f99e1ba',
+        'flat': '45cc7235f97c',
+        'by_pass': '375d7c1d6b52',
+        'newest': '869f51465e37',
+        'faded': '103501571112',
+    },
+    'engine/loss.py': {                 # never all logits at once
+        'GPT.head': 'd6fdd657411d',
+        'GPT.loss': '4efc4a2fb3de',
+        'GPT.nats': 'b9f50705824f',
+        'Mechanism.by_rows': '3401a9524d1c',
+    },
+    'engine/fast.py': {                 # `think`: without the tokens that have stopped
+        'Halting.forward': '8ae1670d743c',
+        'Thinking.where': '921c93a44ec8',
+    },
+    'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
+        'GPT.hidden': 'a590982965fe',
+        'Mask.forward': 'beececdd09ca',
+    },
+}
 
 
 class FastGPT(GPT):
+    """UserError if a part of model.py was changed for which there is another one here."""
 
     def __init__(self, config):
+        check_record()
         super().__init__(config)
         fit(self)                       # released models have other blocks
-        self.static_caches = False      # for compiled decoding: engine/compile.py
+        check_own_parts(self)
+        self.static_places = None       # for compiled decoding: engine/compile.py
         self.dense = False              # True: over a text nobody is skipped: no shape varies
         for block in self.h:
             block.attn.attend = attend
         self.mechanism.by_rows = in_parts
-        if type(self.mechanism).forward is Halting.forward:
+        forward = type(self.mechanism).forward
+        if forward is Halting.forward:
             self.mechanism.forward = partial(think, self.mechanism)
-        if self.mechanism.trains_alone:
-            self.requires_grad_(False)
-            self.mechanism.requires_grad_(True)
-
-    # engine/generate.py: token by token, and all of them
-    stream = generate.stream
-    generate = generate.generate
-
-    def forward(self, idx, targets=None, jacobi=None):
-        """jacobi: R of 'latent' and 'mask' outside of training (None: config.jacobi_iters)."""
-        if jacobi is None:
-            return super().forward(idx, targets)
-        with mock.patch.object(self.config, 'jacobi_iters', jacobi):
-            return super().forward(idx, targets)
+        self.runs_ahead = forward in (Halting.forward, Mask.forward)    # engine/generate.py
 
     def hidden(self, idx, memory=None):
         return super().hidden(idx, text_memory(self) if memory is None else memory)
 
-    def new_memory(self, tokens=None, pad=None):
-        """tokens: the most that will be read (None: block_size)."""
-        return cache_memory(self, tokens or self.config.block_size, pad, self.static_caches)
+    def new_memory(self, pad=None):
+        return cache_memory(self, pad, self.static_places)
 
     def loss(self, h, targets, weights=1.0):
         return chunked_cross_entropy(h, self.lm_head.weight, targets, weights, self.config.n_tokens)
@@ -72,6 +95,20 @@ class FastGPT(GPT):
         return nats_in_parts(self.head, h, targets, self.config.vocab_size)
 
 
+def new_model(config, fast=False):
+    """The model of a GPTConfig that programs train and ask: model.py's, or a FastGPT."""
+    gpt = FastGPT(config) if fast else fit(GPT(config))
+    if gpt.mechanism.trains_alone:
+        gpt.requires_grad_(False)
+        gpt.mechanism.requires_grad_(True)
+    return gpt
+
+
+def pick_fast(choice, device):
+    """Whether a program's model is to be a FastGPT: as asked for, else on CUDA."""
+    return device.type == 'cuda' if choice is None else choice
+
+
 @contextlib.contextmanager
 def shapes_only():
     """Modules made in here need no memory and hardly any time, and compute nothing."""
@@ -80,10 +117,81 @@ def shapes_only():
         yield
 
 
-def without_numbers(config):
+def without_numbers(config, fast=False):
     """The model of a config as shapes: to count, to compare with, to be given weights."""
     with shapes_only():
-        return FastGPT(config)
+        return new_model(config, fast)
+
+
+# -------------------------------------------------------------------------------------------------
+# Is each part still what its stand-in was written for?
+
+
+def check_record():
+    """UserError for the first part of model.py that no longer computes what PARTS has recorded."""
+    sums = recorded_parts(source_of_model())
+    for stand_in, parts in PARTS.items():
+        for part, recorded in parts.items():
+            if sums[part] != recorded:
+                refuse(part, "was changed", stand_in)
+
+
+def check_own_parts(gpt):
+    """UserError if a class of this model has a part of its own where FastGPT has another one."""
+    for module in gpt.modules():
+        for kind, part, stand_in in ((Attention, 'attend', 'engine/attention.py'),
+                                     (Mechanism, 'by_rows', 'engine/loss.py'),
+                                     (Mechanism, 'new_memory', 'engine/memory.py')):
+            own = isinstance(module, kind) and getattr(type(module), part)
+            if own and own is not getattr(kind, part):
+                refuse(f"{type(module).__name__}.{part}", "is its own", stand_in)
+
+
+def refuse(part, why, stand_in):
+    raise UserError(f"fast: {part} of model.py {why}, and {stand_in} stands in for it, unchanged: "
+                    "add --fast=False, which runs model.py as it is")
+
+
+def source_of_model():
+    return inspect.getsource(model_py)
+
+
+def recorded_parts(source):
+    """{part: the sum of what it computes} for all of PARTS, of the source of model.py."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    found[f'{node.name}.{method.name}'] = method
+    lines = source.splitlines(keepends=True)
+    sums = {}
+    for part in (name for parts in PARTS.values() for name in parts):
+        node = found.get(part)
+        text = '' if node is None else ''.join(lines[node.lineno - 1:node.end_lineno])
+        computed = what_is_computed(textwrap.dedent(text))
+        sums[part] = hashlib.sha256(computed.encode()).hexdigest()[:12]
+    return sums
+
+
+def what_is_computed(source):
+    """
+    Source code without comments, docstrings, blanks and line ends, the same for every version of
+    Python: a text in quotes that stands alone is a docstring, indentation is what it means.
+    """
+    marks = {tokenize.INDENT: '<in>', tokenize.DEDENT: '<out>', tokenize.NEWLINE: '<end>'}
+    left_out = tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER
+    words = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in left_out:
+            continue
+        words.append(marks.get(token.type, token.string))
+        alone = len(words) < 3 or words[-3] in marks.values()
+        if token.type == tokenize.NEWLINE and alone and words[-2][-1:] in ('"', "'"):
+            del words[-2:]
+    return ' '.join(''.join(words).split())
 
 
 # -------------------------------------------------------------------------------------------------

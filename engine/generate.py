@@ -1,10 +1,12 @@
 """
-Generation with caches.
+Generation with caches: what programs need besides GPT.generate. It asks a model for hidden states
+and logits, and computes nothing that model.py does.
 
-    stream        token by token, for a batch of prompts of any lengths
+    stream        token by token, for a batch of prompts of any lengths, past block_size too
+    generate      all of it
     in_step       within one window of the context: all rows get their next token together
-    run_ahead     the same where tokens stop thinking by themselves: a row goes on to its next token
-                  while others still think about theirs
+    run_ahead     the same with `fast`, where tokens stop thinking by themselves: a row goes on to
+                  its next token while others still think about theirs
 """
 
 import math
@@ -16,7 +18,7 @@ import torch
 import torch.nn as nn
 
 from engine.files import UserError
-from model import require
+from model import likeliest, require
 
 
 def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
@@ -51,7 +53,7 @@ def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
     window, n = gpt.config.block_size, prompt.size(1)
     tokens = torch.cat((prompt, prompt.new_zeros(len(prompt), max_new_tokens)), dim=1)
     longest_padding = 0 if padding is None else int(padding.max())
-    decode = run_ahead if gpt.mechanism.halts else in_step
+    decode = run_ahead if getattr(gpt, 'runs_ahead', False) else in_step
 
     was_training = gpt.training
     gpt.eval()
@@ -60,7 +62,7 @@ def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
         while n < tokens.size(1):
             end = min(first + window + 1, tokens.size(1))   # the last token need not be read
             start = (padding - first).clamp(min=0) if longest_padding > first else None
-            memory = gpt.new_memory(end - first - 1, start)
+            memory = gpt.new_memory(start)
             for part in tokens[:, first:n].split(1 if exact else n - first, dim=1):
                 h = gpt.hidden(part, memory)                # read what is there
             check_output(h[:, -1])                          # waits for the GPU, once a window
@@ -150,8 +152,7 @@ def sample(logits, temperature, top_k, top_p, generator):
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
+        logits = likeliest(logits, top_k)
     if top_p is not None:
         p, order = logits.softmax(-1).sort(descending=True)
         likelier = p.cumsum(-1) - p
@@ -170,11 +171,12 @@ def in_step(gpt, tokens, n, h, memory, sampler):
     h (B,C): the hidden states that predict the tokens at place n.
     """
     B, end = tokens.shape
-    passes = tokens.new_full((B,), gpt.mechanism.K + 1)
+    mechanism = gpt.mechanism
+    passes = tokens.new_full((B,), mechanism.K + 1)
     for place in range(n, end):
         token = sampler.draw(gpt.head(h), slice(None))
         tokens[:, place] = token
-        yield token, passes
+        yield token, mechanism.passes[:, -1] if mechanism.halts else passes
         if place + 1 < end:
             h = gpt.hidden(token[:, None], memory)[:, -1]
 

@@ -3,6 +3,7 @@ The head and the loss in parts. At vocabulary 50,304 the logits of 8 x 2048 toke
 fp32, and so does their gradient: neither is ever whole.
 """
 
+import copy
 import math
 from functools import partial
 
@@ -22,7 +23,35 @@ def recompute(function):
 def recompute_blocks(model):
     """Let the blocks of a model run again in backward: less memory, a third more compute."""
     for block in model.h:
-        block.forward = recompute(block.forward)
+        block.forward = RunsAgain(block.forward)
+
+
+class RunsAgain:
+    """
+    In the place of a block's forward, which leaves keys and values in the memory. When it runs
+    again in backward it finds a memory as it was before, and what it leaves there is for nobody.
+    """
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, x, rope, memory, mask):
+        before, memories = with_own_dicts(memory), [memory]
+        run = partial(self.run, before, memories)
+        return checkpoint(run, x, rope, mask, use_reentrant=False)
+
+    def run(self, before, memories, x, rope, mask):
+        memory = memories.pop() if memories else with_own_dicts(before)
+        return self.forward(x, rope, memory, mask)
+
+
+def with_own_dicts(memory):
+    """A copy of a memory that can be written to; the tensors in it are the same."""
+    twin = copy.copy(memory)
+    for name, value in vars(memory).items():
+        if isinstance(value, (dict, set, list)):
+            setattr(twin, name, copy.copy(value))
+    return twin
 
 
 def in_parts(function, gpt, h):
@@ -129,9 +158,11 @@ def token_nats(model, rows, batch_size=16):
     was_training = model.training
     model.eval()
     losses = []
+    at_once = max(1, LOGITS_AT_ONCE // (rows.size(1) * model.config.vocab_size))
     for part in rows.split(batch_size):
         part = part.to(model.wte.weight.device)
         h = model.hidden(part[:, :-1].clamp(min=0))
-        losses.append(model.nats(h, part[:, 1:]))
+        for some, targets in zip(h.split(at_once), part[:, 1:].split(at_once)):
+            losses.append(model.nats(some, targets))
     model.train(was_training)
     return torch.cat(losses)

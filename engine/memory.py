@@ -26,13 +26,15 @@ def text_memory(gpt):
     return Memories(partial(CausalPass, sources))
 
 
-def cache_memory(gpt, tokens, pad, static):
+def cache_memory(gpt, pad, places):
     """
-    A text of at most so many tokens. static: for compiled code, a new token reads all places behind
-    a mask, so that shapes and addresses never change and one compiled function, or one CUDA graph,
-    serves every token.
+    A text of at most block_size tokens. places: of so many, for compiled code: a new token reads
+    all places behind a mask, so that shapes and addresses never change and one compiled function,
+    or one CUDA graph, serves every token.
     """
     sources = sources_of(gpt.config)
+    static = places is not None
+    tokens = places or gpt.config.block_size
     if gpt.mechanism.rule is not None:
         slots = tokens * (gpt.mechanism.K + 1)
         return Cache(sources, slots, pad, static, gpt.mechanism.rule)
@@ -282,7 +284,7 @@ class Cache(Memory):
         self.static = static
         self.rule = rule
         self.ordered = pad is None and rule in (earlier, flat)
-        self.places = capacity if self.ordered or static else 0     # there is room for so many now
+        self.places = capacity if static else 0     # there is room for so many now
         self.key_labels = Slots()   # (B, places) each
         self.query_labels = None    # of this pass
         self.first = 0              # where this pass begins

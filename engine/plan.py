@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine import loss
-from engine.fast import FastGPT, without_numbers
-from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
+from engine.fast import new_model, pick_fast, without_numbers
+from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
 from engine.shards import read_meta
 from engine.start import asked_of_model, old_config, start_config
 
@@ -93,7 +93,8 @@ def activations(config, settings, dtype, accumulates):
     rms_norm = F.rms_norm if settings.device == 'cpu' else NormOnGPU.apply
     with FakeTensorMode(), LiveBytes() as live, mock.patch.object(F, 'rms_norm', rms_norm), \
             mock.patch.object(loss, 'rows_that_count', all_rows):
-        model = FastGPT(config).train()
+        device = torch.device(settings.device or 'cuda')    # GPUs are planned without one
+        model = new_model(config, pick_fast(settings.fast, device)).train()
         model.dense = True      # who halts depends on numbers, and there are none: as if none did
         if model.mechanism.halts:
             model.mechanism.progress = 0.0
@@ -149,8 +150,6 @@ def print_plan(settings, given, builtin, state):
     dtype = torch.bfloat16  # what GPUs of today compute in
     if settings.dtype is not None or device is not None:
         dtype = pick_dtype(settings.dtype, device)
-    if settings.device == 'cpu':
-        tune_cpu()  # rules which attention runs
     settings.accumulation(config.block_size, 1)  # UserError if not even one GPU could do it
 
     model = without_numbers(config)

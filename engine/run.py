@@ -19,6 +19,7 @@ import torch
 
 from engine.answers import answer_problems
 from engine.checkpoint import CHECKPOINTS
+from engine.fast import FastGPT
 from engine.files import UserError, alone, whole
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
@@ -141,11 +142,13 @@ class Log:
         world = self.ranks.world
         precision = str(dtype).removeprefix('torch.')
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
+        fast = isinstance(self.model, FastGPT)
+        whose = "engine/'s parts for model.py's (fast)" if fast else "model.py as it is"
         self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
-                 f"{world} x {self.device.type}; all {s.max_steps:,} steps read {s.data_dir} "
-                 f"{epochs:,.1f} times")
+                 f"{world} x {self.device.type}, {whose}; all {s.max_steps:,} steps read "
+                 f"{s.data_dir} {epochs:,.1f} times")
         self.began = time.perf_counter()
 
     @contextlib.contextmanager
@@ -287,7 +290,10 @@ def print_sample(model, data, tokenizer, settings):
     device = model.wte.weight.device
     window, _ = data.get([data.n // 2], device)                         # (1,T)
     prompt = window[:, :max(1, data.T // 4)]
-    out = model.generate(prompt, settings.sample_tokens, temperature=0.7, seed=settings.seed)
+    model.eval()
+    torch.manual_seed(settings.seed)
+    most = model.config.block_size - prompt.size(1)     # that fit behind it
+    out = model.generate(prompt, min(settings.sample_tokens, most), temperature=0.7)
     tokens = out[0].tolist()
     given = tokenizer.decode(tokens[:prompt.size(1)])
     new = tokenizer.decode(tokens[prompt.size(1):])

@@ -12,7 +12,7 @@ from dataclasses import fields
 import torch
 
 from engine.checkpoint import change_steps, load_checkpoint, load_weights
-from engine.fast import without_numbers
+from engine.fast import new_model, pick_fast, without_numbers
 from engine.files import UserError
 from engine.released import describe
 from engine.shards import knows_tokens, may_be_one
@@ -28,11 +28,11 @@ FIXED = ('vocab_size', 'n_tokens', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', '
          'mlp_hidden', 'norm_eps', 'qk_norm', 'tie_embeddings', 'embed_scale', 'init_std')
 
 
-def start_model(kind, settings, given, meta, state, ranks, device):
+def start_model(settings, given, meta, state, ranks, device):
     """
-    (the model that the run starts from, the step it is at). kind: FastGPT, or GPT. given: the
-    user's settings. meta: the data's description. state: the checkpoint to go on from, or None.
-    UserError if model, settings, data and machine do not fit together.
+    (the model that the run starts from, the step it is at). given: the user's settings. meta: the
+    data's description. state: the checkpoint to go on from, or None. UserError if model, settings,
+    data and machine do not fit together.
     """
     asked = asked_of_model(given)
     if settings.init_from != 'scratch':
@@ -43,7 +43,7 @@ def start_model(kind, settings, given, meta, state, ranks, device):
     config = start_config(settings, asked, meta['n_tokens'], state and state['config'])
     check_memory(config, settings, ranks, device)
     torch.manual_seed(settings.seed)
-    model = kind(config)
+    model = new_model(config, pick_fast(settings.fast, device))
     if state is not None:
         weights = state['model']
         if is_new(settings):    # a mechanism's own weights may be new

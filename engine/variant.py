@@ -1,8 +1,8 @@
 """
 The blocks of released models that are not quite model.py's: GPT-NeoX's, which Pythia and the
 PonderLM models on it are made of (arXiv 2204.06745), Ouro's, keys that are normed after the
-rotation, scaled embeddings. FastGPT puts them in where its config names a variant. All have the
-call of model.py's Block, so every mechanism, cache and tool runs on them.
+rotation, scaled embeddings. `new_model` of engine/fast.py puts them in where a config names a
+variant. All have the call of model.py's Block, so every mechanism, cache and tool runs on them.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def variant_of(config):
 
 
 def fit(gpt):
-    """Give a new GPT the parts of its config's variant."""
+    """Gives a new GPT the parts of its config's variant; returns it."""
     config = gpt.config
     v = variant_of(config)
     if v.input_factor != 1:
@@ -62,6 +62,7 @@ def fit(gpt):
     if v.neox:
         gpt.h = nn.ModuleList(NeoxBlock(config, layer, v) for layer in range(config.n_layer))
         gpt.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)
+    return gpt
 
 
 def multiply(factor, module, args, x):

@@ -19,6 +19,7 @@ import torch
 from common import own_text, windows
 
 from engine.files import UserError, run, table
+from engine.generate import stream
 from engine.loss import token_nats
 from sample import load_model
 
@@ -50,7 +51,7 @@ def print_time(folder):
     model, tokenizer, _ = load_model(folder, 'cpu')
     times = []
     begin = time.perf_counter()
-    for _ in model.stream([tokenizer.encode_ordinary('def ')], 600, seed=1):
+    for _ in stream(model, [tokenizer.encode_ordinary('def ')], 600, seed=1):
         now = time.perf_counter()
         times.append((now - begin) * 1000)
         begin = now

@@ -15,8 +15,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 from engine import attention
 from engine.checkpoint import save_checkpoint
 from engine.shards import get_tokenizer
-from engine.fast import FastGPT
-from engine.generate import left_pad
+from engine.fast import FastGPT, new_model
+from engine.generate import generate, left_pad
 from model import GPT, GPTConfig
 from prepare_data import write_dataset
 
@@ -36,10 +36,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption('--slow'):
         return
     for item in items:
-        params = item.callspec.params if hasattr(item, 'callspec') else {}
-        # tests/test_fast.py compares model.py alone with engine/ over all toggles
-        is_long = params.get('kind') is GPT and params.get('toggle', 'plain') not in ONE_EACH
-        if is_long or item.get_closest_marker('slow'):
+        if item.get_closest_marker('slow'):
             item.add_marker(pytest.mark.skip(reason='needs --slow'))
 
 
@@ -93,7 +90,7 @@ ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop
             'gate', 'mask', 'router_depth', 'exit_gate')
 
 
-def make(seed=0, kind=FastGPT, **settings):
+def make(seed=0, kind=GPT, **settings):
     """A small float64 model in eval mode with weights large enough that every part matters."""
     torch.manual_seed(seed)
     small = dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32,
@@ -102,7 +99,7 @@ def make(seed=0, kind=FastGPT, **settings):
         tokens = settings.get('block_size', 24) + 1
         thoughts = settings.get('ponder_steps', 3)
         small.update(n_layer=3, jacobi_iters=tokens * thoughts)  # exact for a full context
-    model = kind(GPTConfig(**{**small, **settings})).double().eval()
+    model = new_model(GPTConfig(**{**small, **settings}), fast=kind is FastGPT).double().eval()
     for name, p in model.named_parameters():
         if p.dim() != 1:
             continue
@@ -135,17 +132,17 @@ def toggle(request):
 
 @pytest.fixture(params=[GPT, FastGPT])
 def kind(request):
-    """model.py alone, and with what engine/ puts in the place of some of its parts."""
+    """model.py's own classes, and what `fast` puts in the place of some of their parts."""
     return request.param
 
 
 def rows_of(model, prompts, n):
-    """Each prompt with n likeliest tokens more, from one batch."""
-    if isinstance(model, FastGPT):
-        return model.generate(prompts, n, temperature=0)
+    """Each prompt with n likeliest tokens more, from one batch; both ways to generate agree."""
+    rows = generate(model, prompts, n, temperature=0)
     tokens, pad = left_pad(prompts, model.config, 'cpu')
-    rows = model.generate(tokens, n, temperature=0, pad=pad)
-    return [row[-n - len(prompt):] for row, prompt in zip(rows, prompts)]
+    for row, padded in zip(rows, model.generate(tokens, n, temperature=0, pad=pad)):
+        assert padded[-len(row):].tolist() == row.tolist()
+    return rows
 
 
 class Compiler:

@@ -15,13 +15,22 @@ SMALL = [*(f'--{name}={value}' for name, value in SHAPE.items()), '--block_size=
 def test_a_table_of_each_kind(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
     monkeypatch.setattr(bench, 'DEPTHS', {2: 0.54369})
-    bench.main([*SMALL, '--ponder=loop', '--toggles=plain,pause,router', '--alone=True'])
-    models = ['plain', 'plain, model.py alone', 'pause', 'pause, model.py alone']
+    bench.main([*SMALL, '--ponder=loop', '--toggles=plain,pause,router'])
+    models = ['plain', 'pause']
     assert [row[0] for row in cells(capsys.readouterr().out)] == [
         'step, 2 x 32 tokens', *models,
         'decoding 3 tokens, batch 1', *models,
         'router: decoding 3 tokens, batch 1, fp32', 'all', '2',
         'router: step, 2 x 32 tokens', 'all', '2']
+
+
+def test_a_line_for_each_part(monkeypatch, capsys):
+    monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
+    bench.main([*SMALL, '--toggles=gate', '--parts=True'])
+    models = ['gate, model.py', 'gate, fast', 'gate, fast without loss',
+              'gate, fast without skipping', 'gate, fast without memory']
+    assert [row[0] for row in cells(capsys.readouterr().out)] == [
+        'step, 2 x 32 tokens', *models, 'decoding 3 tokens, batch 1', *models]
 
 
 @pytest.mark.parametrize('halting', ['gate', 'mask', 'router', 'exit'])

@@ -7,7 +7,9 @@ import torch
 from conftest import ONE_EACH, TOGGLES, close, make
 
 from engine import generate
+from engine.generate import stream
 from engine.compile import compile_decoding
+from engine.fast import FastGPT
 from model import GPT
 
 
@@ -23,7 +25,7 @@ def draw(model, prompts, n):
         return sample(given, *options)
 
     with mock.patch.object(generate, 'sample', watched):
-        rows = model.generate(prompts, n, seed=0)
+        rows = generate.generate(model, prompts, n, seed=0)
     assert [len(row) for row in rows] == [len(prompt) + n for prompt in prompts]
     for prompt, row in zip(prompts, rows):
         assert row[:len(prompt)].tolist() == prompt
@@ -55,7 +57,7 @@ def test_compiled_decoding_changes_nothing(name, n_layer, compiler):
     Prompts of two lengths, past the context: the same tokens and logits, from a few graphs that
     serve all tokens.
     """
-    model = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': n_layer})
+    model = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': n_layer}, kind=FastGPT)
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
     want, logits = draw(model, prompts, 20)
 
@@ -73,13 +75,13 @@ def test_compiled_decoding_changes_nothing(name, n_layer, compiler):
 
 
 @pytest.mark.parametrize('name', ONE_EACH)
-def test_a_token_costs_its_own_slots_whatever_the_context(name):
+def test_a_token_costs_its_own_slots_whatever_the_context(name, kind):
     toggle = TOGGLES[name]
     # 0: nobody halts; test_halting has the rest
-    model = make(**{**toggle, 'halt_tau': 0.0})
+    model = make(**{**toggle, 'halt_tau': 0.0}, kind=kind)
     slots, each = [], []
     model.h[-1].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
-    for token, passes in model.stream(torch.tensor([[3, 1, 4]] * 2), 8):
+    for token, passes in stream(model, torch.tensor([[3, 1, 4]] * 2), 8):
         each.append((sum(slots), passes.tolist()))
         slots.clear()
     n = passes_per_token(toggle)
@@ -104,9 +106,9 @@ def recompute_in_windows(model, tokens, n_prompt, left):
 
 
 @pytest.mark.parametrize('name', ONE_EACH)
-def test_sliding_past_block_size(name):
+def test_sliding_past_block_size(name, kind):
     """Prompts of three lengths; reading again costs at most as much as reading."""
-    model = make(**{**TOGGLES[name], 'block_size': 8, 'n_layer': 3})
+    model = make(**{**TOGGLES[name], 'block_size': 8, 'n_layer': 3}, kind=kind)
     slots = []
     hook = model.h[0].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8]]     # one is still padded when it slides
@@ -124,19 +126,19 @@ def test_sliding_past_block_size(name):
 
 
 @pytest.mark.parametrize('name', ['depth', 'gate'])
-def test_stop_token_cuts_each_row(name):
+def test_stop_token_cuts_each_row(name, kind):
     """And a stream ends, and pays for nothing more, when all rows have had theirs."""
-    model = make(**{**TOGGLES[name], 'block_size': 12, 'n_layer': 2})
+    model = make(**{**TOGGLES[name], 'block_size': 12, 'n_layer': 2}, kind=kind)
     prompts = [[3, 1], [7], [4, 4, 2]]
     greedy = []
-    for prompt, row in zip(prompts, model.generate(prompts, 20, temperature=0)):
+    for prompt, row in zip(prompts, generate.generate(model, prompts, 20, temperature=0)):
         greedy.append(row[len(prompt):].tolist())
     for stop in {row[4] for row in greedy}:
         cut = [row[:row.index(stop) + 1] if stop in row else row for row in greedy]
-        rows = model.generate(prompts, 20, temperature=0, stop_token=stop)
+        rows = generate.generate(model, prompts, 20, temperature=0, stop_token=stop)
         for prompt, row, want in zip(prompts, rows, cut):
             assert row[len(prompt):].tolist() == want
-        steps = list(model.stream(prompts, 20, temperature=0, stop_token=stop))
+        steps = list(stream(model, prompts, 20, temperature=0, stop_token=stop))
         assert len(steps) == max(len(row) for row in cut)
         for i, row in enumerate(cut):
             for token, _ in steps[len(row):]:
@@ -193,7 +195,7 @@ def test_tokens_are_drawn_in_fp32():
 ])
 def test_prompts_that_do_not_fit_are_refused(prompts, message):
     with pytest.raises(ValueError, match=message):
-        make().generate(prompts, 3)
+        generate.generate(make(), prompts, 3)
 
 
 def test_a_text_above_block_size_is_refused(kind):
@@ -204,20 +206,20 @@ def test_a_text_above_block_size_is_refused(kind):
 def test_a_full_prompt_and_no_new_tokens():
     model = make(block_size=6)
     full = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    assert model.generate(full, 3, temperature=0).shape == (1, 9)
-    assert model.generate(torch.tensor([[1, 2]]), 0).tolist() == [[1, 2]]
+    assert generate.generate(model, full, 3, temperature=0).shape == (1, 9)
+    assert generate.generate(model, torch.tensor([[1, 2]]), 0).tolist() == [[1, 2]]
 
 
 def test_training_mode_and_dropout_are_left_alone():
     model = make(dropout=0.5).train()
     prompt = torch.tensor([[1, 2]])
-    once = model.generate(prompt, 8, temperature=0)
-    again = model.generate(prompt, 8, temperature=0)
+    once = generate.generate(model, prompt, 8, temperature=0)
+    again = generate.generate(model, prompt, 8, temperature=0)
     assert torch.equal(once, again)
     assert model.training
-    stream = model.stream(prompt, 8)
-    next(stream)
-    stream.close()
+    steps = stream(model, prompt, 8)
+    next(steps)
+    steps.close()
     assert model.training
 
 
@@ -225,15 +227,15 @@ def test_training_mode_and_dropout_are_left_alone():
 def test_compiled_decoding_of_a_prompt_of_one_token(name, monkeypatch):
     # what is compiled is not the point here
     monkeypatch.setattr(torch, 'compile', lambda function, mode: function)
-    model = make(**TOGGLES[name])
-    want = model.generate([[3]], 9, temperature=0)[0].tolist()
+    model = make(**TOGGLES[name], kind=FastGPT)
+    want = generate.generate(model, [[3]], 9, temperature=0)[0].tolist()
     compile_decoding(model)
-    assert model.generate([[3]], 9, temperature=0)[0].tolist() == want
+    assert generate.generate(model, [[3]], 9, temperature=0)[0].tolist() == want
 
 
 def test_a_cache_keeps_no_graph_and_grows_rarely():
-    model, sizes = make(**TOGGLES['chain'], block_size=32), set()
-    memory = model.new_memory(32)
+    model, sizes = make(**TOGGLES['chain'], block_size=32, kind=FastGPT), set()
+    memory = model.new_memory()
     for _ in range(32):
         model.hidden(torch.tensor([[3]]), memory)  # with gradients, as outside of inference
         sizes.add(memory.keys[0].size(2))

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from conftest import EXIT, EXIT_GATE, LOOP, close, make
 from test_promises import targets, test_flops_agree_with_torch as flops_agree_with_torch
 
+from engine.fast import FastGPT
+from engine.generate import stream
+
 
 MODES = {
     'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
@@ -94,30 +97,30 @@ def test_a_token_goes_on_while_its_chance_is_at_least_halt_tau(mode, idx):
 
 @every_mode
 def test_what_is_not_needed_is_not_computed(mode, idx):
-    model = make_mode(mode)
+    model = make_mode(mode, kind=FastGPT)
     text = idx[:1]
     model(text)
     needed = model.mechanism.passes.sum()
     assert 13 < needed < 13 * (model.config.ponder_steps + 1)
     for size in (1,) if mode == 'mask' else (1, 13):    # mask reads a prompt by iteration
-        memory = model.new_memory(13)
+        memory = model.new_memory()
         parts = text.split(size, dim=1)
         assert rows_of(model, lambda: [model.hidden(part, memory) for part in parts]) == needed
 
 
 def test_router_skips_in_training_too(idx):
     """A pass computes as many tokens of each row as the row has that go on, at most."""
-    model = make_mode('router').train()
+    model = make_mode('router', kind=FastGPT).train()
     computed = rows_of(model, lambda: model(idx))
     passes = model.mechanism.passes
     assert computed == sum(3 * (passes > k).sum(1).max() for k in range(4)) < 3 * 13 * 4
 
 
 @every_mode
-def test_stream_reports_the_passes_of_each_token(mode):
-    model = make_mode(mode, block_size=18)
+def test_stream_reports_the_passes_of_each_token(mode, kind):
+    model = make_mode(mode, block_size=18, kind=kind)
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
-    new = list(model.stream(prompts, 12, temperature=0))
+    new = list(stream(model, prompts, 12, temperature=0))
     for i, prompt in enumerate(prompts):
         text = prompt + [token[i].item() for token, _ in new]
         model(torch.tensor([text[:-1]]))
@@ -127,13 +130,13 @@ def test_stream_reports_the_passes_of_each_token(mode):
 
 @every_mode
 def test_rows_of_a_batch_do_not_wait_for_each_other(mode):
-    model = make_mode(mode, block_size=15)
+    model = make_mode(mode, block_size=15, kind=FastGPT)
     prompts = torch.tensor([[3, 1, 4], [2, 7, 1], [8, 2, 8], [1, 8, 2]])
-    stream = model.stream(prompts, 12, seed=0)
-    next(stream)  # the prompt
+    steps = stream(model, prompts, 12, seed=0)
+    next(steps)  # the prompt
     rows = []
     model.h[0].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    taken = torch.stack([passes for _, passes in stream])               # (11,B)
+    taken = torch.stack([passes for _, passes in steps])                # (11,B)
     assert sum(rows) == taken.sum(), "a pass computes only the rows that think"
     longest_row, in_step = taken.sum(0).max(), taken.max(1).values.sum()
     assert len(rows) == longest_row < in_step, "as many passes as the row that thought most needs"
@@ -155,7 +158,7 @@ def test_saturated_decisions_keep_gradients_finite(mode, idx):
 
 @every_mode
 @pytest.mark.parametrize('autocast', [False, True])
-def test_bf16_decodes(mode, autocast, idx, monkeypatch):
+def test_bf16_decodes(mode, autocast, idx, kind, monkeypatch):
     """And masks are as CUDA's kernels take them: bool, or numbers of the type of the queries."""
     kernel = F.scaled_dot_product_attention
 
@@ -164,13 +167,13 @@ def test_bf16_decodes(mode, autocast, idx, monkeypatch):
         return kernel(q, k, v, attn_mask, *args, **options)
 
     monkeypatch.setattr(F, 'scaled_dot_product_attention', watched)
-    model = make_mode(mode)
+    model = make_mode(mode, kind=kind)
     model = model.float() if autocast else model.bfloat16()
-    memory = model.new_memory(13)
+    memory = model.new_memory()
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         for part in idx.split([5, 1, 1, 6], dim=1):
             assert model.hidden(part, memory).isfinite().all()
-    assert {held.dtype for held in memory.all_tensors()} == {torch.bfloat16}
+    assert {held.dtype for held in memory.keys.values()} == {torch.bfloat16}
 
 
 @all_that_learn_to_halt

@@ -16,7 +16,7 @@ from test_plan import planned_as_if_run
 import model as library
 import train
 from engine.checkpoint import change_steps
-from engine.fast import FastGPT
+from engine.generate import stream
 from model import Memory, rope_table
 from sample import load_model
 from tools.explain import look
@@ -77,12 +77,12 @@ def test_flops_are_those_that_torch_counts():
 
 
 def test_passes_are_reported():
-    _, passes = next(make(**SETTINGS).stream([[3, 1, 4]], 1))
+    _, passes = next(stream(make(**SETTINGS), [[3, 1, 4]], 1))
     assert passes.tolist() == [4]
 
 
-def test_a_dry_run_plans_its_memory():
-    planned_as_if_run(FastGPT, checkpointed=True, **SETTINGS)
+def test_a_dry_run_plans_its_memory(kind):
+    planned_as_if_run(kind, checkpointed=True, **SETTINGS)
 
 
 def test_every_pass_is_explained():
@@ -103,5 +103,5 @@ def test_it_trains_resumes_and_samples(small_data, tmp_path):
     model, tokenizer, _ = load_model(str(tmp_path / 'out'), 'cpu')
     assert model.config.ponder == 'middle'
     change_steps(model, 1)
-    [(_, passes)] = model.stream([tokenizer.encode_ordinary('def ')], 1)
+    [(_, passes)] = stream(model, [tokenizer.encode_ordinary('def ')], 1)
     assert passes.tolist() == [2]

@@ -63,7 +63,8 @@ def planned_as_if_run(kind, checkpointed, **settings):
     """What is planned for a small model is what real tensors take."""
     config = GPTConfig(vocab_size=320, block_size=64, n_head=4, n_embd=64, mlp_hidden=128,
                        **settings)
-    s = Settings(micro_batch=4, batch_tokens=256, device='cpu', checkpoint_activations=checkpointed)
+    s = Settings(micro_batch=4, batch_tokens=256, device='cpu', checkpoint_activations=checkpointed,
+                 fast=kind is FastGPT)
     planned = memory(config, s, torch.bfloat16)['activations']
 
     with LiveBytes() as live:  # real numbers
@@ -79,14 +80,14 @@ def planned_as_if_run(kind, checkpointed, **settings):
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
-def test_a_deep_stack_is_planned_as_if_it_were_run(checkpointed):
-    planned_as_if_run(FastGPT, checkpointed, n_layer=10, depth_attn=True)
+def test_a_deep_stack_is_planned_as_if_it_were_run(checkpointed, kind):
+    planned_as_if_run(kind, checkpointed, n_layer=10, depth_attn=True)
 
 
 def test_norms_on_a_gpu_keep_their_input_alone():
     config = GPTConfig(vocab_size=320, block_size=64, n_layer=4, n_head=4, n_embd=64,
                        mlp_hidden=128)
-    cpu, gpu = [Settings(micro_batch=4, device=device) for device in ('cpu', None)]
+    cpu, gpu = [Settings(micro_batch=4, device=device, fast=True) for device in ('cpu', None)]
     on_cpu, on_gpu = [activations(config, s, torch.float32, True) for s in (cpu, gpu)]
     # numbers per token: x / rms(x), and 1 / rms(x), of the two norms and of 4 queries and 4 keys
     layer = 2 * (64 + 1) + 2 * 4 * (16 + 1)

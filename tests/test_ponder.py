@@ -12,7 +12,7 @@ from conftest import close, make
 from test_halting import MODES
 from test_promises import differ
 
-from engine.generate import left_pad
+from engine.generate import generate, left_pad
 from model import GPT, depth_attention
 
 TOKENS = [3, 14, 15, 9, 26]
@@ -79,7 +79,8 @@ def test_jacobi_is_exact_after_as_many_passes_as_latents(K):
     model = make(ponder='latent', ponder_steps=K)
     exact = naive.logits(model, TOKENS)
     for R in range(K * 4 + 2):
-        got = model(torch.tensor([TOKENS]), jacobi=R)[0][0]
+        model.config.jacobi_iters = R
+        got = model(torch.tensor([TOKENS]))[0][0]
         sure = min(R // K, 4) + 1
         close(got[:sure], exact[:sure])
         if sure < 5:
@@ -128,9 +129,9 @@ def test_reading_a_prompt_exactly(halting):
     """Token by token equals enough iterations."""
     few, enough = make_few(halting), make_few(halting, jacobi_iters=50)
     prompts = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8], [1, 6, 1, 8, 0, 3]])
-    want = enough.generate(prompts, 12, temperature=0)
-    assert torch.equal(few.generate(prompts, 12, temperature=0, exact=True), want)
-    assert not torch.equal(few.generate(prompts, 12, temperature=0), want)
+    want = generate(enough, prompts, 12, temperature=0)
+    assert torch.equal(generate(few, prompts, 12, temperature=0, exact=True), want)
+    assert not torch.equal(generate(few, prompts, 12, temperature=0), want)
 
 
 # ---- all of them ---------------------------------------------------------------------------------
@@ -143,5 +144,5 @@ def test_steps_can_change_after_training(mode, idx):
     differ(model(idx)[0], other(idx)[0])
     model.config.ponder_steps = 3
     close(model(idx)[0], other(idx)[0], 1e-12)
-    assert torch.equal(model.generate([[3, 1]], 5, temperature=0)[0],
-                       other.generate([[3, 1]], 5, temperature=0)[0])
+    assert torch.equal(generate(model, [[3, 1]], 5, temperature=0)[0],
+                       generate(other, [[3, 1]], 5, temperature=0)[0])

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.generate import left_pad
 from engine.compile import compile_blocks
-from engine.fast import FastGPT
+from engine.fast import FastGPT, new_model
 from engine.loss import recompute_blocks
 from model import HALTING, NEVER, PONDER, GPT, GPTConfig, Memories
 
@@ -50,11 +50,11 @@ def test_every_mechanism_is_under_these_tests(toggles):
     assert {toggle.get('halting', 'none') for toggle in toggles} == {'none', *HALTING}
 
 
-def test_initial_loss_and_gradients(toggle):
+def test_initial_loss_and_gradients(toggle, kind):
     torch.manual_seed(0)
     small = dict(vocab_size=320, n_tokens=257, block_size=64, n_layer=5, n_head=4, n_embd=64,
                  mlp_hidden=128)
-    model = FastGPT(GPTConfig(**{**small, **toggle})).train()
+    model = new_model(GPTConfig(**{**small, **toggle}), fast=kind is FastGPT).train()
     model.mechanism.progress = 0.0  # halting adds its own term to the loss later in a run
     idx = torch.randint(0, 257, (8, 64))
     loss = model(idx, torch.randint(0, 257, (8, 64)))[1]
@@ -174,9 +174,9 @@ def test_flops_agree_with_torch(toggle, training):
 
 
 @pytest.mark.parametrize('name', [name for name in ONE_EACH if 'halting' not in TOGGLES[name]])
-def test_a_device_is_not_waited_for(name):
+def test_a_device_is_not_waited_for(name, kind):
     """On the meta device, which has no numbers: to read one is an error, so is to mix devices."""
-    model = make(**{**TOGGLES[name], **few_sweeps(TOGGLES[name])}).to('meta')
+    model = make(**{**TOGGLES[name], **few_sweeps(TOGGLES[name])}, kind=kind).to('meta')
     idx = torch.zeros(3, 7, dtype=torch.long, device='meta')
     assert model.hidden(idx).shape == (3, 7, 32)
     # chain's cache counts slots, latent's prompt takes seconds here
@@ -196,12 +196,12 @@ def counted_penalty(toggle):
     return dict(halt_lambda=5.0, halt_share=0.5)
 
 
-def test_gradients_agree_with_finite_differences(toggle, idx):
+def test_gradients_agree_with_finite_differences(toggle, idx, kind):
     """
     Nothing is detached on the way: keys and values of earlier passes, sources, gates and biases
     all pass gradients on.
     """
-    model = make(**few_sweeps(toggle), **counted_penalty(toggle)).train()
+    model = make(**few_sweeps(toggle), **counted_penalty(toggle), kind=kind).train()
     params = list(model.parameters())
     generator = torch.Generator().manual_seed(3)
     ways = []
@@ -226,8 +226,8 @@ def test_gradients_agree_with_finite_differences(toggle, idx):
     assert abs(slope) > 1e-3
 
 
-def test_activation_checkpointing_changes_nothing(toggle, idx):
-    model = make(**few_sweeps(toggle)).train()
+def test_activation_checkpointing_changes_nothing(toggle, idx, kind):
+    model = make(**few_sweeps(toggle), kind=kind).train()
     calls = []
     model.h[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
     want = gradients(model, idx)
@@ -282,7 +282,7 @@ def test_compiled_blocks_change_nothing(name, settings, idx, compiler):
 
 @pytest.mark.parametrize('name', ['plain', 'embedding', 'loop', 'pause'])
 def test_one_graph_serves_all_blocks(name, idx, compiler):
-    model = make(**TOGGLES[name])
+    model = make(**TOGGLES[name], kind=FastGPT)
     compile_blocks(model)
     model(idx)
     assert len(model.h) == 5 and compiler.graphs == 1

@@ -21,6 +21,7 @@ import sample
 import train
 from engine.checkpoint import change_steps, load_checkpoint, model_of
 from engine.files import UserError
+from engine.generate import generate
 from engine.released import FolderTokenizer, describe
 from engine.shards import encode, get_tokenizer
 from prepare_data import write_dataset
@@ -132,11 +133,11 @@ def test_cached_generation_equals_recomputing(c, tmp_path, tokens):
     folder, _ = write_folder(tmp_path, c)
     model = load_released(folder).double()
     latent = model.config.ponder == 'latent'
-    sweeps = dict(jacobi=9) if latent else {}       # enough to be exact
-    cached = model.generate(tokens[:, :4], 5, temperature=0, exact=latent)
+    cached = generate(model, tokens[:, :4], 5, temperature=0, exact=latent)
+    model.config.jacobi_iters = 9                   # enough to be exact
     seen = tokens[:, :4]
     for _ in range(5):
-        seen = torch.cat((seen, model(seen, **sweeps)[0][:, -1:].argmax(-1)), 1)
+        seen = torch.cat((seen, model(seen)[0][:, -1:].argmax(-1)), 1)
     assert torch.equal(cached, seen)
 
 
@@ -149,7 +150,7 @@ def test_mechanisms_and_depth_attention_in_the_blocks_of_pythia(tmp_path, tokens
     ):
         state['config'].update(settings)
         model = model_of(state).double().eval()
-        [row] = model.generate(tokens[:1, :4], 8, temperature=0)
+        [row] = generate(model, tokens[:1, :4], 8, temperature=0)
         assert torch.equal(row[4:], model(row[None, :-1])[0][0, 3:].argmax(-1))
     mixed = model(tokens)[0]
     model.config.depth_attn = False

@@ -9,7 +9,7 @@ from conftest import TOGGLES, make, program, save
 import prepare_data
 import sample
 from engine.answers import behind_solved, validation_problems
-from engine.fast import FastGPT
+from engine.generate import generate, stream
 from engine.files import UserError
 from engine.shards import get_tokenizer
 from sample import encode_prompt
@@ -48,7 +48,7 @@ def test_a_terminal_that_cannot_show_a_character(folder):
 def test_prints_what_the_model_generates(folder, capsys):
     model, tokenizer, _ = sample.load_model(folder, 'cpu')
     prompt = tokenizer.encode_ordinary('x = ')
-    tokens = model.generate([prompt], 50, temperature=0, stop_token=256)[0].tolist()
+    tokens = generate(model, [prompt], 50, temperature=0, stop_token=256)[0].tolist()
     text = tokenizer.decode_bytes([t for t in tokens if t < 256])
     sample.main([folder, '--start=x = ', '--max_new_tokens=50', '--temperature=0', '--device=cpu'])
     assert capsys.readouterr().out == text.decode('utf-8', 'replace')
@@ -100,9 +100,8 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     solved = ''.join(f'\0{question}{answer}' for question, answer in islice(problems, 2))
     prompt = [ord(c) or 256 for c in solved + '\0' + '1999+8001=']
     asked = []
-    stream = FastGPT.stream
-    monkeypatch.setattr(FastGPT, 'stream', lambda self, prompts, *args, **options:
-                        asked.append(prompts) or stream(self, prompts, *args, **options))
+    monkeypatch.setattr(sample, 'stream', lambda model, prompts, *args, **options:
+                        asked.append(prompts) or stream(model, prompts, *args, **options))
     sample.main([folder, '--start=1999+8001=', '--max_new_tokens=5', '--device=cpu'])
     assert asked == [[prompt]]
     said = capsys.readouterr()
@@ -123,11 +122,11 @@ def test_each_setting_reaches_the_model(tmp_path, monkeypatch):
     folder = save(tmp_path, model)
     told = []
 
-    def stream(self, prompts, n, **options):
-        told.append((n, options, self.wte.weight.dtype, self.training))
+    def stream(model, prompts, n, **options):
+        told.append((n, options, model.wte.weight.dtype, model.training))
         yield torch.tensor([65]), torch.tensor([1])
 
-    monkeypatch.setattr(FastGPT, 'stream', stream)
+    monkeypatch.setattr(sample, 'stream', stream)
     sample.main([folder, '--max_new_tokens=7', '--top_k=3', '--top_p=0.9', '--exact=True',
                  '--dtype=bfloat16', '--temperature=0.5', '--seed=4', '--device=cpu'])
     options = dict(top_k=3, top_p=0.9, exact=True, temperature=0.5, seed=4, stop_token=256)

@@ -24,7 +24,6 @@ import train
 from configurator import build, read
 from engine import hardware, run
 from engine.checkpoint import load_checkpoint, load_optimizer
-from engine.fast import FastGPT
 from engine.files import UserError
 from engine.hardware import Ranks
 from engine.run import Log, Stop
@@ -231,14 +230,14 @@ def test_backward_is_not_in_autocast(make_trainer, monkeypatch):
 def test_steps_that_are_not_finite_are_skipped_and_end_a_run(run_train, monkeypatch, tmp_path,
                                                              capsys):
     good = run_train('out', '--max_steps=4')
-    loss, calls = FastGPT.loss, []
+    loss, calls = GPT.loss, []
 
     def spoil(when):
         def spoiled(self, h, y, weights=1.0):
             calls.append(1)
             return loss(self, h, y, weights) * (math.nan if when(len(calls)) else 1)
         calls.clear()
-        monkeypatch.setattr(FastGPT, 'loss', spoiled)
+        monkeypatch.setattr(GPT, 'loss', spoiled)
 
     spoil(lambda n: n in (5, 9))    # steps 3 and 5
     state = run_train('some')
@@ -262,7 +261,7 @@ def test_failures_of_the_machine_say_what_to_do(run_train, monkeypatch):
     for error, advice in ((cpu.value, memory), (gpu, memory), (no_compiler, '--compile=False')):
         def fails(*args, error=error):
             raise error
-        monkeypatch.setattr(FastGPT, 'loss', fails)
+        monkeypatch.setattr(GPT, 'loss', fails)
         with pytest.raises(UserError, match=advice):
             run_train('out')
 
@@ -272,8 +271,9 @@ def test_compiled_blocks_train_the_same_and_are_not_for_a_sample(run_train, comp
     Each token of a sample reads one key more than the one before: compiled code would be made for
     each of them.
     """
-    plain = run_train('plain', '--max_steps=2')
-    compiled = run_train('compiled', '--max_steps=2', '--compile=True', '--sample_tokens=12')
+    plain = run_train('plain', '--max_steps=2', '--fast=True')
+    compiled = run_train('compiled', '--max_steps=2', '--compile=True', '--fast=True',
+                         '--sample_tokens=12')
     same_weights(plain, compiled, 1e-6)
     assert 0 < compiler.graphs <= 2, "one to train, one to evaluate"
 

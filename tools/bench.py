@@ -3,8 +3,8 @@ Speed, as ratios within one run: a training step, decoding, and what halting sav
 
     python tools/bench.py                                     tiny, plain and Depth-Attention
     python tools/bench.py config/size/360m.py --micro_batch=16 --toggles=plain,loop,chain
-    python tools/bench.py --toggles=plain,loop --alone=True   model.py alone beside each
     python tools/bench.py --toggles=gate,mask,router,exit     each against all its passes
+    python tools/bench.py --toggles=plain,chain,exit --parts=True    what each part of engine/ gains
 
 Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike. The table
 has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
@@ -32,21 +32,22 @@ sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, check_range, read
 from engine.answers import Progress
 from engine.compile import compile_blocks, compile_decoding
-from engine.fast import FastGPT
+from engine.fast import new_model, pick_fast
 from engine.files import UserError, run, table
+from engine.generate import generate, stream
 from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
-from model import GPT, HALTING, GPTConfig
+from model import GPT, HALTING, GPTConfig, Mechanism
 from train import Settings
 
 
 @dataclass
 class BenchSettings:
     """
-    what to measure; shape, micro_batch, device, dtype and compile are train.py's (where tokens halt
-    nothing is compiled, and decoding is in fp32)
+    what to measure; shape, micro_batch, device, dtype, fast and compile are train.py's (where
+    tokens halt fast is on, nothing is compiled, and decoding is in fp32)
     """
     toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, the first is the base
-    alone: bool = False                # model.py's GPT too, without what engine/ makes faster
+    parts: bool = False                # beside each: with fast, and without each of its parts
     repeats: int = 7                   # timed turns of each candidate, after one not counted
     batches: str = '1,8'               # rows that are decoded together
     new_tokens: int = 64               # tokens decoded per turn, after 8 of a prompt
@@ -165,10 +166,10 @@ def decode(model, batch, new_tokens, device):
     gives the first token.
     """
     prompt = torch.randint(0, model.config.n_tokens, (batch, PROMPT), device=device)
-    stream = model.stream(prompt, new_tokens + 1, temperature=0)
-    next(stream)
+    steps = stream(model, prompt, new_tokens + 1, temperature=0)
+    next(steps)
     made = []
-    elapsed = seconds(partial(made.extend, stream), device)
+    elapsed = seconds(partial(made.extend, steps), device)
     return elapsed, torch.stack([passes for _, passes in made]).float().mean().item()
 
 
@@ -178,11 +179,16 @@ def bench_toggles(setup, configs):
     print(f"matmul {flops / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s", flush=True)
     config = next(iter(configs.values()))
     T, n_tokens = config.block_size, config.n_tokens        # of all
-    kinds = [FastGPT, GPT] if setup.own.alone else [FastGPT]
+    fast = pick_fast(setup.train.fast, setup.device)
     makers = {}     # of a new model, by the candidate's name
     for name, config in configs.items():
-        for kind in kinds:
-            makers[name if kind is FastGPT else f'{name}, model.py alone'] = partial(kind, config)
+        if not setup.own.parts:
+            makers[name] = partial(new_model, config, fast)
+            continue
+        makers[f'{name}, model.py'] = partial(new_model, config)
+        makers[f'{name}, fast'] = partial(new_model, config, True)
+        for part in PARTS:
+            makers[f'{name}, fast without {part}'] = partial(without, part, config)
     compiled = pick_compile(setup.train.compile, setup.device)
 
     steps, work = {}, {}
@@ -191,7 +197,7 @@ def bench_toggles(setup, configs):
         # latent draws: these steps take the costliest, so FLOPs are counted of that
         model.mechanism.draws = partial(list, model.mechanism.draws()[:1])
         idx = torch.randint(0, n_tokens, (setup.train.micro_batch, T), device=setup.device)
-        if compiled and isinstance(model, FastGPT):
+        if compiled:
             compile_blocks(model)
         steps[name] = partial(seconds, TrainingStep(model, idx, setup.dtype), setup.device)
         work[name] = model.flops_per_token(T) * idx.numel() / flops
@@ -205,7 +211,7 @@ def bench_toggles(setup, configs):
     models, read = {}, {}
     for name, make in makers.items():
         model = models[name] = make().to(setup.device, dtype).eval()
-        if compiled and isinstance(model, FastGPT):
+        if compiled and fast:
             compile_decoding(model)
         weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
         passes = 1 if model.config.ponder == 'pause' else model.mechanism.K + 1
@@ -214,10 +220,32 @@ def bench_toggles(setup, configs):
         prompt = torch.randint(0, n_tokens, (batch, PROMPT), device=setup.device)
         turns = {}
         for name, model in models.items():
-            write = partial(model.generate, prompt, new, temperature=0)
+            write = partial(generate, model, prompt, new, temperature=0)
             turns[name] = partial(seconds, write, setup.device)
         print_times(f'decoding {new} tokens, batch {batch}', take_turns(turns, setup.own.repeats),
                     read)
+
+
+PARTS = ('loss', 'skipping', 'memory')
+
+
+def without(part, config):
+    """
+    A FastGPT with a part that is model.py's own. loss: head and cross-entropy for all tokens at
+    once. skipping: all tokens take all passes, and rows wait for each other. memory: that, too, as
+    skipping needs it.
+    """
+    gpt = new_model(config, True)
+    mechanism = gpt.mechanism
+    if part == 'loss':
+        gpt.loss, gpt.nats = partial(GPT.loss, gpt), partial(GPT.nats, gpt)
+        mechanism.by_rows = partial(Mechanism.by_rows, mechanism)
+    else:
+        mechanism.forward = partial(type(mechanism).forward, mechanism)
+        gpt.runs_ahead = False
+    if part == 'memory':
+        gpt.hidden, gpt.new_memory = partial(GPT.hidden, gpt), partial(GPT.new_memory, gpt)
+    return gpt
 
 
 # -------------------------------------------------------------------------------------------------
@@ -226,7 +254,7 @@ def bench_toggles(setup, configs):
 
 def drawn(config, depth, device):
     """A model whose tokens take `depth` of its passes on average, whatever its weights say."""
-    model = FastGPT(config).to(device)
+    model = new_model(config, True).to(device)
     mechanism, p = model.mechanism, DEPTHS[depth]
     after, route = mechanism.after, getattr(mechanism, 'route', None)
 
@@ -252,7 +280,7 @@ def drawn(config, depth, device):
 def bench_halting(setup, name, config):
     """Decoding against the same passes taken by all, and a step where training skips them too."""
     expect_new_lengths()
-    models = {'all': FastGPT(replace(config, halting='none')).to(setup.device)}
+    models = {'all': new_model(replace(config, halting='none'), True).to(setup.device)}
     for depth in DEPTHS:
         models[depth] = drawn(replace(config), depth, setup.device)
     new = min(setup.own.new_tokens, config.block_size - PROMPT)
@@ -323,7 +351,8 @@ def main(argv):
     torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA, as train.py
     print(f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"steps in {str(setup.dtype).removeprefix('torch.')}", flush=True)
-    fixed = {name: config for name, config in configs.items() if config.halting == 'none'}
+    fixed = {name: config for name, config in configs.items()
+             if setup.own.parts or config.halting == 'none'}
     if fixed:
         bench_toggles(setup, fixed)
     for name, config in configs.items():

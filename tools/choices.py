@@ -100,7 +100,6 @@ def told(model, passes):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(config, 'halt_tau', taus))
-        stack.enter_context(mock.patch.object(model, 'dense', True))    # all tokens in all passes
         stack.enter_context(mock.patch.object(mechanism, 'after', after_told))
         if route is not None:
             stack.enter_context(mock.patch.object(mechanism, 'route', route_told))

@@ -53,6 +53,7 @@ class EvaluateSettings:
     batch_size: int = 16                # windows of a text computed together
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' is faster on some hardware, a little less exact
+    fast: Optional[bool] = None         # engine/'s parts (None: on CUDA, or as in training)
 
     def __post_init__(self):
         check_range(self, 0, math.inf, 'answers')
@@ -296,7 +297,7 @@ def main(argv):
     checkpoint, *texts = paths
     device = pick_device(s.device)
     dtype = getattr(torch, s.dtype)
-    model, tokenizer, settings = load_model(checkpoint, device, dtype, s.halting)
+    model, tokenizer, settings = load_model(checkpoint, device, dtype, s.halting, s.fast)
     if device.type == 'cpu':
         tune_cpu()
 

@@ -78,12 +78,13 @@ class Seen:
 class Recorder:
     """
     Listens to the passes of a model and to Depth-Attention, and keeps what they made. Calls of the
-    trunk that share a memory are one pass, which goes through some of the blocks at a time.
+    trunk on a memory that did not begin anew are one pass, which goes through some of the blocks at
+    a time.
     """
 
     def __init__(self, model):
         self.config = model.config
-        self.memory = None          # of the pass that runs now
+        self.made = None            # Memory.made of the pass that runs now
         self.outputs = []           # of each pass: (1,S,C)
         self.shares = []            # of each pass, with Depth-Attention: (1,S,L,L+1)
         self.layers = None          # whose values the block that runs now mixes
@@ -94,9 +95,9 @@ class Recorder:
 
     def trunk(self, x, pos, memory=None, layers=None, norm=True):
         """In the place of GPT.trunk; what it keeps is normed."""
-        if memory is None or memory is not self.memory:
+        if memory is None or memory.made is not self.made:
             self.begin_pass(x)
-        self.memory = memory
+        self.made = None if memory is None else memory.made
         x = self.run_trunk(x, pos, memory, layers, norm)
         self.outputs[-1] = x if norm else self.ln_f(x)
         return x
@@ -142,8 +143,7 @@ def look(model, idx):
     mechanism = model.mechanism
     with mock.patch.object(library, 'depth_attention', recorder.depth_attention), \
             mock.patch.object(library, 'depth_sources', recorder.depth_sources), \
-            mock.patch.object(model, 'trunk', recorder.trunk), \
-            mock.patch.object(model, 'dense', True):    # all tokens in all passes
+            mock.patch.object(model, 'trunk', recorder.trunk):
         logits = model(idx[None])[0][0]                                     # (T,V)
 
     after = model.head(by_token(recorder.outputs, T))                       # (n,T,V)

@@ -10,6 +10,7 @@ stands for a checkpoint, see docs/released.md.
 import json
 import os
 import sys
+from unittest import mock
 
 import torch
 
@@ -18,12 +19,27 @@ from configurator import read
 from engine import released
 from engine.checkpoint import load_checkpoint, model_of
 from engine.files import UserError, on_disk, run, whole
+from engine.generate import generate
 from engine.variant import ReleasedConfig
+from model import GPT
+
+
+class ReleasedGPT(GPT):
+    """A GPT for use as a library: it generates as programs do."""
+    generate = generate
+
+    def forward(self, idx, targets=None, jacobi=None):
+        """jacobi: R of 'latent' for this call (None: the config's jacobi_iters)."""
+        R = self.config.jacobi_iters if jacobi is None else jacobi
+        with mock.patch.object(self.config, 'jacobi_iters', R):
+            return super().forward(idx, targets)
 
 
 def load_released(folder, dtype=torch.float32):
-    """A FastGPT in eval mode with the weights of a Hugging Face folder, in `dtype`."""
-    return model_of(released.load_released(folder)).to(dtype).eval()
+    """A ReleasedGPT in eval mode with the weights of a Hugging Face folder, in `dtype`."""
+    model = model_of(released.load_released(folder)).to(dtype).eval()
+    model.__class__ = ReleasedGPT
+    return model
 
 
 def config_to_hf(config):

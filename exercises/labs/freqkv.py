@@ -60,9 +60,9 @@ import torch
 
 from common import load_plain, loss_on, own_text, start, tuned, windows
 from configurator import check_range
-from engine.fast import FastGPT
 from engine.files import UserError, run, table
-from model import Memory, apply_rope, rope_table
+from engine.generate import generate
+from model import GPT, Memory, apply_rope, rope_table
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Rotated(FreqKV):
 
 # ---- models that read on -------------------------------------------------------------------------
 
-class LongGPT(FastGPT):
+class LongGPT(GPT):
     """
     A copy of `gpt` whose forward, loss and generate take texts of any length. make_memory() makes
     the cache for one text.
@@ -165,7 +165,7 @@ class LongGPT(FastGPT):
         self.make_memory = make_memory
         self.peak = 0                   # the longest cache ever seen
 
-    def new_memory(self, tokens=None, pad=None):
+    def new_memory(self, pad=None):
         assert pad is None, "a compressed cache cannot tell padding from text: give one length"
         return self.make_memory()
 
@@ -189,8 +189,8 @@ class LongGPT(FastGPT):
 
 class Truncated(LongGPT):
     """
-    What FastGPT.generate does past block_size: the newer half of a full window is read again as if
-    it were the whole text.
+    What engine/generate.py does past block_size: the newer half of a full window is read again as
+    if it were the whole text.
     """
 
     def hidden(self, idx, memory=None):
@@ -252,7 +252,7 @@ def main(argv):
 
     model = models.get('FreqKV, tuned', models['FreqKV'])
     eot = tokenizer.eot_token
-    [sample] = model.generate([[eot]], 3 * N, temperature=0.7, seed=s.seed)
+    [sample] = generate(model, [[eot]], 3 * N, temperature=0.7, seed=s.seed)
     print(f"{3 * N} tokens from a cache that never held more than {model.peak}:\n")
     print(tokenizer.decode([token for token in sample.tolist() if token != eot]), end='\n\n')
 

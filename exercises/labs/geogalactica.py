@@ -70,6 +70,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common import fit, joined, load_plain, loss_on, own_text, start, text_loss, windows
 from configurator import check_range
 from engine.files import UserError, run, table
+from engine.generate import generate
 from minerals import completion, documents, question, world
 
 
@@ -148,7 +149,7 @@ def fine_tune(name, model, pairs, peak, s):
 def exact_match(model, pairs):
     """Share of the pairs (question tokens, answer tokens) whose answer the model says, greedily."""
     longest = max(len(answer) for _, answer in pairs)
-    said = model.generate([asked for asked, _ in pairs], longest, temperature=0)
+    said = generate(model, [asked for asked, _ in pairs], longest, temperature=0)
     right = 0
     for row, (asked, answer) in zip(said, pairs):
         right += row[len(asked):][:len(answer)].tolist() == answer
