@@ -37,6 +37,7 @@ PARTS = {
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
         'Memory': '71fc7d89f2a9',
+        'Slots': '8ba653d8a79d',
         'SlotMemory': 'ded748395816',
         'GPT.new_memory': 'f826e2eb9c08',
         'Mechanism.new_memory': '90944f99e1ba',
@@ -48,6 +49,7 @@ PARTS = {
     'engine/loss.py': {                 # never all logits at once
         'GPT.head': 'd6fdd657411d',
         'GPT.loss': '4efc4a2fb3de',
+        'at_least_fp32': '8a483de1ada9',
         'GPT.nats': 'b9f50705824f',
         'Mechanism.by_rows': '3401a9524d1c',
     },
@@ -162,7 +164,6 @@ def recorded_parts(source):
     for node in ast.parse(source).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             found[node.name] = node
-        if isinstance(node, ast.ClassDef):
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
                     found[f'{node.name}.{method.name}'] = method
