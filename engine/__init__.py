@@ -1,14 +1,14 @@
 """
-What makes model.py fast, and what a run needs. Nothing in here says what is computed: model.py
-does, which imports nothing of this folder, and this equals it, tested.
+What a run needs around model.py, and what makes it fast where it is asked for. Nothing in here says
+what is computed: model.py does, which imports nothing of this folder, and this equals it, tested.
 
-    faster      fast.py         FastGPT: the joint; which part stands in the place of which
+    fast        fast.py         FastGPT: the joint; which part stands in the place of which
                 attention.py    the kernel for each device, precision, mask and length
                 memory.py       what attention reads, without joining and masking more than it must
                 loss.py         the head and the cross-entropy in parts; recomputing in backward
-                generate.py     token by token, in batches whose rows do not wait for each other
                 compile.py      torch.compile, CUDA graphs
     a run       start.py        the model that it starts from, and what must fit together
+                generate.py     token by token, in batches, past the context
                 hardware.py     device, precision, the processes of a run
                 checkpoint.py   checkpoints: complete or absent
                 run.py          what a run says and leaves behind, and what ends it early

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine import loss
 from engine.fast import new_model, pick_fast, without_numbers
-from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
+from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
 from engine.shards import read_meta
 from engine.start import asked_of_model, old_config, start_config
 
@@ -150,6 +150,8 @@ def print_plan(settings, given, builtin, state):
     dtype = torch.bfloat16  # what GPUs of today compute in
     if settings.dtype is not None or device is not None:
         dtype = pick_dtype(settings.dtype, device)
+    if settings.device == 'cpu':
+        tune_cpu()  # rules which attention runs, with fast
     settings.accumulation(config.block_size, 1)  # UserError if not even one GPU could do it
 
     model = without_numbers(config)
