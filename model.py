@@ -160,22 +160,15 @@ def apply_rope(x, cos, sin):
     return torch.addcmul(x * cos, swapped, sin)  # x cos + swapped sin
 
 
-NEVER = 2 ** 40  # the time of what nobody reads, such as padding
-
-
 class Memory:
     """
     What attention reads: the keys and values of the tokens that go through the blocks now, and of
     all that went through before. In training the text is there at once and nothing came before:
-    `mask` is None, and `update` gives back what it takes. A token's time is its place in the text.
-    pad     (B,): tokens of padding on the left of each row, if prompts have unequal lengths
+    `mask` is None, and `update` gives back what it takes.
     """
 
-    def __init__(self, pad=None):
-        self.pad = pad
-        self.tokens = 0             # that were read, with those of this pass
-        self.times = []             # their times, (B,T) for each call of `begin`
-        self.length = 0             # N: keys that each layer holds after this pass
+    def __init__(self):
+        self.tokens = 0             # N: that were read, with those of this pass
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
         # for Depth-Attention, part 3
@@ -185,33 +178,27 @@ class Memory:
     def begin(self, B, T, device):
         """T more tokens go through the blocks, in each of B rows; returns their positions (T,)."""
         pos = torch.arange(self.tokens, self.tokens + T, device=device)
-        time = pos.expand(B, T)
-        if self.pad is not None:
-            time = torch.where(pos < self.pad[:, None], NEVER, pos)
-        self.times.append(time)
         self.tokens += T
-        self.length += T
         self.made = {}
         return pos
 
     def mask(self, S, device):
         """
-        Which of N keys each of these S tokens reads: (B,1,S,N), True for those up to its own time.
-        None stands for plain causal attention, which needs no mask and is faster. (Padding reads
-        all there is: a softmax needs something.)
+        Which of N keys each of the newest S tokens reads: (S,N), True for those up to itself. None
+        stands for plain causal attention, which needs no mask and is faster.
         """
-        if self.length == S and self.pad is None:
+        if self.tokens == S:
             return None
-        key, query = torch.cat(self.times, dim=1), self.times[-1]
-        return (key[:, None, :] <= query[:, :, None])[:, None]
+        before = self.tokens - S
+        return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
+        assert layer not in self.made, f"block {layer} must run once in each pass"
         self.made[layer] = k, v
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
-        assert k.size(2) == self.length, f"block {layer} must run once in each pass"
         self.keys[layer], self.values[layer] = k, v
         return k, v
 
@@ -395,10 +382,13 @@ class GPT(nn.Module):
         return nats.view_as(targets)
 
     def new_memory(self, pad=None):
-        """A memory that has read nothing; pad: see Memory."""
+        """
+        A memory that has read nothing. pad (B,): tokens of padding on the left of each row (None:
+        all prompts have one length).
+        """
         if self.config.ponder == 'none':
-            return Memory(pad)
-        return self.mechanism.new_memory(pad)                           # part 4
+            return Memory() if pad is None else Padded(pad)             # part 4
+        return self.mechanism.new_memory(pad)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, pad=None):
@@ -407,7 +397,7 @@ class GPT(nn.Module):
         eval mode.
         temperature     0 takes the likeliest token
         top_k           only the k likeliest are drawn from
-        pad             (B,): so many on the left of each row are padding, see Memory
+        pad             (B,): so many on the left of each row are padding (None: no padding)
         """
         memory = self.new_memory(pad)
         new = idx
@@ -547,9 +537,9 @@ class Mechanism(nn.Module):
         return [None]
 
     def new_memory(self, pad):
-        if self.rule is None:
-            return Memories(partial(Memory, pad))
-        return SlotMemory(self.rule, pad)
+        if self.rule is not None:
+            return SlotMemory(self.rule, pad)
+        return Memories(Memory if pad is None else partial(Padded, pad))
 
     def forward(self, gpt, x, pos, memory):
         """
@@ -590,10 +580,8 @@ class Memories(dict):
         return pos
 
     def __missing__(self, k):
-        B, T, device = self.begun
         self[k] = self.make()
-        self[k].tokens = self.tokens - T    # it has read none of the tokens before these
-        self[k].begin(B, T, device)
+        self[k].begin(*self.begun)
         return self[k]
 
 
@@ -672,6 +660,9 @@ class Loop(Mechanism):
 # says by the labels of a query and of a key whether the one reads the other.
 
 
+NEVER = 2 ** 40  # the time of what nobody reads
+
+
 class Slots(SimpleNamespace):
     """
     Labels of N slots in each of B rows, (B,N) each.
@@ -682,22 +673,64 @@ class Slots(SimpleNamespace):
     def __getitem__(self, where):
         return Slots(**{name: label[where] for name, label in vars(self).items()})
 
+    def joined(self, new):
+        """These slots, and in each row `new` ones behind them."""
+        both = {}
+        for name, label in vars(self).items():
+            both[name] = torch.cat((label, getattr(new, name)), dim=1)
+        return Slots(**both)
+
+
+def times(pos, B, pad):
+    """(B,T): the times of tokens at pos (T,), their places in the text; of padding NEVER."""
+    if pad is None:
+        return pos.expand(B, -1)
+    return torch.where(pos < pad[:, None], NEVER, pos)
+
+
+def slots_of(time, k, n, visible, labels):
+    """
+    (Slots as they read, Slots as they are read) of tokens with `time` (B,T), which have n slots
+    each, side by side, numbered from k on. visible: see SlotMemory.open.
+    """
+    t = time.repeat_interleave(n, dim=1)                                # (B, T n)
+    numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
+    reading = Slots(t=t, k=numbers.expand_as(t), **labels)
+    if visible is None:
+        return reading, reading
+    return reading, Slots(**{**vars(reading), 't': t.where(visible, NEVER)})
+
+
+class Padded(Memory):
+    """A Memory of texts with padding (B,) on the left of each row: prompts of unequal lengths."""
+
+    def __init__(self, pad):
+        super().__init__()
+        self.pad = pad
+
+    def mask(self, S, device):
+        """(B,1,S,N), as there. Padding reads all there is: a softmax needs something."""
+        time = times(torch.arange(self.tokens, device=device), len(self.pad), self.pad)     # (B,N)
+        return (time[:, None, :] <= time[:, -S:, None])[:, None]
+
 
 class SlotMemory(Memory):
     """A Memory of slots. rule(query, key): who reads whom, for labels (B,S,1) and (B,1,N)."""
 
     def __init__(self, rule, pad=None):
-        super().__init__(pad)
+        super().__init__()
         self.rule = rule
-        self.key_labels = Slots()   # of all slots so far
-        self.query_labels = None    # of those of this pass
+        self.pad = pad              # as in Padded, or None
+        self.time = None            # (B,T): of the tokens that are read now
         self.settled = 0            # slots of the tokens before these
+        self.key_labels = None      # of all slots so far, if there are some
+        self.query_labels = None    # of those of this pass
         self.causal = False         # whether the rule need not be asked in this pass
 
     def begin(self, B, T, device):
         pos = super().begin(B, T, device)
-        self.length -= T            # which counts slots here: `open` adds them
-        self.settled = self.length
+        self.time = times(pos, B, self.pad)
+        self.settled = 0 if self.key_labels is None else self.key_labels.t.size(1)
         return pos
 
     def open(self, k=0, n=1, visible=None, **labels):
@@ -707,25 +740,14 @@ class SlotMemory(Memory):
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         labels      (B, T n) each, if the rule asks for more than t and k
         """
-        T = self.times[-1].size(1)
-        t = self.times[-1].repeat_interleave(n, dim=1)                  # (B, T n)
-        numbers = torch.arange(k, k + n, device=t.device).repeat(T)
-        self.query_labels = Slots(t=t, k=numbers.expand_as(t), **labels)
-        new = vars(self.query_labels)
-        if visible is not None:
-            new = {**new, 't': t.where(visible, NEVER)}
-
+        first = self.key_labels is None
+        self.query_labels, new = slots_of(self.time, k, n, visible, labels)
+        self.key_labels = new if first else self.key_labels.joined(new)
+        self.made = {}
         # With nothing before and nothing hidden, flat is plain causal attention, which is faster;
         # so is by_pass, where tokens have one slot each.
-        first = self.length == 0
-        all_read = self.pad is None and visible is None
-        in_a_row = self.rule is flat or (n == 1 and self.rule is by_pass)
-        self.causal = first and all_read and in_a_row
-        for name, label in new.items():
-            held = label[:, :0] if first else getattr(self.key_labels, name)
-            setattr(self.key_labels, name, torch.cat((held, label), dim=1))
-        self.length += T * n
-        self.made = {}
+        in_a_row = self.rule is flat or (self.rule is by_pass and n == 1)
+        self.causal = first and in_a_row and self.pad is None and visible is None
         return self
 
     def mask(self, S, device):
@@ -736,15 +758,17 @@ class SlotMemory(Memory):
 
     def rewind(self):
         """Forget the slots of these tokens: they were guesses."""
-        n = self.length = self.settled
+        n = self.settled
+        if n == 0:
+            self.key_labels, self.keys, self.values = None, {}, {}
+            return
         self.key_labels = self.key_labels[:, :n]
-        kept = self.keys if n > 0 else ()       # of no slots: nothing for `update` to join
-        self.keys = {layer: self.keys[layer][:, :, :n] for layer in kept}
-        self.values = {layer: self.values[layer][:, :, :n] for layer in kept}
+        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
+        self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
 
     def real(self):
         """(B,T) bool: which of these tokens are no padding."""
-        return self.times[-1] < NEVER
+        return self.time < NEVER
 
 
 def flat(query, key):

@@ -13,6 +13,7 @@ halt_lambda = 0.1
 halt_share = 0.1        # the gates under pressure
 halt_start = 0.4        # of the run: 20,000 of 50,000 steps
 halt_full = 0.48        # 24,000
+fast = True             # in training quicker on a CPU too: docs/performance.md
 learning_rate = 3e-4
 batch_tokens = 256 * 2048
 max_steps = 50000

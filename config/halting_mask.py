@@ -11,6 +11,7 @@ jacobi_iters = 3
 halting = 'mask'
 halt_tau = 1e-4
 halt_lambda = 0.01      # ours, see `Mask` in model.py
+fast = True             # in training quicker on a CPU too: docs/performance.md
 learning_rate = 3e-4
 batch_tokens = 512 * 2048
 max_steps = 50000

@@ -10,6 +10,7 @@ halting = 'router'
 halt_tau = 1e-4
 halt_lambda = 0.4
 halt_beta = 10.0
+fast = True             # in training quicker on a CPU too: docs/performance.md
 learning_rate = 3e-4
 batch_tokens = 256 * 2048
 max_steps = 50000

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import Group, KeyBias
-from model import NEVER, Memories, Memory, Slots, by_pass, faded, flat, newest
+from model import (NEVER, Memories, Memory, Slots, by_pass, faded, flat, newest, slots_of,
+                   times)
 
 
 def text_memory(gpt):
@@ -195,10 +196,7 @@ class RulePass(TextPass):
         self.query_labels = query
         self.key_labels = key
         if before is not None:
-            joined = {}
-            for name, label in vars(key).items():
-                joined[name] = torch.cat((getattr(before.key_labels, name), label), dim=1)
-            self.key_labels = Slots(**joined)
+            self.key_labels = before.key_labels.joined(key)
 
     def mask(self, S, device):
         if self.causal:
@@ -243,11 +241,7 @@ class TextSlots:
         elif self.rule is newest and visible is not None and n == 1:
             self.last = FrozenPass(self.sources, self.last, visible)
         else:
-            t = self.t.repeat_interleave(n, dim=1)
-            numbers = torch.arange(k, k + n, device=t.device).repeat(T)
-            query = key = Slots(t=t, k=numbers.expand_as(t), **labels)
-            if visible is not None:
-                key = Slots(**{**vars(query), 't': t.where(visible, NEVER)})
+            query, key = slots_of(self.t, k, n, visible, labels)
             self.last = RulePass(self.sources, self.last, self.rule, query, key)
         return self.last
 
@@ -277,7 +271,8 @@ class Cache(Memory):
     """
 
     def __init__(self, sources, capacity, pad=None, static=False, rule=earlier):
-        super().__init__(pad)
+        super().__init__()
+        self.pad = pad
         self.loops = NO_LOOPS
         self.sources = sources
         self.capacity = capacity    # most slots of a row
@@ -287,35 +282,33 @@ class Cache(Memory):
         self.places = capacity if static else 0     # there is room for so many now
         self.key_labels = Slots()   # (B, places) each
         self.query_labels = None    # of this pass
+        self.time = None            # (B,T): of the tokens that are read now
+        self.length = 0             # slots so far
         self.first = 0              # where this pass begins
-        self.settled = 0             # where the tokens that are read now begin
+        self.settled = 0            # where the tokens that are read now begin
         self.compiled = False       # whether the pass is one new token's, in compiled code
 
     def begin(self, B, T, device):
-        length = self.length
         pos = super().begin(B, T, device)
-        self.times = self.times[-1:]
-        self.length = self.settled = length
+        self.time = times(pos, B, self.pad)
+        self.settled = self.length
         if self.rule is earlier:
             self.open()
         return pos
 
     def real(self):
-        return self.times[-1] < NEVER
+        return self.time < NEVER
 
     # ---- a pass
 
     def open(self, k=0, n=1, visible=None, **labels):
-        B, T = self.times[-1].shape
+        T = self.time.size(1)
         if self.ordered:
             assert T == 1 or self.length == self.settled, 'flat: all slots of a text go at once'
-            self.reserve(T * n, T == 1, self.times[-1].device)
+            self.reserve(T * n, T == 1, self.time.device)
             return self
-        t = self.times[-1].repeat_interleave(n, dim=1)                  # (B, T n)
-        numbers = torch.arange(k, k + n, device=t.device).repeat(T)
-        query = Slots(t=t, k=numbers.expand_as(t), **labels)
-        key_t = t if visible is None else t.where(visible, NEVER)
-        return self.open_slots(query, key_t, T == 1)
+        query, key = slots_of(self.time, k, n, visible, labels)
+        return self.open_slots(query, key.t, T == 1)
 
     def open_some(self, t, k, labels):
         """

@@ -118,7 +118,7 @@ def watch(function, gpt, *args, renumber=False):
     def spy(x, pos, memory=None):
         sizes.append(x.size(1))
         if renumber:
-            pos = memory.length - x.size(1) + torch.arange(x.size(1))
+            pos = memory.key_labels.t.size(1) - x.size(1) + torch.arange(x.size(1))
         outputs.append(trunk(x, pos, memory))
         return outputs[-1]
 

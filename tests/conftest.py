@@ -36,7 +36,10 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption('--slow'):
         return
     for item in items:
-        if item.get_closest_marker('slow'):
+        params = item.callspec.params if hasattr(item, 'callspec') else {}
+        # tests/test_fast.py compares the two over all toggles
+        is_long = params.get('kind') is FastGPT and params.get('toggle', 'plain') not in ONE_EACH
+        if is_long or item.get_closest_marker('slow'):
             item.add_marker(pytest.mark.skip(reason='needs --slow'))
 
 

@@ -33,7 +33,7 @@ HALTING = dict(halt_start=0.1, halt_full=0.6)
 TINY = dict(n_layer=1, n_head=1, n_embd=8, mlp_hidden=8, vocab_size=64)
 GAIN = dict(TOGGLES['exit_gate'], exit_loss='gain')
 RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'exit': TOGGLES['exit'], 'gain': GAIN,
-        'topk': TOGGLES['embedding_topk'], 'twice': dict(ponder='twice', ponder_steps=1)}
+        'topk': TOGGLES['embedding_topk'], 'answers': {}, 'twice': dict(ponder='twice', ponder_steps=1)}
 
 # bodies that only raise; a copy of a model, in a notebook; tools/explain.py
 NOT_CALLED = {'Mechanism.forward', 'Halting.start', 'Halting.after', 'Halting.penalty',
@@ -102,11 +102,14 @@ def programs(small_data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(model_py.PONDER, 'twice', Twice)
         patch.chdir(folder)
-        prepare_data.prepare(prepare_data.DataSettings(problems=400, name='sums'), ['addition'])
+        task = prepare_data.DataSettings(problems=400, size=3, name='trees')
+        prepare_data.prepare(task, ['minimax'])
         found = {}
         for name in RUNS:
-            # a task's questions do not count as targets, which `exit` treats in its own way
-            data = str(folder / 'data' / 'sums') if name.startswith('exit') else small_data
+            # a task's questions do not count as targets, which `exit` treats in its own way; they
+            # have several lengths
+            of_task = name.startswith('exit') or name == 'answers'
+            data = str(folder / 'data' / 'trees') if of_task else small_data
             for is_fast in (False, True):
                 found[name, is_fast] = run_programs(name, is_fast, data, folder)
     return found
@@ -210,13 +213,14 @@ def test_a_class_with_its_own_version_of_a_part_is_refused(kind, part, monkeypat
 # what somebody tries first: (what to run, of which model, what to change in model.py and into what)
 EDITS = {
     'a window of 8': ('train', {}, """\
-        if self.length == S and self.pad is None:
+        if self.tokens == S:
             return None
-        key, query = torch.cat(self.times, dim=1), self.times[-1]
-        return (key[:, None, :] <= query[:, :, None])[:, None]
+        before = self.tokens - S
+        return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
 """, """\
-        key, query = torch.cat(self.times, dim=1)[:, None, :], self.times[-1][:, :, None]
-        return ((key <= query) & (key > query - 8))[:, None]
+        before = self.tokens - S
+        seen = torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
+        return seen.triu(before - 7)
 """),
     'a soft cap': ('both', {}, """\
         logits = self.lm_head(h)
@@ -235,10 +239,11 @@ EDITS = {
         total = (self.nats(h, targets) * weights).sum()
 """),
     'a cache without every second key': ('sample', {}, """\
-        return (key[:, None, :] <= query[:, :, None])[:, None]
+        return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
 """, """\
-        kept = (key % 2 == 0)[:, None, :] | (key[:, None, :] == query[:, :, None])
-        return (kept & (key[:, None, :] <= query[:, :, None]))[:, None]
+        seen = torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
+        seen[:, 1:before:2] = False
+        return seen
 """),
 }
 

@@ -11,7 +11,7 @@ from conftest import close
 from engine.attention import attend
 from engine.memory import Cache, CausalPass, ChainPass, FrozenPass, RulePass, TextSlots
 from engine.fast import Some
-from model import Attention, Memory, SlotMemory, by_pass, faded, flat, newest
+from model import Attention, Padded, SlotMemory, by_pass, faded, flat, newest
 
 B = 3
 PASSES = 3
@@ -55,7 +55,7 @@ class Rows:
         pad = NO_PADDING if pad is None else pad
         self.rows = []
         for padding in pad.split(1):
-            self.rows.append(Memory(padding) if rule is None else SlotMemory(rule, padding))
+            self.rows.append(Padded(padding) if rule is None else SlotMemory(rule, padding))
 
     def begin(self, T):
         for row in self.rows:

@@ -131,8 +131,7 @@ class FreqKV(Memory):
             values = A @ v[:, :, S:]                                # (B, nkv, L, hd)
             self.keys[layer] = torch.cat((k[:, :, :S], keys), 2)    # (B, nkv, S + L, hd)
             self.values[layer] = torch.cat((v[:, :, :S], values), 2)
-        self.tokens = self.length = S + len(self.A)
-        self.times = [torch.cat(self.times, dim=1)[:, :self.length]]
+        self.tokens = S + len(self.A)
 
     def turn(self, k, first, back=False):
         """Keys (.., n, hd), turned by the angles of places first, first + 1, ..; or back."""
@@ -177,13 +176,13 @@ class LongGPT(GPT):
             memory = self.new_memory()
         out = []
         while idx.size(1):
-            if memory.length == memory.N:
+            if memory.tokens == memory.N:
                 memory.compress()
-            room = memory.N - memory.length
+            room = memory.N - memory.tokens
             part, idx = idx[:, :room], idx[:, room:]
             places = memory.begin(*part.shape, part.device)
             out.append(self.trunk(self.embed(part), places, memory))
-            self.peak = max(self.peak, memory.length)
+            self.peak = max(self.peak, memory.tokens)
         return torch.cat(out, 1)
 
 
