@@ -33,7 +33,8 @@ HALTING = dict(halt_start=0.1, halt_full=0.6)
 TINY = dict(n_layer=1, n_head=1, n_embd=8, mlp_hidden=8, vocab_size=64)
 GAIN = dict(TOGGLES['exit_gate'], exit_loss='gain')
 RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'exit': TOGGLES['exit'], 'gain': GAIN,
-        'topk': TOGGLES['embedding_topk'], 'answers': {}, 'twice': dict(ponder='twice', ponder_steps=1)}
+        'topk': TOGGLES['embedding_topk'], 'answers': {},
+        'twice': dict(ponder='twice', ponder_steps=1)}
 
 # bodies that only raise; a copy of a model, in a notebook; tools/explain.py
 NOT_CALLED = {'Mechanism.forward', 'Halting.start', 'Halting.after', 'Halting.penalty',
