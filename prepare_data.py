@@ -41,7 +41,7 @@ from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.files import UserError, alone, checksum, on_disk, run, whole
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
-from engine.shards import encode, get_tokenizer, open_shard, read_meta
+from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
@@ -288,7 +288,7 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
             raise UserError(f"{source}: no sensible split, {train.bytes:,} bytes to train and "
                             f"{val.bytes:,} to val; give more text, or a larger --val_fraction "
                             "(files with NUL bytes, as in UTF-16, are left out)")
-        meta = dict(tokenizer=tokenizer.name, n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token,
+        meta = dict(**identity(tokenizer), n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token,
                     source=source, train=train.finish(), val=val.finish())
         publish(work, folder, meta)
     return meta

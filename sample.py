@@ -18,14 +18,14 @@ from typing import Optional
 import torch
 
 from configurator import build, check_range, read
-from engine.answers import behind_solved, task_of_run
+from engine.answers import KEPT, behind_solved, exam_of_data
 from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halting
 from engine.compile import compile_decoding
 from engine.fast import pick_fast
 from engine.files import UserError, on_disk, run
 from engine.generate import stream
 from engine.hardware import expect_new_lengths, pick_device
-from engine.shards import get_tokenizer, knows_tokens
+from engine.shards import get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -78,8 +78,8 @@ def override(model, s):
 def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
     """
     A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
-    train.py's settings). halting: a rule it was not trained with. fast: a FastGPT (None: on CUDA,
-    or if it was trained so). UserError if there is no checkpoint.
+    train.py's settings and what the run kept of its data). halting: a rule it was not trained with.
+    fast: a FastGPT (None: on CUDA, or if it was trained so). UserError if there is no checkpoint.
     """
     device = torch.device(device)
     state = load_checkpoint(folder)
@@ -94,7 +94,11 @@ def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
     if not knows_tokens(n_tokens, tokenizer.name, tokenizer.n_vocab):
         raise UserError(f"{folder}: {tokenizer.name} has {tokenizer.n_vocab} tokens, the model "
                         f"{n_tokens}: take another checkpoint")
-    return model.to(device, dtype).eval(), tokenizer, state['settings']
+    if not one_tokenizer(state, identity(tokenizer)):
+        raise UserError(f"{folder}: in {tokenizer.name} lies another tokenizer than this model was "
+                        "trained with: put its own there")
+    kept = {name: state[name] for name in ('train_data', 'val_data', 'exam') if name in state}
+    return model.to(device, dtype).eval(), tokenizer, {**state['settings'], **kept}
 
 
 def open_one(argv, description, block, example):
@@ -113,12 +117,43 @@ def open_one(argv, description, block, example):
 
 
 def data_dir_of(settings):
-    """The data a model was trained on, of `settings` from load_model; UserError without any."""
+    """
+    The data a model was trained on, of `settings` from load_model; UserError without any, or if
+    another lies there now.
+    """
     if 'data_dir' not in settings:
         raise UserError("an hf: folder has no validation set: name a text (tools/explain.py, "
                         "tools/plot.py: --start=FILE:path) or data (tools/choices.py: "
                         "--data_dir=FOLDER)")
-    return settings['data_dir']
+    folder = settings['data_dir']
+    meta = read_meta(folder)
+    split = 'val' if 'val_data' in settings else 'train'    # older runs kept only the latter
+    if settings.get(f'{split}_data', meta[split]) != meta[split]:
+        raise UserError(f"{folder} is not the data that this model was trained on, but another in "
+                        "its place: name the data, or a text, if the program takes one")
+    return folder
+
+
+def exam_of_run(settings, count=KEPT):
+    """
+    What to ask a model of a made task (engine/answers.py), of `settings` from load_model; None of
+    another text's. More problems than a run keeps, and those of older runs, are in its data.
+    """
+    if 'exam' in settings and (settings['exam'] is None or count <= KEPT):
+        return settings['exam']
+    return exam_of_data(data_dir_of(settings), count)
+
+
+def exam_for_prompt(settings):
+    """The same for one question; None, with a warning, where nobody knows any more."""
+    if 'data_dir' not in settings:
+        return None     # of a released model
+    try:
+        return exam_of_run(settings)
+    except UserError as error:
+        print(f"warning: read as a text, without solved problems in front, as this older run does "
+              f"not say whether it is of a made task: {error}", file=sys.stderr)
+        return None
 
 
 # ---- the prompt ----------------------------------------------------------------------------------
@@ -182,11 +217,11 @@ def main(argv):
     override(model, s)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     given = '' if s.start is None else tokenizer.decode(prompt)
-    if given and task_of_run(settings):
+    exam = exam_for_prompt(settings) if given else None
+    if exam is not None:
         print("a made task: asked behind solved problems, as in training", file=sys.stderr)
-        eot, block_size = tokenizer.eot_token, model.config.block_size
-        prompt = behind_solved([eot, *prompt], settings['data_dir'], eot, block_size)
-        prompt = prompt[-block_size:]
+        block_size = model.config.block_size
+        prompt = behind_solved([exam['eot'], *prompt], exam, block_size)[-block_size:]
 
     if s.compile:
         compile_decoding(model, min(model.config.block_size, len(prompt) + s.max_new_tokens))

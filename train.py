@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prepare_data
 from configurator import build, check_range, read
+from engine.answers import exam_of_data
 from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.compile import prepare
 from engine.files import UserError, run
@@ -159,6 +160,7 @@ class Trainer:
             prepare_data.prepare_builtin(s.data_dir)
         ranks.wait()
         self.meta = read_meta(s.data_dir)
+        self.exam = exam_of_data(s.data_dir)    # None, if it is no made task
         self.model, self.step = start_model(s, given, self.meta, state, ranks, device)
         self.config = self.model.config
         T = self.config.block_size
@@ -311,7 +313,8 @@ class Trainer:
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is not finite; lower "
                             "learning_rate, or take a wider dtype")
-        self.log.evaluation(self.step, loss, passes or None, self.meta, self.autocast)
+        self.log.evaluation(self.step, loss, passes or None, self.meta, self.exam,
+                            self.autocast)
 
     def save(self):
         """Checkpoint by rank 0."""
@@ -322,7 +325,10 @@ class Trainer:
             step=self.step,
             config=asdict(self.config),
             tokenizer=self.meta['tokenizer'],
+            tokenizer_id=self.meta.get('tokenizer_id'),
             train_data=self.meta['train'],
+            val_data=self.meta['val'],
+            exam=self.exam,
             settings={**asdict(self.settings), 'init_from': self.origin},
             model=self.model.state_dict(),
             optimizer=optimizer,

@@ -2,12 +2,13 @@
 Right answers to the problems of a made task (engine/tasks.py): of a checkpoint, and in evaluations
 of a run.
 
-    outcomes = answer_problems(model, folder, 100)      an Outcome for each problem
-    summary(model, folder, 1000)                        right answers and passes, by difficulty
-    inputs, targets = read_answers(model, folder, 100)  the problems with their answers, as texts
+    exam = exam_of_data(folder)                         what to ask, wherever the data is later
+    outcomes = answer_problems(model, exam, 100)        an Outcome for each problem
+    summary(model, exam, 1000)                          right answers and passes, by difficulty
+    inputs, targets = read_answers(model, exam, 100)    the problems with their answers, as texts
 
-Answers are written greedily, through the cache, many at once; each question follows two problems of
-the validation set and their answers, or as many as fit in.
+Answers are written greedily, through the cache, many at once. Each question is asked once, behind
+two other problems of the validation set and their answers, or as many as fit in.
 """
 
 import os
@@ -15,18 +16,17 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import islice
 from statistics import fmean
 
 import numpy as np
 import torch
 
-from engine.files import UserError
 from engine.generate import stream
 from engine.shards import open_shard, read_meta
-from engine.tasks import TASKS, check_context, task_of
+from engine.tasks import TASKS, check_room, task_of
 
 EXAMPLES = 2    # problems and their answers in front of each question
+KEPT = 1000     # problems that a run keeps, so that they can be asked without its data
 
 
 @dataclass
@@ -40,15 +40,23 @@ class Outcome:
     passes: list        # of each character written, and of an end that came too early
 
 
-def validation_problems(folder):
-    """(meta, its Task, generator of (question, answer)) of a validation set; else UserError."""
+def exam_of_data(folder, count=KEPT):
+    """
+    What to ask a model of the made task in a data folder: {'task', 'size', 'eot', 'problems'}; None
+    of another text. problems: the first of its validation set that differ, as (question, answer),
+    `count` and EXAMPLES more, or as many as there are.
+    """
     meta = read_meta(folder)
     made = task_of(meta)
     if made is None:
-        raise UserError(f"{folder} is made from {meta['source']}, and --answers needs a task: "
-                        f"{', '.join(TASKS)}")
-    task = TASKS[made[0]]
-    return meta, task, read_problems(folder, meta, task)
+        return None
+    name, size = made
+    answers = {}    # of each question
+    for question, answer in read_problems(folder, meta, TASKS[name]):
+        answers[question] = answer
+        if len(answers) == count + EXAMPLES:
+            break
+    return dict(task=name, size=size, eot=meta['eot'], problems=list(answers.items()))
 
 
 def read_problems(folder, meta, task):
@@ -63,56 +71,47 @@ def read_problems(folder, meta, task):
             start = end + 1
 
 
-def ask(model, folder, count):
+def ask(model, exam, count):
     """
-    [(tokens that the model reads, question, answer), ..] of `count` problems of a data folder's
-    validation set. As in training, a question follows others: without them some models lose count
-    of the places.
+    [(tokens that the model reads, question, answer), ..] of `count` problems of an exam, or of as
+    many as it has. As in training, a question follows others: without them some models lose count
+    of the places. The first ones are examples, and asked last.
     """
-    meta, _, problems = validation_problems(folder)
-    check_context(meta, model.config.block_size)
-    eot = meta['eot']
-    pairs = list(islice(problems, EXAMPLES + count))
+    check_room(exam['task'], exam['size'], model.config.block_size)
+    eot = exam['eot']
+    problems = [*exam['problems'][EXAMPLES:], *exam['problems'][:EXAMPLES]]
     asked = []
-    for i, (question, answer) in enumerate(pairs[EXAMPLES:], start=EXAMPLES):
-        before = pairs[i - EXAMPLES:i]
+    for i, (question, answer) in enumerate(problems[:count]):
+        near = [problems[(i - k) % len(problems)] for k in range(EXAMPLES, 0, -1)]
+        before = [one for one in near if one[0] != question]    # where there are no others
         room = model.config.block_size - len(answer)
         asked.append((behind(before, [eot, *question.encode()], eot, room), question, answer))
     return asked
 
 
-def answer_problems(model, folder, count, batch_size=100):
-    """The Outcomes of `count` problems of a data folder's validation set, behind the first two."""
-    meta, task, _ = validation_problems(folder)
-    asked = ask(model, folder, count)
+def answer_problems(model, exam, count, batch_size=100):
+    """The Outcomes of `count` problems of an exam, or of as many as it has."""
+    asked = ask(model, exam, count)
     asked.sort(key=lambda one: len(one[0]))     # so that batches need little padding
     progress = Progress()
     outcomes = []
     for first in range(0, len(asked), batch_size):
-        outcomes += answer_batch(model, task, asked[first:first + batch_size], meta['eot'])
+        some = asked[first:first + batch_size]
+        outcomes += answer_batch(model, TASKS[exam['task']], some, exam['eot'])
         progress(f"{len(outcomes):,} of {len(asked):,} answers")
     return outcomes
 
 
-def task_of_run(settings):
-    """The name of the made task that a checkpoint was trained on, if its data is there; or None."""
-    try:
-        made = task_of(read_meta(settings.get('data_dir', '')))
-    except UserError:
-        return None
-    return made and made[0]
-
-
-def behind_solved(tokens, folder, eot, block_size):
+def behind_solved(tokens, exam, block_size):
     """
-    These tokens behind solved problems of a data folder's validation set, as in `ask`: as many as
-    leave room for the answer, if they are a question.
+    These tokens behind solved problems of an exam, as in `ask`: as many as leave room for the
+    answer, if they are a question, and none that they ask.
     """
-    meta, task, problems = validation_problems(folder)
-    _, size = task_of(meta)
-    longest = 1 + task.longest(size)            # the end-of-text token, a question, its answer
+    text = ''.join(map(chr, tokens))
+    others = [one for one in exam['problems'] if chr(exam['eot']) + one[0] not in text]
+    longest = 1 + TASKS[exam['task']].longest(exam['size'])     # with the end-of-text in front
     answer = max(0, longest - len(tokens))
-    return behind(list(islice(problems, EXAMPLES)), tokens, eot, block_size - answer)
+    return behind(others[:EXAMPLES], tokens, exam['eot'], block_size - answer)
 
 
 def behind(before, tokens, eot, most_tokens):
@@ -144,15 +143,15 @@ def answer_batch(model, task, asked, eot):
     return outcomes
 
 
-def read_answers(model, folder, count):
+def read_answers(model, exam, count):
     """
     The same problems with their answers: inputs and targets, (count, T) each. Targets are -1, which
     do not count, but for the answer and the end of the text behind it. The model writes an answer
     right if and only if each of these targets is the likeliest token, as caches are exact (but
     latent and mask read by iteration).
     """
-    eot = read_meta(folder)['eot']
-    texts = [(tokens, [*answer.encode(), eot]) for tokens, _, answer in ask(model, folder, count)]
+    eot = exam['eot']
+    texts = [(tokens, [*answer.encode(), eot]) for tokens, _, answer in ask(model, exam, count)]
     T = max(len(tokens) + len(answer) for tokens, answer in texts) - 1
     inputs = torch.full((len(texts), T), eot)       # behind the answer, where nothing counts
     targets = torch.full((len(texts), T), -1)
@@ -163,16 +162,14 @@ def read_answers(model, folder, count):
     return inputs, targets
 
 
-def summary(model, folder, count):
+def summary(model, exam, count):
     """
-    Over `count` problems of a data folder's validation set:
-    {'task', 'problems', 'right', 'passes', 'by_difficulty': [..]}; right is a share, passes are
-    those of an answer's character.
+    Over `count` problems of an exam: {'task', 'problems', 'right', 'passes', 'by_difficulty':
+    [..]}; right is a share, passes are those of an answer's character.
     """
-    outcomes = answer_problems(model, folder, count)
-    meta, task, _ = validation_problems(folder)
-    name, _ = task_of(meta)
-    return {'task': name, **totals(outcomes), 'by_difficulty': by_difficulty(task, outcomes)}
+    outcomes = answer_problems(model, exam, count)
+    by_level = by_difficulty(TASKS[exam['task']], outcomes)
+    return {'task': exam['task'], **totals(outcomes), 'by_difficulty': by_level}
 
 
 def totals(outcomes):

@@ -10,6 +10,7 @@ Nothing of a folder is executed. What it needs is in requirements-hf.txt, which 
 the command that fetches folders.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -309,6 +310,8 @@ class FolderTokenizer:
                             "Qwen and Ouro")
         self.library.encode_special_tokens = True
         self.name = f'hf:{folder}'
+        tokens = sorted(self.library.get_vocab(with_added_tokens=False).items())
+        self.id = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
         self.n_vocab = max(self.library.get_vocab().values()) + 1
         self.added = self.library.get_added_tokens_decoder()
         eos = read_config(folder).get('eos_token_id')   # ends a document; there may be a list

@@ -23,7 +23,6 @@ from engine.fast import FastGPT
 from engine.files import UserError, alone, whole
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
-from engine.tasks import task_of
 
 SILENCE = 20    # seconds: no run is longer without a line
 PROBLEMS = 100  # of a made task, which each evaluation asks
@@ -216,16 +215,17 @@ class Log:
         self.passes = []
         return mean.tolist()
 
-    def evaluation(self, step, loss, passes, meta, autocast):
+    def evaluation(self, step, loss, passes, meta, exam, autocast):
         """
         Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. Of a made
-        task only the answers count, and PROBLEMS of it are asked. meta: the data's description.
+        task only the answers count, and PROBLEMS of its exam are asked. meta: the data's
+        description.
         """
         if self.ranks.rank > 0:
             return
         s = self.settings
         per_byte, unit = loss, "nats per answer character"  # a character is a byte there
-        if task_of(meta) is None:
+        if exam is None:
             per_byte = loss * meta['val']['tokens'] / meta['val']['bytes']
             bits = per_byte / math.log(2)
             unit = f"nats per token, {per_byte:.4f} nats ({bits:.3f} bits) per byte"
@@ -237,11 +237,13 @@ class Log:
         if passes:
             text += f", {passes:.3f} passes per token"
         right = None
-        if task_of(meta):
+        if exam is not None:
             with autocast():
-                self.outcomes = answer_problems(self.model, s.data_dir, PROBLEMS)
+                self.outcomes = answer_problems(self.model, exam, PROBLEMS)
             n_right = sum(outcome.right for outcome in self.outcomes)
             text += f", {n_right} of {len(self.outcomes)} answers right"
+            if len(self.outcomes) < PROBLEMS:
+                text += " (it has no more questions that differ)"
             right = n_right / len(self.outcomes)
         self.say(text, step=step, tokens=step * s.batch_tokens, val_loss=loss,
                  val_nats_per_byte=per_byte, val_passes=passes, val_right=right)

@@ -12,6 +12,7 @@ writes both. A shard is 256 int32 (magic 20240520, version 1, token count, zeros
 as uint16. meta.json holds
 
     tokenizer, n_tokens, eot    the tokenizer's name, its tokens, which of them is end-of-text
+    tokenizer_id                of hf:FOLDER, a checksum of the tokens; null: the name says it all
     source                      what the data was made of
     train, val                  each bytes (of text), tokens, shards: a list of name, tokens, sha256
 """
@@ -106,14 +107,29 @@ def read_meta(folder, tokenizer=None):
     if tokenizer is None:
         return meta
     same = (meta['n_tokens'], meta['eot']) == (tokenizer.n_vocab, tokenizer.eot_token)
-    if not same or not may_be_one(meta['tokenizer'], tokenizer.name):
-        raise UserError(f"{folder} has {meta['tokenizer']} tokens, not {tokenizer.name}")
+    if not same or not one_tokenizer(meta, identity(tokenizer)):
+        raise UserError(f"{folder} has tokens of {meta['tokenizer']} that are not those of "
+                        f"{tokenizer.name}")
     return meta
 
 
-def may_be_one(name, other):
-    """Whether two names may be of one tokenizer: a family of models has it in several folders."""
-    return name == other or (name.startswith('hf:') and other.startswith('hf:'))
+def identity(tokenizer):
+    """What meta.json and checkpoints keep of a tokenizer, for `one_tokenizer`."""
+    return {'tokenizer': tokenizer.name, 'tokenizer_id': getattr(tokenizer, 'id', None)}
+
+
+def one_tokenizer(*kept):
+    """
+    Whether two meta.json or checkpoints have the same tokens. A family of models has them in
+    several folders, and another tokenizer may lie in a folder now. Older ones kept the name alone.
+    """
+    names = {one['tokenizer'] for one in kept}
+    ids = [one.get('tokenizer_id') for one in kept]
+    if len(names) == 1:
+        return None in ids or ids[0] == ids[1]
+    if not all(name.startswith('hf:') for name in names):
+        return False
+    return len({i or get_tokenizer(one['tokenizer']).id for i, one in zip(ids, kept)}) == 1
 
 
 def open_shard(path, tokens=None):

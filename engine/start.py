@@ -15,8 +15,8 @@ from engine.checkpoint import change_steps, load_checkpoint, load_weights
 from engine.fast import new_model, pick_fast, without_numbers
 from engine.files import UserError
 from engine.released import describe
-from engine.shards import knows_tokens, may_be_one
-from engine.tasks import check_context
+from engine.shards import knows_tokens, one_tokenizer
+from engine.tasks import check_room, task_of
 from engine.variant import config_of
 from model import HALTING, GPTConfig, Loop
 
@@ -54,10 +54,10 @@ def start_model(settings, given, meta, state, ranks, device):
         if settings.eval_only and steps not in (None, model.config.ponder_steps):
             change_steps(model, steps)
     check_asked(model.config, asked)
-    check_data(model.config, meta, state, settings)
+    check_data(model.config, meta, state, settings, ranks)
     step = 0 if is_new(settings) else state['step']
     if settings.init_from == 'resume' and not settings.eval_only:
-        check_resume(state, step, meta, settings, ranks, device)
+        check_resume(state, step, settings, ranks, device)
     idle = idle_settings(model, asked)
     if idle and ranks.rank == 0:
         print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
@@ -142,16 +142,27 @@ def check_asked(config, asked):
                             "out")
 
 
-def check_data(config, meta, state, settings):
-    """UserError if the model was made for other tokens than the data has."""
+def check_data(config, meta, state, settings, ranks):
+    """
+    UserError if the model was made for other tokens than the data has; a warning if a run goes on
+    with other data than the checkpoint `state` was made with, or is evaluated on what took its
+    place.
+    """
     name = meta['tokenizer']
     of_model = state['tokenizer'] if state else name
     known = knows_tokens(config.n_tokens, name, meta['n_tokens'])
-    if not known or not may_be_one(of_model, name):
+    if not known or (state and not one_tokenizer(state, meta)):
         raise UserError(f"{settings.data_dir} is tokenised with {meta['n_tokens']} tokens "
                         f"({name}), the model has n_tokens={config.n_tokens} ({of_model}): use the "
                         "data the model was made for")
-    check_context(meta, config.block_size)
+    if task_of(meta):
+        check_room(*task_of(meta), config.block_size)
+    elsewhere = settings.eval_only and settings.data_dir != state['settings'].get('data_dir')
+    if is_new(settings) or elsewhere or state.get('train_data', meta['train']) == meta['train']:
+        return
+    if ranks.rank == 0:
+        print(f"warning: the training data in {settings.data_dir} is not what this run read before",
+              file=sys.stderr)
 
 
 def idle_settings(model, asked):
@@ -173,10 +184,9 @@ def idle_settings(model, asked):
     return idle
 
 
-def check_resume(state, step, meta, settings, ranks, device):
+def check_resume(state, step, settings, ranks, device):
     """
-    UserError if ranks are to go on from different steps, or from weights alone, or on other data
-    than the checkpoint `state`.
+    UserError if ranks are to go on from different steps, or from weights alone.
     """
     if not state['optimizer']:
         raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "
@@ -188,9 +198,6 @@ def check_resume(state, step, meta, settings, ranks, device):
                             "another: give them all the same folder")
     if ranks.rank > 0:
         return
-    if state.get('train_data', meta['train']) != meta['train']:
-        print(f"warning: the training data in {settings.data_dir} is not what this run read before",
-              file=sys.stderr)
     if state['settings']['batch_tokens'] != settings.batch_tokens:
         print(f"warning: batch_tokens was {state['settings']['batch_tokens']}: the data goes on, "
               "and tokens are counted, as if all steps had been of today's size", file=sys.stderr)

@@ -197,12 +197,8 @@ def in_answers(x, name, eot):
     return (0 < begin) & (begin < ended)
 
 
-def check_context(meta, block_size):
-    """UserError if a data set's problems do not fit into the model's context."""
-    made = task_of(meta)
-    if made is None:
-        return
-    name, size = made
+def check_room(name, size, block_size):
+    """UserError if a task's problems do not fit into the model's context."""
     needed = TASKS[name].longest(size) + 1      # and the end-of-text token in front of it
     if needed > block_size:
         raise UserError(f"{name} of size {size} has problems of {needed} tokens: raise "

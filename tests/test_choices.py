@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TOGGLES, cells, make, save
 from engine import tasks
-from engine.answers import answer_problems, read_answers
+from engine.answers import answer_problems, exam_of_data, read_answers
 from engine.files import UserError
 from sample import load_model
 from tools import choices
@@ -138,7 +138,7 @@ def test_on_a_made_task_answers_count(tmp_path, monkeypatch, capsys):
     size = dict(vocab_size=320, n_tokens=257, block_size=32)
     loop = make(**{**TOGGLES['loop'], **size}).float()
     optimizer = torch.optim.AdamW(loop.parameters(), 3e-3)
-    inputs, targets = read_answers(loop, 'data/addition', 30)
+    inputs, targets = read_answers(loop, exam_of_data('data/addition'), 30)
     for _ in range(60):         # until some are right and some are not
         loss = loop(inputs, targets)[1]
         optimizer.zero_grad()
@@ -152,7 +152,8 @@ def test_on_a_made_task_answers_count(tmp_path, monkeypatch, capsys):
         [record] = map(json.loads, f)
     model, _, _ = load_model('out', 'cpu', halting='exit')
     model.config.halt_tau = 0.3
-    wrote = fmean(outcome.right for outcome in answer_problems(model, 'data/addition', 30))
+    exam = exam_of_data('data/addition')
+    wrote = fmean(outcome.right for outcome in answer_problems(model, exam, 30))
     [row] = record['taus']
     assert row['chosen'] == pytest.approx(wrote)
     assert 0.1 < wrote < 1

@@ -1,6 +1,7 @@
 """tools/evaluate.py: its numbers against plain loops; right answers are in test_tasks.py."""
 import math
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from conftest import cells, make, save
 
 import prepare_data
+from engine.checkpoint import load_checkpoint, save_checkpoint
 from engine.files import UserError
 from engine.shards import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
 from tools import evaluate
@@ -91,6 +93,19 @@ def test_a_shard_and_a_folder(model, folder, small_data, capsys):
     assert count == '999'
     assert float(per_token) == pytest.approx(want / 999, abs=6e-5)
     assert float(bits_per_byte) == pytest.approx(want / size / math.log(2), abs=6e-5)
+
+
+def test_another_validation_set_in_the_place_of_its_own_is_refused(model, tmp_path, small_data):
+    other = shutil.copytree(small_data, tmp_path / 'other')
+    meta = read_meta(str(other))
+    folder = save(tmp_path / 'ckpt', model, data_dir=str(other))
+    state = load_checkpoint(folder)
+    save_checkpoint(folder, {**state, 'val_data': meta['val'], 'exam': None})
+    evaluate.main([folder, '--tokens=50', '--device=cpu'])
+    prepare_data.write_dataset(str(other), [b'text %d' % i for i in range(90)], BYTE, 0.2, 'test')
+    with pytest.raises(UserError, match='not the data that this model was trained on'):
+        evaluate.main([folder, '--tokens=50', '--device=cpu'])
+    evaluate.main([folder, str(other), '--tokens=50', '--device=cpu'])      # asked for
 
 
 def test_tokens_are_counted_over_all_shards(model, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -25,6 +26,7 @@ from engine.generate import generate
 from engine.released import FolderTokenizer, describe
 from engine.shards import encode, get_tokenizer
 from prepare_data import write_dataset
+from tools import evaluate
 from tools.hf import load_released, save_hf
 
 
@@ -215,6 +217,51 @@ def test_training_on_trains_the_gate_alone(ouro_folder, tmp_path):
     changed = {name for name, weight in before['model'].items()
                if not torch.equal(weight, after['model'][name])}
     assert changed == {'mechanism.gate.weight', 'mechanism.gate.bias'}
+
+
+def other_tokens(folder, name):
+    """Another folder, whose tokenizer has as many tokens, in another order."""
+    other = str(folder / name)
+    write_folder(other, OURO, tokenizer=True)
+    vocab = TOKENIZER['model']['vocab']
+    swapped = {**vocab, 'e': vocab['t'], 't': vocab['e']}
+    write_json(os.path.join(other, 'tokenizer.json'),
+               {**TOKENIZER, 'model': {**TOKENIZER['model'], 'vocab': swapped}})
+    return f'hf:{other}'
+
+
+def data_of(tokenizer, folder):
+    """A data folder with these tokens."""
+    texts = [b'hello  he said %d\n' % i for i in range(400)]
+    write_dataset(str(folder), texts, get_tokenizer(tokenizer), 0.3, 'test')
+    return str(folder)
+
+
+def test_another_tokenizer_of_as_many_tokens_is_refused(ouro_folder, tmp_path):
+    family = str(tmp_path / 'family')
+    write_folder(family, OURO, tokenizer=True)
+    own, other = f'hf:{family}', other_tokens(tmp_path, 'other')
+    data, other_data = data_of(own, tmp_path / 'data'), data_of(other, tmp_path / 'other_data')
+    run = [f'--out_dir={tmp_path / "out"}', '--max_steps=1', '--block_size=16', '--micro_batch=2',
+           '--batch_tokens=32', '--sample_tokens=0', '--eval_tokens=32', '--device=cpu']
+    start = f'--init_from={ouro_folder}'    # the same tokens, in another folder
+    with pytest.raises(UserError, match='other.*use the data the model was made for'):
+        train.main([*run, start, f'--data_dir={other_data}'])
+    train.main([*run, start, f'--data_dir={data}'])
+    out = str(tmp_path / 'out')
+    with pytest.raises(UserError, match='other.*use the data the model was made for'):
+        train.main([*run, '--init_from=resume', '--max_steps=2', f'--data_dir={other_data}'])
+    with pytest.raises(UserError, match='other_data has tokens of .* that are not those of'):
+        evaluate.main([out, other_data, '--device=cpu'])
+    evaluate.main([out, data_of(ouro_folder, tmp_path / 'ouro_data'), '--device=cpu'])
+
+    # and one that lies in its place
+    shutil.copy(tmp_path / 'other' / 'tokenizer.json', family)
+    with pytest.raises(UserError, match='lies another tokenizer than this model was trained with'):
+        sample.main([out, '--device=cpu', '--max_new_tokens=1'])
+    data_of(own, tmp_path / 'data')
+    with pytest.raises(UserError, match='use the data the model was made for'):
+        train.main([*run, '--init_from=resume', '--max_steps=2'])
 
 
 # ---- what is refused -----------------------------------------------------------------------------

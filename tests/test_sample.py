@@ -1,6 +1,5 @@
 """sample.py: text in, text out, from a checkpoint trained here."""
 import re
-from itertools import islice
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from conftest import TOGGLES, make, program, save
 
 import prepare_data
 import sample
-from engine.answers import behind_solved, validation_problems
+from engine.answers import behind_solved, exam_of_data
 from engine.generate import generate, stream
 from engine.files import UserError
 from engine.shards import get_tokenizer
@@ -96,8 +95,8 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     prepare_data.prepare(prepare_data.DataSettings(problems=100), ['addition'])
     model = make(**{**SMALL, 'block_size': 128}).float()
     folder = save(tmp_path / 'sums', model, data_dir='data/addition')
-    *_, problems = validation_problems('data/addition')
-    solved = ''.join(f'\0{question}{answer}' for question, answer in islice(problems, 2))
+    exam = exam_of_data('data/addition')
+    solved = ''.join(f'\0{question}{answer}' for question, answer in exam['problems'][:2])
     prompt = [ord(c) or 256 for c in solved + '\0' + '1999+8001=']
     asked = []
     monkeypatch.setattr(sample, 'stream', lambda model, prompts, *args, **options:
@@ -108,7 +107,7 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     assert '\n1999+8001=' in said.out
     assert 'behind solved problems' in said.err
     for block_size, solved in (31, 0), (32, 1), (48, 2):    # 16 tokens each; room for the answer
-        behind = behind_solved([256, *b'1999+8001='], 'data/addition', 256, block_size)
+        behind = behind_solved([256, *b'1999+8001='], exam, block_size)
         assert len(behind) == 11 + 16 * solved
     asked.clear()       # a text that leaves no room for them
     sample.main([folder, f"--start={'1' * 128}", '--max_new_tokens=1', '--device=cpu'])

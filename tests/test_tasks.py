@@ -1,6 +1,8 @@
 """Made tasks: the problems, their answers, the data sets, and how right answers are counted."""
+import os
 import random
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -8,14 +10,17 @@ import torch
 from conftest import cells, make, save
 
 import prepare_data
+import sample
+import train
 from engine import answers, tasks
+from engine.answers import exam_of_data
 from engine.files import UserError
 from engine.generate import stream
 from engine.shards import get_tokenizer, open_shard, read_meta
-from engine.tasks import TASKS, check_context, problems
+from engine.tasks import TASKS, check_room, problems
 from model import GPTConfig
 from prepare_data import DataSettings
-from tools import evaluate
+from tools import evaluate, explain
 
 SMALL = dict(vocab_size=320, n_tokens=257, block_size=48, n_layer=1)
 
@@ -138,10 +143,9 @@ def test_refusals(in_tmp):
                         (['--size=3'], 'addition, traffic, minimax')]:
         with pytest.raises(UserError, match=words):
             prepare_data.main(args)
-    meta = read_meta(prepare('addition', size=9))
-    check_context(meta, 31)
+    check_room('addition', 9, 31)
     with pytest.raises(UserError, match='31 tokens.*block_size=30'):
-        check_context(meta, 30)
+        check_room('addition', 9, 30)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -182,16 +186,17 @@ class StandIn:
 @pytest.mark.parametrize('name', TASKS)
 def test_a_perfect_model_is_right_and_a_broken_one_wrong(name, in_tmp):
     folder = prepare(name)
+    exam = exam_of_data(folder)
     task = TASKS[name]
-    perfect = answers.summary(StandIn(task.answer), folder, 1000)
+    perfect = answers.summary(StandIn(task.answer), exam, 1000)
     assert perfect['right'] == 1
-    assert perfect['problems'] == len(all_problems(folder, 'val')) - answers.EXAMPLES
+    assert perfect['problems'] == len(set(all_problems(folder, 'val')))
     assert sum(row['problems'] for row in perfect['by_difficulty']) == perfect['problems']
 
     def goes_on(question):
         return task.answer(question) + '1'
-    assert answers.summary(StandIn(goes_on), folder, 1000)['right'] == 0
-    assert answers.summary(StandIn(lambda question: ''), folder, 1000)['right'] == 0
+    assert answers.summary(StandIn(goes_on), exam, 1000)['right'] == 0
+    assert answers.summary(StandIn(lambda question: ''), exam, 1000)['right'] == 0
 
 
 @pytest.mark.parametrize('block_size, shown', [
@@ -202,13 +207,14 @@ def test_a_perfect_model_is_right_and_a_broken_one_wrong(name, in_tmp):
 ])
 def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, shown, in_tmp):
     folder = prepare('addition')
+    exam = exam_of_data(folder)
     model = StandIn(TASKS['addition'].answer, block_size)
-    assert answers.summary(model, folder, 1000)['right'] == 1
+    assert answers.summary(model, exam, 1000)['right'] == 1
     problems = all_problems(folder, 'val')
     ends = [prompt.count(256) for prompt in model.prompts]
-    assert ends == [shown + 1] * (len(problems) - answers.EXAMPLES)
+    assert ends == [shown + 1] * len(problems)
     with pytest.raises(UserError, match='block_size=15'):
-        answers.summary(StandIn(TASKS['addition'].answer, 15), folder, 1000)
+        answers.summary(StandIn(TASKS['addition'].answer, 15), exam, 1000)
     by_question = {bytes(token for token in prompt if token < 256)[-10:]: prompt
                    for prompt in model.prompts}
     last = by_question[problems[-1][:10].encode()]
@@ -224,7 +230,7 @@ def test_right_answers_are_counted_by_difficulty(in_tmp):
 
     def without_long_carries(question):
         return task.answer(question) if task.difficulty(question) < 2 else '0'
-    result = answers.summary(StandIn(without_long_carries), folder, 1000)
+    result = answers.summary(StandIn(without_long_carries), exam_of_data(folder), 1000)
     carries = {row['longest carry']: row['right'] for row in result['by_difficulty']}
     assert carries == {0: 1, 1: 1, 2: 0, 3: 0, 4: 0}
     easy = sum(row['problems'] for row in result['by_difficulty'] if row['right'])
@@ -233,12 +239,12 @@ def test_right_answers_are_counted_by_difficulty(in_tmp):
 
 def test_passes_are_counted(in_tmp):
     """The stand-in takes i passes for digit i of five."""
-    folder = prepare('addition')
-    result = answers.summary(StandIn(TASKS['addition'].answer), folder, 1000)
+    exam = exam_of_data(prepare('addition'))
+    result = answers.summary(StandIn(TASKS['addition'].answer), exam, 1000)
     assert result['passes'] == 3
 
     # what is not written any more takes no pass, and is not counted: '0' takes 1, the end 2
-    assert answers.summary(StandIn(lambda question: '0'), folder, 1000)['passes'] == 1.5
+    assert answers.summary(StandIn(lambda question: '0'), exam, 1000)['passes'] == 1.5
 
 
 def test_evaluate_prints_one_table_for_several_numbers_of_passes(in_tmp, capsys):
@@ -264,6 +270,96 @@ def test_where_tokens_halt_the_threshold_varies(in_tmp, capsys):
     assert [row[:2] for row in rows[1:3]] == [['1', '1.00'], ['0', '4.00']]
     assert rows[3] == ['halt_tau', '0', '1', '2']               # passes by difficulty
     assert [row[:2] for row in rows[4:6]] == [['1', '1.00'], ['0', '4.00']]
+
+
+# -------------------------------------------------------------------------------------------------
+# A run knows what it was trained on
+
+TINY = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--mlp_hidden=16', '--block_size=64',
+        '--batch_tokens=128', '--micro_batch=2', '--max_steps=1', '--eval_tokens=64',
+        '--sample_tokens=0', '--device=cpu', '--dtype=float32', '--out_dir=out']
+QUESTION = '--start=1999+8001='
+
+
+def say(capsys, program, *args):
+    """What a program says about the checkpoint in `out`, without times."""
+    program.main([*args, '--device=cpu'])
+    said = capsys.readouterr()
+    return said.out, re.sub(r'\d+ tokens in .*', '', said.err)
+
+
+@pytest.fixture
+def sums(in_tmp, capsys):
+    """A checkpoint of sums, and what each program says of it."""
+    train.main([*TINY, '--data_dir=' + prepare('addition')])
+    out = os.path.abspath('out')
+    asked = [
+        (sample, out, QUESTION, '--temperature=0', '--max_new_tokens=9'),
+        (explain, out, QUESTION),
+        (explain, out),
+        (evaluate, out, '--answers=30'),
+        (evaluate, out),
+    ]
+    capsys.readouterr()
+    return {question: say(capsys, *question) for question in asked}
+
+
+@pytest.mark.parametrize('change', [
+    lambda: (os.mkdir('else'), os.chdir('else')),
+    lambda: shutil.rmtree('data'),
+    lambda: prepare('addition', size=5),
+    lambda: prepare('minimax', name='addition'),
+    lambda: prepare_data.write_dataset('data/addition', [b'text %d' % i for i in range(90)],
+                                       get_tokenizer('byte'), 0.2, 'texts'),
+])
+def test_a_run_can_be_asked_wherever_its_data_is(sums, change, capsys):
+    change()
+    capsys.readouterr()
+    for question, said in sums.items():
+        assert say(capsys, *question) == said
+    [(prompt, *_), *_] = sums.values()
+    assert prompt.startswith('1999+8001=')
+
+
+def forget(*names):
+    """Leave the checkpoint as a version that kept less."""
+    state = torch.load('out/ckpt.pt', weights_only=True)
+    torch.save({name: value for name, value in state.items() if name not in names}, 'out/ckpt.pt')
+
+
+def test_older_runs_are_asked_with_their_data_or_say_so(sums, capsys):
+    forget('exam', 'val_data', 'tokenizer_id')
+    for question, said in sums.items():
+        assert say(capsys, *question) == said
+    for change, words in ((lambda: prepare('addition', size=5), 'another in its place'),
+                          (lambda: shutil.rmtree('data'), 'no data set')):
+        change()
+        capsys.readouterr()
+        _, err = say(capsys, sample, 'out', QUESTION, '--max_new_tokens=3')
+        assert err.startswith('warning: read as a text') and words in err
+        for args in (['out'], ['out', '--answers=30']):
+            with pytest.raises(UserError, match=words):
+                evaluate.main(args)
+
+
+def test_more_problems_than_a_run_keeps_are_in_its_data(sums, capsys, monkeypatch):
+    monkeypatch.setattr(sample, 'KEPT', 20)
+    assert 'to 30 problems' in say(capsys, evaluate, 'out', '--answers=30')[0]
+    prepare('addition', size=5)
+    with pytest.raises(UserError, match='data/addition is not the data'):
+        evaluate.main(['out', '--answers=30'])
+
+
+def test_an_evaluation_on_what_took_the_datas_place_says_so(sums, capsys):
+    again = ['--init_from=resume', '--eval_only=True', '--out_dir=out']
+    train.main(again)
+    assert 'warning' not in capsys.readouterr().err
+    other = prepare('addition', name='other', seed=2)
+    train.main([*again, f'--data_dir={other}'])     # asked for: the line says on which data
+    assert 'warning' not in capsys.readouterr().err
+    prepare('addition', size=5)
+    train.main(again)
+    assert 'data/addition is not what this run read before' in capsys.readouterr().err
 
 
 def test_only_tasks_have_answers(small_data, in_tmp):

@@ -39,14 +39,13 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import check_range, read
-from engine.answers import Progress, read_answers
+from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
 from engine.loss import in_parts
 from engine.shards import read_meta
-from engine.tasks import task_of
 from engine.windows import Windows
-from sample import data_dir_of, open_one
+from sample import data_dir_of, exam_of_run, open_one
 
 
 TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048
@@ -162,13 +161,19 @@ class Text:
         return f"{result:.1%}" if self.answers else f"{result:.4f}"
 
 
-def open_text(model, tokenizer, data_dir, s):
-    """The Text of a data folder's validation set."""
-    meta = read_meta(data_dir, tokenizer)
+def open_text(model, tokenizer, settings, s):
+    """The Text of the validation set of --data_dir, or else of the model's training."""
     device = model.wte.weight.device
-    if task_of(meta):
-        inputs, targets = read_answers(model, data_dir, s.problems)
-        return Text(inputs.to(device), targets.to(device), True, meta['eot'])
+    if s.data_dir is None:
+        exam = exam_of_run(settings, s.problems)
+    else:
+        read_meta(s.data_dir, tokenizer)    # UserError if its tokens are others
+        exam = exam_of_data(s.data_dir, s.problems)
+    if exam is not None:
+        inputs, targets = read_answers(model, exam, s.problems)
+        return Text(inputs.to(device), targets.to(device), True, exam['eot'])
+    data_dir = s.data_dir or data_dir_of(settings)
+    meta = read_meta(data_dir, tokenizer)
     windows = Windows(data_dir, 'val', meta, model.config.block_size)
     n = min(windows.n, -(-s.tokens // model.config.block_size))
     spread = np.arange(n) * windows.n // n      # evenly, as in evaluations of train.py
@@ -273,8 +278,7 @@ def main(argv):
     if model.mechanism.K == 0:
         raise UserError(f"this model has ponder={config.ponder!r} and "
                         f"ponder_steps={config.ponder_steps}: name one with several passes")
-    data_dir = s.data_dir or data_dir_of(settings)
-    text = open_text(model, tokenizer, data_dir, s)
+    text = open_text(model, tokenizer, settings, s)
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
     found = []
@@ -286,7 +290,7 @@ def main(argv):
     if s.json is not None:
         _, [folder] = read(argv, '', ChoiceSettings)
         record = {'checkpoint': folder, 'halting': config.halting, 'exit_by': config.exit_by,
-                  'exit_loss': config.exit_loss, 'data': data_dir,
+                  'exit_loss': config.exit_loss, 'data': s.data_dir or settings['data_dir'],
                   'answers': text.answers, 'taus': found, 'everyone': rows, 'oracle': oracle}
         with open(s.json, 'a', encoding='utf-8') as f:
             f.write(json.dumps(record) + '\n')

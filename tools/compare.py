@@ -39,7 +39,7 @@ from engine.shards import read_meta
 from engine.start import vocabulary_of
 from engine.tasks import task_of
 from model import GPTConfig
-from sample import load_model
+from sample import exam_of_run, load_model
 from train import Settings, with_size
 
 
@@ -203,8 +203,8 @@ def record_of(name, seed, args, folder, plan, problems):
     seconds = seconds_by_step(read_lines(os.path.join(folder, 'log.jsonl')))
     answered = {}
     if task_of(read_meta(settings['data_dir'])):
-        model, _, _ = load_model(folder, pick_device(settings['device']))
-        answered = summary(model, settings['data_dir'], problems)
+        model, _, kept = load_model(folder, pick_device(settings['device']))
+        answered = summary(model, exam_of_run(kept, problems), problems)
     return {
         **answered,
         'name': name,

@@ -36,8 +36,8 @@ from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
-from engine.tasks import TASKS, task_of
-from sample import SampleSettings, data_dir_of, load_model, override
+from engine.tasks import TASKS
+from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
 
 
 @dataclass
@@ -166,11 +166,14 @@ def print_texts(model, tokenizer, paths, s):
 
 # ---- right answers ------------------------------------------------------------------------------
 
-def print_answers(model, folder, s):
+def print_answers(model, exam, s):
     """A line for each setting; and with halting, what the passes went to."""
     results = {}
     for name, value in each_setting(model, s):
-        results[value] = summary(model, folder, s.answers)
+        if exam is None:
+            raise UserError("this model was trained on a text, and --answers needs a task: "
+                            f"{', '.join(TASKS)}")
+        results[value] = summary(model, exam, s.answers)
     first = next(iter(results.values()))
     task = TASKS[first['task']]
     levels = [row[task.unit] for row in first['by_difficulty']]
@@ -180,6 +183,8 @@ def print_answers(model, folder, s):
         rows.append([f'{value:g}', f"{found['passes']:.2f}", *(f'{p:.1%}' for p in shares)])
     print(f"{first['task']}: right answers to {first['problems']:,} problems, all and by "
           f"{task.unit}; passes per character of an answer\n")
+    if first['problems'] < s.answers:
+        print("Each is asked once: the validation set has no more that differ.\n")
     print(table([name, 'passes', 'right', *map(str, levels)], rows))
 
     if model.mechanism.halts:
@@ -302,15 +307,14 @@ def main(argv):
         tune_cpu()
 
     if not (texts or s.tasks or s.answers):
-        data_dir = data_dir_of(settings)
-        if task_of(read_meta(data_dir)):
+        if exam_of_run(settings):
             s.answers = 1000
         else:
-            texts = [data_dir]
+            texts = [data_dir_of(settings)]
     if texts:
         print_texts(model, tokenizer, texts, s)
     if s.answers:
-        print_answers(model, data_dir_of(settings), s)
+        print_answers(model, exam_of_run(settings, s.answers), s)
     if s.tasks:
         print_tasks(model, tokenizer, s)
 

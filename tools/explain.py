@@ -29,11 +29,11 @@ import torch
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
 from configurator import check_range, read
-from engine.answers import behind_solved, task_of_run
+from engine.answers import behind_solved
 from engine.files import UserError, run
 from engine.page import model_data, write_page
 from engine.tasks import TASKS, in_answers
-from sample import data_dir_of, encode_prompt, load_model, open_one, read_file
+from sample import data_dir_of, encode_prompt, exam_for_prompt, load_model, open_one, read_file
 from tools.evaluate import token_arrays
 
 
@@ -234,44 +234,49 @@ def what_to_read(start, settings, tokenizer, block_size):
     (tokens to read, of each whether the one behind it is to be predicted): in a text all, of a made
     task the characters of answers.
     """
-    name = task_of_run(settings)
-    eot = tokenizer.eot_token
+    exam = exam_for_prompt(settings)
     first = 0       # from where on it counts
     if start is None:
-        tokens = validation_tokens(min(120, block_size), settings, tokenizer)
-    elif name is None:
+        tokens = validation_tokens(min(120, block_size), settings, exam, tokenizer)
+    elif exam is None:
         tokens = encode_prompt(start, tokenizer, block_size)
     else:
-        tokens, first = problem_tokens(start, name, settings['data_dir'], eot, block_size)
+        tokens, first = problem_tokens(start, exam, block_size)
     counts = np.full(len(tokens), True)
-    if name is not None:
-        counts = in_answers(np.array([tokens]), name, eot)[0] & (np.roll(tokens, -1) != eot)
+    if exam is not None:
+        eot = exam['eot']
+        answers = in_answers(np.array([tokens]), exam['task'], eot)[0]
+        counts = answers & (np.roll(tokens, -1) != eot)
     counts[:first] = False
     counts[-1] = False
     return tokens, counts.tolist()
 
 
-def problem_tokens(start, name, data_dir, eot, block_size):
+def problem_tokens(start, exam, block_size):
     """(the tokens of the problems in --start, behind some solved ones, where the first begins)."""
     text = read_file(start) if start.startswith('FILE:') else start
-    task, asked = TASKS[name], []
+    task, eot, asked = TASKS[exam['task']], exam['eot'], []
     for problem in re.split(r'[,\s]+', text.strip()):
         question, _, answer = problem.partition(task.end)
         try:
             answer = answer or task.answer(question + task.end)
         except (ValueError, IndexError):
-            raise UserError(f"--start={problem}: no problem of {name}, which this model is trained "
-                            "on; see engine/tasks.py") from None
+            raise UserError(f"--start={problem}: no problem of {exam['task']}, which this model is "
+                            "trained on; see engine/tasks.py") from None
         asked += [eot, *(question + task.end + answer).encode()]
     if len(asked) > block_size:
         raise UserError(f"--start has {len(asked)} tokens, the model's context (block_size) is "
                         f"{block_size}: give fewer problems")
-    tokens = behind_solved(asked, data_dir, eot, block_size)
+    tokens = behind_solved(asked, exam, block_size)
     return tokens, len(tokens) - len(asked)
 
 
-def validation_tokens(n, settings, tokenizer):
-    """The first n tokens of the validation set that the checkpoint's data folder has."""
+def validation_tokens(n, settings, exam, tokenizer):
+    """The first n tokens of the validation set; of a made task, of those that the run keeps."""
+    if exam is not None:
+        problems = [[*(question + answer).encode(), exam['eot']]
+                    for question, answer in exam['problems'][:n]]
+        return sum(problems, [])[:n]
     return token_arrays(data_dir_of(settings), tokenizer)[0][:n].tolist()
 
 
