@@ -43,7 +43,8 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     prompt, padding = left_pad(prompts, gpt.config, device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     done = torch.zeros(len(prompt), dtype=torch.bool, device=device)
-    sampler = Sampler(temperature, top_k, top_p, stop_token, generator, done)
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    sampler = Sampler(temperature, top_k, top_p, stop_token, generator, done, finite)
     return in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact)
 
 
@@ -65,21 +66,18 @@ def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
             memory = gpt.new_memory(start)
             for part in tokens[:, first:n].split(1 if exact else n - first, dim=1):
                 h = gpt.hidden(part, memory)                # read what is there
-            check_output(h[:, -1])                          # waits for the GPU, once a window
             for token, passes in decode(gpt, tokens[:, :end], n, h[:, -1], memory, sampler):
+                if token.device.type == 'cpu':
+                    sampler.check()                         # a GPU would be waited for
                 yield token, passes                         # write until it is full
                 if sampler.all_done(token):
-                    return
+                    break
+            sampler.check()
+            if sampler.all_done(token):
+                return
             n, first = end, end - max(1, window // 2)
     finally:
         gpt.train(was_training)
-
-
-def check_output(h):
-    """UserError for hidden states (B,C) that are not finite; on the meta device there are none."""
-    if not h.is_meta and not h.isfinite().all():
-        raise UserError("the model's output is not finite: take another checkpoint, or a wider "
-                        "dtype such as float32")
 
 
 def generate(gpt, prompts, max_new_tokens, **options):
@@ -130,13 +128,21 @@ class Sampler:
     stop_token: Optional[int]
     generator: Optional[torch.Generator]
     done: torch.Tensor                                                  # (B,)
+    finite: torch.Tensor                                                # whether all logits were
 
     def draw(self, logits, rows):
         """logits (r,V) of these rows of the batch -> tokens (r,)."""
+        self.finite &= logits.amax(-1).isfinite().all()     # what is not gives token 0
         token = sample(logits, self.temperature, self.top_k, self.top_p, self.generator)
         if self.stop_token is None:
             return token
         return torch.where(self.done[rows], self.stop_token, token)
+
+    def check(self):
+        """UserError if something was drawn from logits that were not finite."""
+        if not self.finite.is_meta and not self.finite:
+            raise UserError("the model's output is not finite: take another checkpoint, or a wider "
+                            "dtype such as float32")
 
     def all_done(self, token):
         """Whether, with these tokens (B,), all rows have had their stop token."""
@@ -150,7 +156,9 @@ def sample(logits, temperature, top_k, top_p, generator):
     """One token (B,) from logits (B,V)."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    # the largest becomes 0: divided by a tiny temperature, others would be infinite
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is not None:
         logits = likeliest(logits, top_k)
     if top_p is not None:

@@ -47,6 +47,12 @@ class Windows:
         if self.n == 0:
             raise UserError(f"{folder}: no {split} shard holds block_size + 1 = {T + 1} tokens; "
                             "lower block_size or add data")
+        if self.task is not None:
+            spread = np.arange(min(self.n, 100)) * self.n // min(self.n, 100)
+            _, y = self.get(spread, torch.device('cpu'))
+            if (y < 0).all():
+                raise UserError(f"{folder}: no window of {T} tokens holds the end of one problem "
+                                "and the whole next one; raise block_size")
 
     def sample(self, first, count, seed, device):
         """

@@ -1,6 +1,7 @@
 """tools/evaluate.py: its numbers against plain loops; right answers are in test_tasks.py."""
 import math
 import os
+import re
 import shutil
 import sys
 
@@ -10,9 +11,10 @@ import torch
 from conftest import cells, make, save
 
 import prepare_data
+import train
 from engine.checkpoint import load_checkpoint, save_checkpoint
 from engine.files import UserError
-from engine.shards import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
+from engine.shards import MAGIC, VERSION, encode, get_tokenizer, open_shard, read_meta
 from tools import evaluate
 
 BYTE = get_tokenizer('byte')
@@ -65,6 +67,32 @@ def run(capsys, *args):
     """The cells that the program printed, but for the text's name: [[..], ..], by line."""
     evaluate.main([*map(str, args), '--device=cpu'])
     return [row[1:] for row in cells(capsys.readouterr().out)[1:]]
+
+
+def test_of_a_made_task_answers_count_as_in_training(tmp_path, monkeypatch, capsys):
+    """Its folder and its shards have the score that train.py gives, of answers alone."""
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(prepare_data.DataSettings(problems=400), ['addition'])
+    folder = save('out', make(**{**SMALL, 'block_size': 40}).float(), data_dir='data/addition',
+                  micro_batch=2, eval_tokens=2 ** 20)
+    train.main([f'--init_from={folder}', '--eval_only=True', '--device=cpu', '--dtype=float32'])
+    [want] = re.findall(r'validation loss ([0-9.]+) nats per answer', capsys.readouterr().out)
+    [shard] = read_meta('data/addition')['val']['shards']
+    for path in 'data/addition', os.path.join('data/addition', shard['name']):
+        [[_, _, nats, _, bits]] = run(capsys, folder, path)
+        assert nats == want
+        assert float(bits) == pytest.approx(float(want) / math.log(2), abs=1e-3)
+
+
+def test_bits_are_per_byte_of_the_file(folder, tmp_path, capsys, monkeypatch):
+    """Not of what a tokenizer made of it: U+FFFD has three bytes, é in Latin-1 one."""
+    monkeypatch.setattr(evaluate, 'encode', lambda tokenizer, text: encode(
+        tokenizer, text.decode(errors='replace').encode()))
+    path = tmp_path / 'latin1.txt'
+    path.write_bytes('é é é é'.encode('latin-1'))
+    [[_, tokens, nats, _, bits]] = run(capsys, folder, path)
+    assert int(tokens) == 4 * 3 + 3
+    assert float(bits) == pytest.approx(15 * float(nats) / math.log(2) / 7, abs=1e-3)
 
 
 def test_a_text(model, folder, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Generation: what is drawn, when it stops, what it costs, and what happens past the context."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from engine import generate
 from engine.generate import stream
 from engine.compile import compile_decoding
 from engine.fast import FastGPT
+from engine.files import UserError
 from model import GPT
 
 
@@ -241,3 +243,26 @@ def test_a_cache_keeps_no_graph_and_grows_rarely():
         sizes.add(memory.keys[0].size(2))
     assert not memory.keys[0].requires_grad
     assert len(sizes) <= 8
+
+
+@pytest.mark.parametrize('place', [1, 5])
+def test_what_is_not_finite_ends_a_stream(place, kind, monkeypatch):
+    """In the middle of a window, too: drawn from NaN, each token would be 0."""
+    model = make(kind=kind)
+    head, calls = model.head, []
+
+    def spoiled(h):
+        calls.append(1)
+        return head(h) * (math.nan if len(calls) == place else 1)
+
+    monkeypatch.setattr(model, 'head', spoiled)
+    with pytest.raises(UserError, match='not finite'):
+        generate.generate(model, [[3, 1, 4]], 9, seed=0)
+    assert len(calls) == place
+
+
+def test_a_tiny_temperature_takes_the_likeliest():
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    logits[:, 250:] = -math.inf
+    drawn = generate.sample(logits, 1e-45, None, None, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn, logits.argmax(-1))

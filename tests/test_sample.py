@@ -178,3 +178,12 @@ def test_refusals(folder, args, words):
         sample.main(args)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_model_that_never_learned_to_halt_takes_no_more_passes(tmp_path):
+    """With ponder_steps=0 there was nothing to halt: it would take all passes, whatever halt_tau."""
+    model = make(**SMALL, ponder='loop', ponder_steps=0, halting='exit').float()
+    folder = save(tmp_path / 'none', model)
+    with pytest.raises(UserError, match='ponder_steps=3: this model was trained with 0'):
+        sample.main([folder, '--ponder_steps=3', '--halt_tau=1', '--device=cpu'])
+    sample.main([folder, '--max_new_tokens=1', '--device=cpu'])

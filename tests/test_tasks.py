@@ -18,6 +18,7 @@ from engine.files import UserError
 from engine.generate import stream
 from engine.shards import get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS, check_room, problems
+from engine.windows import Windows
 from model import GPTConfig
 from prepare_data import DataSettings
 from tools import evaluate, explain
@@ -368,3 +369,12 @@ def test_only_tasks_have_answers(small_data, in_tmp):
         evaluate.main(['model', '--answers=50'])
     with pytest.raises(UserError, match="ponder='none'"):
         evaluate.main(['model', '--answers=50', '--ponder_steps=1'])
+
+
+def test_windows_in_which_nothing_counts_are_refused(in_tmp):
+    """A problem of 16 tokens begins each window of 16, so none is known from its start."""
+    folder = prepare('addition')
+    meta = read_meta(folder)
+    with pytest.raises(UserError, match='no window of 16 tokens.*raise block_size'):
+        Windows(folder, 'train', meta, 16)
+    Windows(folder, 'train', meta, 17)

@@ -36,7 +36,8 @@ from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
-from engine.tasks import TASKS
+from engine.tasks import TASKS, task_of
+from engine.windows import Windows
 from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
 
 
@@ -121,6 +122,42 @@ def token_arrays(path, tokenizer):
     return [open_shard(shard) for shard in shards] or [read_text(path, tokenizer)]
 
 
+def bytes_of_text(path, decoded):
+    """Bytes of the text behind these arrays; of a shard alone `decoded`, those of its tokens."""
+    if os.path.isdir(path):
+        return read_meta(path)['val']['bytes']
+    return decoded if path.endswith('.bin') else os.path.getsize(path)
+
+
+def task_windows(path, tokenizer, T):
+    """The Windows of a validation set, or of a shard, of a made task; None for another text."""
+    folder, name = (path, None) if os.path.isdir(path) else os.path.split(path)
+    if not os.path.exists(os.path.join(folder, 'meta.json')):
+        return None
+    meta = read_meta(folder, tokenizer)
+    shards = meta['val']['shards']
+    if name is not None:
+        both = [*meta['train']['shards'], *shards]
+        shards = [shard for shard in both if shard['name'] == name]
+    if task_of(meta) is None or not shards:
+        return None
+    return Windows(folder, 'val', {**meta, 'val': {'shards': shards}}, T)
+
+
+@torch.no_grad()
+def answer_nats(model, windows, s):
+    """(targets that count, nats of each) of a made task, whose questions are drawn at random."""
+    total, count = 0.0, 0
+    n = windows.n if s.tokens is None else min(windows.n, math.ceil(s.tokens / windows.T))
+    for first in range(0, n, s.batch_size):
+        x, y = windows.get(range(first, min(n, first + s.batch_size)), model.wte.weight.device)
+        total += model.nats(model.hidden(x), y).double().sum().item()
+        count += int((y >= 0).sum())
+    if count == 0:
+        raise UserError("no answer of these problems is in a window with its whole question")
+    return count, total / count
+
+
 def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
     with open(path, 'rb') as f:
@@ -131,11 +168,18 @@ def read_text(path, tokenizer):
 def evaluate_text(model, tokenizer, path, s):
     """
     (tokens predicted, nats per token, nats per byte) of a text. End-of-text tokens count as tokens
-    of no bytes.
+    of no bytes; bytes are the file's, and not what a tokenizer made of them. Of a made task only
+    the answers count, whose characters are bytes.
     """
+    windows = task_windows(path, tokenizer, model.config.block_size)
+    if windows is not None:
+        count, per_answer_character = answer_nats(model, windows, s)
+        return count, per_answer_character, per_answer_character
     lengths = token_lengths(tokenizer)
     total, count, size = 0.0, 0, 0
-    for tokens in token_arrays(path, tokenizer):
+    arrays = token_arrays(path, tokenizer)
+    decoded = sum(int(lengths[tokens].sum()) for tokens in arrays)
+    for tokens in arrays:
         if s.tokens is not None:
             tokens = tokens[:s.tokens - count]
         if len(tokens) < 2:
@@ -147,6 +191,7 @@ def evaluate_text(model, tokenizer, path, s):
         raise UserError(f"{path}: no text in it")
     if not math.isfinite(total):
         raise UserError(f"{path}: the loss is not finite; try --dtype=float32")
+    size *= bytes_of_text(path, decoded) / decoded
     return count, total / count, total / size
 
 
