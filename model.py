@@ -492,6 +492,15 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
 
 
+@dataclass
+class Cost:
+    """What a mechanism costs for each token, which is how flops_per_token asks for it."""
+    slots: int          # that go through the blocks
+    keys: float         # that these read, in multiples of T
+    other: int = 0      # multiply-adds outside of the blocks, but for the head that predicts
+    no_grad: int = 0    # the same, of training alone and without a backward pass
+
+
 class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
@@ -541,6 +550,12 @@ class Mechanism(nn.Module):
             return SlotMemory(self.rule, pad)
         return Memories(Memory if pad is None else partial(Padded, pad))
 
+    def cost(self, gpt, drawn, training):
+        """
+        Its Cost, with what was `drawn`; a class that does not say is counted by PyTorch, as is one
+        that inherits from another class.
+        """
+
     def forward(self, gpt, x, pos, memory):
         """
         Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
@@ -586,13 +601,16 @@ class Memories(dict):
 
 
 class Plain(Mechanism):
-    """ponder='none': GPT.hidden calls the trunk once, and none of this."""
+    """ponder='none': GPT.hidden calls the trunk once, without it; its defaults are here."""
     K = 0  # whatever ponder_steps says
     settings = ()
 
     @staticmethod
     def embed_scale(C):
         return 1.0
+
+    def cost(self, gpt, drawn, training):
+        return Cost(slots=1, keys=1)
 
 
 class Embedding(Mechanism):
@@ -623,6 +641,11 @@ class Embedding(Mechanism):
             x = x + self.by_rows(mixture, gpt, h)
         return gpt.trunk(x, pos, memory[self.K])
 
+    def cost(self, gpt, drawn, training):
+        mixed = self.config.ponder_topk or self.config.vocab_size
+        step = gpt.lm_head.weight.numel() + mixed * self.config.n_embd
+        return Cost(slots=self.K + 1, keys=self.K + 1, other=self.K * step)
+
 
 def mixture(gpt, h):
     """P W: the mean embedding of the next token under head(h), (.., C) -> (.., C)."""
@@ -652,6 +675,9 @@ class Loop(Mechanism):
                 memory[k].loops = [memory[i] for i in range(k)]     # for depth_sources
             x = gpt.trunk(x, pos, memory[k], norm=self.config.loop_norm or k == self.K)
         return x
+
+    def cost(self, gpt, drawn, training):
+        return Cost(slots=self.K + 1, keys=self.K + 1)
 
 
 # Where passes read each other, or a token has several slots, it takes a rule. A slot is one vector
@@ -840,6 +866,14 @@ class Latent(Mechanism):
         h = gpt.trunk(x, pos.repeat_interleave(n), memory.open(n=n, **how))
         return h.unflatten(1, (-1, n)).unbind(2)
 
+    def slots_of_sweeps(self, R):
+        """The slots of a token in each sweep: 1, 2, .. K, and then R + 1 times K + 1."""
+        return [*range(1, self.K + 1), *[self.K + 1] * (R + 1 if self.K > 0 else 1)]
+
+    def cost(self, gpt, drawn, training):
+        slots = self.slots_of_sweeps(drawn)
+        return Cost(slots=sum(slots), keys=sum(n * n for n in slots))
+
 
 def by_pass(query, key):
     """A rule: a slot reads those of its own and of earlier passes, of all tokens up to its own."""
@@ -868,6 +902,9 @@ class Chain(Mechanism):
             x = gpt.trunk(x, pos, memory.open(k))
         return x
 
+    def cost(self, gpt, drawn, training):
+        return Cost(slots=self.K + 1, keys=(self.K + 1) * (self.K + 2) / 2)
+
 
 class Pause(Mechanism):
     """
@@ -895,6 +932,9 @@ class Pause(Mechanism):
         x = torch.stack(slots, dim=2).flatten(1, 2)                     # (B, T n, C)
         h = gpt.trunk(x, pos.repeat_interleave(n), memory.open(n=n))
         return h[:, n - 1::n]                                           # (B,T,C)
+
+    def cost(self, gpt, drawn, training):
+        return Cost(slots=self.K + 1, keys=(self.K + 1) ** 2)
 
 
 PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'chain': Chain, 'loop': Loop,
@@ -1091,6 +1131,10 @@ class Gate(Halting, Embedding):
         mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13); n stays on the GPU
         return self.config.halt_lambda * mean
 
+    def cost(self, gpt, drawn, training):
+        steps = Embedding.cost(self, gpt, drawn, training)
+        return replace(steps, other=steps.other + linear_weights(self))
+
 
 def faded(query, key):
     """A rule: flat, and log_w is added to all scores against a key."""
@@ -1194,6 +1238,10 @@ class Mask(Halting, Latent):
         expected = (first.s * torch.arange(self.K + 1, device=counts.device)).sum(-1)
         return self.config.halt_lambda * self.onset() * mean_where(counts, expected)
 
+    def cost(self, gpt, drawn, training):
+        sweeps = len(self.slots_of_sweeps(drawn))
+        return replace(Latent.cost(self, gpt, drawn, training), other=sweeps * linear_weights(self))
+
 
 @dataclass
 class RouterState(Thinking):
@@ -1256,6 +1304,11 @@ class Router(Halting, Chain):
             total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
         return self.config.halt_lambda * self.onset() * mean            # (9), (10)
+
+    def cost(self, gpt, drawn, training):
+        heads = self.K * gpt.lm_head.weight.numel()                     # of p_k
+        asked = (self.K + 1) * linear_weights(self)
+        return replace(Chain.cost(self, gpt, drawn, training), other=asked, no_grad=heads)
 
 
 @dataclass
@@ -1400,6 +1453,13 @@ class Exit(Halting, Loop):
             total = total + mean_where(given & on, surprise)
         return weight * total / self.K
 
+    def cost(self, gpt, drawn, training):
+        c = self.config
+        asks_head = c.exit_loss != 'last' if training else c.exit_by != 'gate'
+        heads = self.K * gpt.lm_head.weight.numel() * asks_head
+        gates = (self.K + 1) * linear_weights(self)
+        return replace(Loop.cost(self, gpt, drawn, training), other=heads + gates)
+
 
 def confidence(gpt, h):
     """The largest probability of head(h): (.., C) -> (.., 1)."""
@@ -1502,48 +1562,21 @@ def flops_per_token(gpt, T, training=True):
         if block.attn.below:
             per_slot += 2 * (len(block.attn.below) + 1) * c.n_kv_head * c.head_dim
     per_key = 2 * c.n_layer * c.n_head * c.head_dim         # q k^T, and its weight times v
+    counts_itself = 'cost' in vars(type(mechanism))     # what is inherited is not believed
     draws = mechanism.draws() if training else mechanism.draws()[:1]
     total = 0
     for drawn in draws:
-        row = cost(gpt, drawn, training).get(type(mechanism))
-        if row is None:
+        if not counts_itself:
             total += counted_flops(gpt, T, training, drawn)
             continue
-        slots, keys, other, no_grad = row
-        forward = slots * per_slot + keys * T * per_key + gpt.lm_head.weight.numel() + other
+        cost = mechanism.cost(gpt, drawn, training)
+        forward = cost.slots * per_slot + cost.keys * T * per_key
+        forward += gpt.lm_head.weight.numel() + cost.other
         if training:
             # backward takes twice what forward takes
-            forward = no_grad + (1 if mechanism.trains_alone else 3) * forward
+            forward = cost.no_grad + (1 if mechanism.trains_alone else 3) * forward
         total += 2 * forward
     return total / len(draws)
-
-
-def cost(gpt, drawn, training):
-    """
-    For each token: slots that go through the blocks; keys that these read, in multiples of T;
-    multiply-adds outside of the blocks, but for the head that predicts; the same, of training alone
-    and without a backward pass. Of a mechanism that is not here, PyTorch counts.
-    """
-    c = gpt.config
-    K, R, C = gpt.mechanism.K, drawn or 0, c.n_embd
-    head = gpt.lm_head.weight.numel()
-    mixing = head + (c.ponder_topk or c.vocab_size) * C
-    own = linear_weights(gpt.mechanism)                     # of gates and routers
-    sweeps = [*range(1, K + 1), *[K + 1] * (R + 1 if K > 0 else 1)]     # slots of a token in each
-    read = sum(n * n for n in sweeps)
-    asks_head = c.exit_loss != 'last' if training else c.exit_by != 'gate'
-    return {
-        Plain: (1, 1, 0, 0),
-        Embedding: (K + 1, K + 1, K * mixing, 0),
-        Gate: (K + 1, K + 1, K * mixing + own, 0),
-        Latent: (sum(sweeps), read, 0, 0),
-        Mask: (sum(sweeps), read, own * len(sweeps), 0),
-        Chain: (K + 1, (K + 1) * (K + 2) / 2, 0, 0),
-        Router: (K + 1, (K + 1) * (K + 2) / 2, (K + 1) * own, K * head),    # p_k is a head
-        Loop: (K + 1, K + 1, 0, 0),
-        Exit: (K + 1, K + 1, (K + 1) * own + K * head * asks_head, 0),
-        Pause: (K + 1, (K + 1) ** 2, 0, 0),
-    }
 
 
 def linear_weights(module):

@@ -43,7 +43,7 @@ def train(gpt):
 def leave_undecided(gpt):
     """Gates and routers begin anew, so that some tokens stop and some do not."""
     for name, p in gpt.mechanism.named_parameters():
-        if name.startswith(('gates.', 'router.')):
+        if name.startswith(('gates.', 'gate.', 'router.')):
             torch.nn.init.normal_(p, std=0.2 if p.dim() == 2 else 0.0)
 
 

@@ -1,14 +1,14 @@
 """
 The model as the papers have it: one slot at a time, one head at a time, one loop per sum. Slow on
-purpose. It shares nothing with model.py but the names of the weights, so where the two agree, both
-are likely right.
+purpose. It shares nothing with model.py but the settings and the names of the weights, so where the
+two agree, both are likely right.
 
 A token is read completely, with all its passes or thoughts, before the next one begins. What was
 read before stands in a Stack: for each slot its keys and values. A slot is one pass of one token.
 
     rms .. Stack            the plain GPT, and Depth-Attention in it
     plain .. pause          pondering: one function per mechanism
-    gate, mask, router      halting: the same, and how many passes a token took
+    gate .. leave           halting: the same, and how many passes a token took
     logits                  a text, token by token
 
 Papers are often misread. Wrong variants (`wrong`, and the arguments of Stack) serve as negative

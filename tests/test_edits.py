@@ -36,9 +36,9 @@ RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'exit': TOGGLES['exit'], '
         'topk': TOGGLES['embedding_topk'], 'answers': {},
         'twice': dict(ponder='twice', ponder_steps=1)}
 
-# bodies that only raise; a copy of a model, in a notebook; tools/explain.py
-NOT_CALLED = {'Mechanism.forward', 'Halting.start', 'Halting.after', 'Halting.penalty',
-              'Halting.__getstate__', 'Mask.decisions'}
+# without a body; a copy of a model, in a notebook; tools/explain.py
+NOT_CALLED = {'Mechanism.cost', 'Mechanism.forward', 'Halting.start', 'Halting.after',
+              'Halting.penalty', 'Halting.__getstate__', 'Mask.decisions'}
 
 
 class Twice(model_py.Loop):

@@ -338,6 +338,7 @@ def test_a_toggle_adds_no_parameters_but_its_own(name):
     ('embedding', 'gate'),
     ('latent', 'mask'),
     ('chain', 'router'),
+    ('loop', 'exit'),
 ])
 @pytest.mark.parametrize('depth_attn', [False, True])
 def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx, kind):

@@ -181,7 +181,7 @@ def test_refusals(folder, args, words):
 
 
 def test_a_model_that_never_learned_to_halt_takes_no_more_passes(tmp_path):
-    """With ponder_steps=0 there was nothing to halt: it would take all passes, whatever halt_tau."""
+    """Of ponder_steps=0: it would take all passes, whatever halt_tau is."""
     model = make(**SMALL, ponder='loop', ponder_steps=0, halting='exit').float()
     folder = save(tmp_path / 'none', model)
     with pytest.raises(UserError, match='ponder_steps=3: this model was trained with 0'):
