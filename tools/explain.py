@@ -32,6 +32,7 @@ from configurator import check_range, read
 from engine.answers import behind_solved
 from engine.files import UserError, run
 from engine.page import model_data, write_page
+from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, in_answers
 from sample import data_dir_of, encode_prompt, exam_for_prompt, load_model, open_one, read_file
 from tools.evaluate import token_arrays
@@ -295,7 +296,7 @@ def show_page(s, name, model, idx, counts, tokenizer):
 def second_model(s, tokenizer, idx):
     """The model of --against; UserError if it cannot read the same tokens."""
     model, other, _ = load_model(s.against, idx.device)
-    if other.name != tokenizer.name:
+    if not one_tokenizer(identity(other), identity(tokenizer)):
         raise UserError(f"--against={s.against}: its tokenizer is {other.name}, the first model's "
                         f"is {tokenizer.name}; name one with the same")
     if len(idx) > model.config.block_size:
