@@ -388,6 +388,22 @@ def test_the_order_is_the_same_for_any_number_of_ranks_and_after_a_resume(small_
     assert torch.equal(torch.cat(by_ranks[::-1]), whole)
 
 
+@pytest.mark.parametrize('T, share', [(16, 0), (17, None), (24, 1 / 3), (32, 1 / 2), (128, 7 / 8)])
+def test_windows_say_how_much_of_the_answers_counts(tmp_path, T, share):
+    """A sum of four digits is 15 characters and an end: 16 and its multiples always begin alike."""
+    prepare_data.prepare_task(DataSettings(problems=2000), 'addition', str(tmp_path))
+    meta = read_meta(str(tmp_path))
+    if share == 0:
+        with pytest.raises(UserError, match='block_size=16 .* nothing would count: raise'):
+            Windows(str(tmp_path), 'train', meta, T)
+        return
+    data = Windows(str(tmp_path), 'train', meta, T)
+    _, y = data.get(range(data.n), CPU)
+    answers = data.n * T * 6 / 16
+    assert data.share == pytest.approx((y >= 0).sum().item() / answers, abs=0.01)
+    assert share is None or data.share == pytest.approx(share, abs=0.01)
+
+
 @pytest.mark.parametrize('name', TASKS)
 def test_of_a_task_only_answers_are_targets(tmp_path, name):
     prepare_data.prepare_task(DataSettings(size=3, problems=200), name, str(tmp_path))
