@@ -23,7 +23,7 @@ from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halt
 from engine.compile import compile_decoding
 from engine.files import UserError, on_disk, run
 from engine.hardware import expect_new_lengths, pick_device
-from engine.shards import get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
+from engine.shards import encode, get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -156,8 +156,7 @@ def encode_prompt(start, tokenizer, block_size):
     """
     if start is None:
         return [tokenizer.eot_token]
-    text = read_file(start) if start.startswith('FILE:') else start
-    tokens = tokenizer.encode_ordinary(text)
+    tokens = encode(tokenizer, read_start(start)).tolist()[:-1]     # without the end of the text
     if not tokens:
         raise UserError("--start is empty: give at least one character, or leave it out to start "
                         "a new document")
@@ -167,10 +166,12 @@ def encode_prompt(start, tokenizer, block_size):
     return tokens
 
 
-def read_file(start):
-    """The text of FILE:path."""
+def read_start(start):
+    """The bytes of --start, or of its FILE:path, as they are."""
+    if not start.startswith('FILE:'):
+        return start.encode('utf-8', 'surrogateescape')     # so Python holds what is no UTF-8
     path = start.removeprefix('FILE:')
-    with on_disk(path, 'read'), open(path, encoding='utf-8', errors='replace') as f:
+    with on_disk(path, 'read'), open(path, 'rb') as f:
         return f.read()
 
 

@@ -34,7 +34,7 @@ from engine.files import UserError, run
 from engine.page import model_data, write_page
 from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, in_answers
-from sample import data_dir_of, encode_prompt, exam_for_prompt, load_model, open_one, read_file
+from sample import data_dir_of, encode_prompt, exam_for_prompt, load_model, open_one, read_start
 from tools.evaluate import token_arrays
 
 
@@ -255,7 +255,7 @@ def what_to_read(start, settings, tokenizer, block_size):
 
 def problem_tokens(start, exam, block_size):
     """(the tokens of the problems in --start, behind some solved ones, where the first begins)."""
-    text = read_file(start) if start.startswith('FILE:') else start
+    text = read_start(start).decode('utf-8', 'replace')
     task, eot, asked = TASKS[exam['task']], exam['eot'], []
     for problem in re.split(r'[,\s]+', text.strip()):
         question, _, answer = problem.partition(task.end)

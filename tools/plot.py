@@ -26,7 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import build, read
 from engine.files import UserError, run, whole
 from engine.hardware import pick_device
-from sample import encode_prompt, load_model
+from sample import encode_prompt, exam_for_prompt, load_model
 from tools.compare import LEARNED, LOSS, read_lines, seconds_by_step
 from tools.explain import look, validation_tokens
 
@@ -296,7 +296,7 @@ def depth(paths, s):
         raise UserError("this model has depth_attn=False: name one with Depth-Attention")
     T = model.config.block_size
     if s.start is None:
-        tokens = validation_tokens(T, settings, tokenizer)
+        tokens = validation_tokens(T, settings, exam_for_prompt(settings), tokenizer)
     else:
         tokens = encode_prompt(s.start, tokenizer, 10 ** 9)[:T]
     seen = look(model, torch.tensor(tokens, device=model.wte.weight.device))
