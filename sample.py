@@ -52,6 +52,7 @@ class SampleSettings:
         check_range(self, 0, 1, 'halt_tau', 'top_p')
         check_range(self, 1, math.inf, 'top_k')
         check_range(self, 0, math.inf, 'temperature')
+        check_range(self, 0, 2 ** 63 - 1, 'seed')
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 

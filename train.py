@@ -389,6 +389,10 @@ def main(argv):
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
     state, before = checkpoint_of(build(Settings, given))
+    if args != argv and state and any(state['config'][name] != given[name]
+                                      for name in SIZE & given.keys()):
+        raise UserError("the run to go on with has another size than config/size/tiny.py, which is "
+                        "taken where files and no size are named: name its size, or no file")
     settings = build(Settings, {**before, **given})
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second

@@ -117,10 +117,16 @@ def test_builtin_corpus_is_the_standard_library():
     assert numpy in prepare_data.python_sources(packages=True)
 
 
-@pytest.mark.parametrize('line', ['{"text": 3}', '{"txt": "a"}', '["text"]', 'text', '\xff'])
-def test_a_bad_jsonl_line_is_named(tmp_path, line):
+@pytest.mark.parametrize('line, words', [
+    ('{"text": 3}', 'no JSON object'),
+    ('{"txt": "a"}', 'no JSON object'),
+    ('["text"]', 'no JSON object'),
+    ('text', 'no JSON object'),
+    ('{"text": "caf\xe9"}', 'no UTF-8'),
+])
+def test_a_bad_jsonl_line_is_named(tmp_path, line, words):
     (tmp_path / 'a.jsonl').write_text('{"text": "good"}\n\n' + line + '\n', encoding='latin-1')
-    with pytest.raises(UserError, match=r'a\.jsonl:3: '):
+    with pytest.raises(UserError, match=rf'a\.jsonl:3: {words}'):
         list(prepare_data.your_texts([str(tmp_path / 'a.jsonl')], 'mine'))
 
 
@@ -207,7 +213,8 @@ def test_vocabularies_that_cannot_be_had(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('argv, words', [
     (['gone.txt'], 'gone.txt: no such file'),
-    (['empty.txt'], 'no sensible split, 0 bytes'),
+    (['empty.txt'], 'no sensible split, 0 bytes.*give more text'),
+    (['traffic', '--size=1'], 'no sensible split.*too few problems that differ: give a larger'),
     (['data/mine'], 'a data set, no text.*--check data/mine'),
     (['--val_fraction=0.7'], 'val_fraction=0.7'),
     (['--check'], 'one data folder'),

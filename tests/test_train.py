@@ -447,6 +447,12 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     assert settings['ponder'] == 'chain'
     assert settings['max_steps'] == 1           # what stands on the command line counts
 
+    # a run of another size was not begun like this
+    sized = [*command[:-1], '--sample_tokens=0', f'--out_dir={tmp_path / "sized"}']
+    train.main([*sized, '--max_steps=1', '--n_layer=2', '--block_size=64'])
+    with pytest.raises(UserError, match='another size than config/size/tiny.py.*: name its size'):
+        train.main([*sized, '--max_steps=2', '--init_from=resume'])
+
     # the same command goes on with the same settings
     train.main([*command, '--max_steps=2', '--init_from=resume'])
     with open(tmp_path / 'out' / 'settings.json') as f:
