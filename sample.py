@@ -137,14 +137,11 @@ def exam_of_run(settings, count=KEPT):
 
 
 def exam_for_prompt(settings):
-    """The same for one question; None, with a warning, where nobody knows any more."""
-    if 'data_dir' not in settings:
-        return None     # of a released model
+    """The same for a prompt; None, with a warning, where an older run's data is gone."""
     try:
-        return exam_of_run(settings)
+        return exam_of_run(settings) if 'data_dir' in settings else None    # hf:FOLDER has none
     except UserError as error:
-        print(f"warning: read as a text, without solved problems in front, as this older run does "
-              f"not say whether it is of a made task: {error}", file=sys.stderr)
+        print(f"warning: read as a text, not behind solved problems: {error}", file=sys.stderr)
         return None
 
 

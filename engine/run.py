@@ -133,10 +133,7 @@ class Log:
     # ---- steps
 
     def start(self, accumulation, dtype, meta, share):
-        """
-        Say what is trained, and start the clock. meta: the data's description. share: of its
-        targets, those that count.
-        """
+        """Say what is trained, and start the clock. meta: the data's. share: Windows.share."""
         s = self.settings
         parameters = self.model.num_params() / 1e6
         self.flops = self.model.flops_per_token()

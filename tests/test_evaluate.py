@@ -159,13 +159,10 @@ def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path):
     assert per_byte == pytest.approx(per_token)         # a token is a byte of the file
     val = read_meta(data)['val']
     shard = os.path.join(data, 'val_000000.bin')
-    for source in (data, shard):
-        for limit in (None, 99):
-            settings = evaluate.EvaluateSettings(tokens=limit)
-            _, per_token, per_byte = evaluate.evaluate_text(model, Mangling(), source, settings)
-            as_trained = per_token * val['tokens'] / val['bytes']
-            assert per_byte == pytest.approx(as_trained, rel=0.02)
-    os.rename(os.path.join(data, 'meta.json'), tmp_path / 'meta.json')
+    for limit in (None, 99):
+        settings = evaluate.EvaluateSettings(tokens=limit)
+        _, per_token, per_byte = evaluate.evaluate_text(model, Mangling(), data, settings)
+        assert per_byte == pytest.approx(per_token * val['tokens'] / val['bytes'], rel=0.02)
     assert evaluate.evaluate_text(model, Mangling(), shard, settings)[2] is None
 
 

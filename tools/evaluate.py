@@ -137,31 +137,23 @@ def read_text(path, tokenizer):
 
 
 def about(path):
-    """
-    Of a text file, a shard or a data folder's validation set: (bytes of text, or None if nobody
-    knows, the name of its made task or None).
-    """
-    folder = path
-    if not os.path.isdir(path):
-        if not path.endswith('.bin'):
-            return os.path.getsize(path), None
-        folder = os.path.dirname(path) or '.'
-        if not os.path.exists(os.path.join(folder, 'meta.json')):
-            return None, None
+    """(bytes of text in a file, data folder or, not known: None, a shard; its made task or None)"""
+    is_folder = os.path.isdir(path)
+    if not (is_folder or path.endswith('.bin')):
+        return os.path.getsize(path), None
+    folder = path if is_folder else os.path.dirname(path) or '.'
+    if not os.path.exists(os.path.join(folder, 'meta.json')):
+        return None, None
     meta = read_meta(folder)
     made = task_of(meta)
-    for split in (meta['val'], meta['train']):
-        names = [shard['name'] for shard in split['shards']]
-        if folder == path or names == [os.path.basename(path)]:
-            return split['bytes'], made and made[0]
-    return None, made and made[0]
+    return meta['val']['bytes'] if is_folder else None, made and made[0]
 
 
 def evaluate_text(model, tokenizer, path, s):
     """
     (tokens predicted, nats per token, nats per byte) of a text. End-of-text tokens count as tokens
-    of no bytes. Bytes are the text's own: tokenizers but 'byte' may have read others (U+FFFD, NFC),
-    then the share read is taken to have as many of its own. None if nobody knows how many.
+    of no bytes. Bytes are the text's own, in proportion: a tokenizer may have read others (U+FFFD,
+    NFC). None if they are not known.
     """
     arrays = token_arrays(path, tokenizer)
     text_bytes, task = about(path)
@@ -186,9 +178,9 @@ def evaluate_text(model, tokenizer, path, s):
         raise UserError(f"{path}: the loss is not finite; try --dtype=float32")
     if task is not None:    # a character of an answer is a byte, and its end is one more
         return count, total / count, total / count
-    if text_bytes is None and tokenizer.name != 'byte':
-        return count, total / count, None
-    return count, total / count, total * whole / size / (text_bytes or whole)
+    if tokenizer.name == 'byte':
+        text_bytes = whole
+    return count, total / count, text_bytes and total * whole / size / text_bytes
 
 
 def print_texts(model, tokenizer, paths, s):
