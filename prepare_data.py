@@ -42,7 +42,7 @@ from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.files import UserError, alone, checksum, on_disk, run, whole
 from engine.shards import HEADER_BYTES, MAGIC, VERSION
 from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
-from engine.tasks import TASKS, check_task, problems
+from engine.tasks import TASKS, check_task, problems, task_of
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts are cut
@@ -243,6 +243,9 @@ def documents(f, path, longest):
             continue
         try:
             text = json.loads(line)['text'].encode('utf-8', errors='replace')
+        except UnicodeDecodeError:
+            raise UserError(f"{path}:{number}: no UTF-8, in which .jsonl files are written; "
+                            "convert it, as with iconv") from None
         except (ValueError, TypeError, KeyError, AttributeError):
             form = 'no JSON object with a text field, {"text": "..."}'
             raise UserError(f"{path}:{number}: {form}") from None
@@ -285,9 +288,12 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
             writer = val if position(text) < val_fraction else train
             writer.add(tokens, len(text))
         if not 0 < val.bytes < train.bytes:
+            advice = ("give more text, or a larger --val_fraction (files with NUL bytes, as in "
+                      "UTF-16, are left out)")
+            if task_of({'source': source}):
+                advice = "it has too few problems that differ: give a larger --size"
             raise UserError(f"{source}: no sensible split, {train.bytes:,} bytes to train and "
-                            f"{val.bytes:,} to val; give more text, or a larger --val_fraction "
-                            "(files with NUL bytes, as in UTF-16, are left out)")
+                            f"{val.bytes:,} to val; {advice}")
         meta = dict(**identity(tokenizer), n_tokens=tokenizer.n_vocab, eot=tokenizer.eot_token,
                     source=source, train=train.finish(), val=val.finish())
         publish(work, folder, meta)

@@ -25,7 +25,7 @@ from engine.fast import pick_fast
 from engine.files import UserError, on_disk, run
 from engine.generate import stream
 from engine.hardware import expect_new_lengths, pick_device
-from engine.shards import get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
+from engine.shards import encode, get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -55,6 +55,7 @@ class SampleSettings:
         check_range(self, 0, 1, 'halt_tau', 'top_p')
         check_range(self, 1, math.inf, 'top_k')
         check_range(self, 0, math.inf, 'temperature')
+        check_range(self, 0, 2 ** 63 - 1, 'seed')
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
         if self.compile:
@@ -145,14 +146,11 @@ def exam_of_run(settings, count=KEPT):
 
 
 def exam_for_prompt(settings):
-    """The same for one question; None, with a warning, where nobody knows any more."""
-    if 'data_dir' not in settings:
-        return None     # of a released model
+    """The same for a prompt; None, with a warning, where an older run's data is gone."""
     try:
-        return exam_of_run(settings)
+        return exam_of_run(settings) if 'data_dir' in settings else None    # hf:FOLDER has none
     except UserError as error:
-        print(f"warning: read as a text, without solved problems in front, as this older run does "
-              f"not say whether it is of a made task: {error}", file=sys.stderr)
+        print(f"warning: read as a text, not behind solved problems: {error}", file=sys.stderr)
         return None
 
 
@@ -165,8 +163,7 @@ def encode_prompt(start, tokenizer, block_size):
     """
     if start is None:
         return [tokenizer.eot_token]
-    text = read_file(start) if start.startswith('FILE:') else start
-    tokens = tokenizer.encode_ordinary(text)
+    tokens = encode(tokenizer, read_start(start)).tolist()[:-1]     # without the end of the text
     if not tokens:
         raise UserError("--start is empty: give at least one character, or leave it out to start "
                         "a new document")
@@ -176,10 +173,12 @@ def encode_prompt(start, tokenizer, block_size):
     return tokens
 
 
-def read_file(start):
-    """The text of FILE:path."""
+def read_start(start):
+    """The bytes of --start, or of its FILE:path, as they are."""
+    if not start.startswith('FILE:'):
+        return start.encode('utf-8', 'surrogateescape')     # so Python holds what is no UTF-8
     path = start.removeprefix('FILE:')
-    with on_disk(path, 'read'), open(path, encoding='utf-8', errors='replace') as f:
+    with on_disk(path, 'read'), open(path, 'rb') as f:
         return f.read()
 
 

@@ -191,7 +191,7 @@ class Trainer:
             group['lr'] = learning_rate(s, self.step)
 
         # forward and backward, in micro-batches whose gradients add up
-        total = torch.zeros(1, device=self.device)
+        total = torch.zeros(2, device=self.device)      # of losses, and of targets that count
         for micro in range(self.accumulation):
             x, y = self.batch(micro)                                    # each (micro_batch, T)
             more = micro < self.accumulation - 1    # in the last, ranks average what is added up
@@ -200,7 +200,8 @@ class Trainer:
                     _, loss = self.net(x, y)
                 loss = loss / self.accumulation
                 self.scaler.scale(loss).backward()
-            total += loss.detach()
+            total[0] += loss.detach()
+            total[1] += (y >= 0).sum()
             self.log.add_passes(self.model.mechanism.passes)
             self.log.alive(f"step {self.step + 1}: micro-batch {micro + 1} of {self.accumulation}")
 
@@ -208,8 +209,12 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         norm = float(norm)                  # waits for the GPU
-        loss = self.ranks.mean(total)
-        if self.may_update(loss, norm):
+        loss, targets = self.ranks.sum(total).tolist()
+        loss = loss / self.ranks.world if targets else math.nan
+        if not targets:
+            self.log.say(f"step {self.step + 1}: no answer in its windows counts; step skipped "
+                         "(raise block_size or batch_tokens)")
+        elif self.may_update(loss, norm):
             self.scaler.step(self.optimizer)
         self.scaler.update()                # fp16: a smaller scale, if a gradient was not finite
         self.optimizer.zero_grad(set_to_none=self.ranks.world == 1)     # DDP keeps its in buckets
@@ -260,7 +265,7 @@ class Trainer:
         """Steps until max_steps or a signal; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
-        self.log.start(self.accumulation, self.dtype, self.meta)
+        self.log.start(self.accumulation, self.dtype, self.meta, self.train_data.share)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             last = self.step == s.max_steps
@@ -309,6 +314,9 @@ class Trainer:
                 total[2] += self.model.mechanism.passes.float().mean() * len(some)
             self.log.alive(f"evaluation: {world * (i + len(some))} of {n} windows")
         total = self.ranks.sum(total)
+        if not total[1]:
+            raise UserError("no answer in the windows evaluated counts: raise block_size or "
+                            "eval_tokens")
         loss, passes = (total[0] / total[1]).item(), total[2].item() / n
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is not finite; lower "
@@ -381,6 +389,10 @@ def main(argv):
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
     state, before = checkpoint_of(build(Settings, given))
+    if args != argv and state and any(state['config'][name] != given[name]
+                                      for name in SIZE & given.keys()):
+        raise UserError("the run to go on with has another size than config/size/tiny.py, which is "
+                        "taken where files and no size are named: name its size, or no file")
     settings = build(Settings, {**before, **given})
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second

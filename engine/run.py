@@ -133,8 +133,8 @@ class Log:
 
     # ---- steps
 
-    def start(self, accumulation, dtype, meta):
-        """Say what is trained, and start the clock. meta: the data's description."""
+    def start(self, accumulation, dtype, meta, share):
+        """Say what is trained, and start the clock. meta: the data's. share: Windows.share."""
         s = self.settings
         parameters = self.model.num_params() / 1e6
         self.flops = self.model.flops_per_token()
@@ -148,6 +148,9 @@ class Log:
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}, {whose}; all {s.max_steps:,} steps read "
                  f"{s.data_dir} {epochs:,.1f} times")
+        if share < 1:
+            self.say(f"{share:.0%} of what the answers hold counts: a problem that begins before "
+                     "its window is not known (block_size)")
         self.began = time.perf_counter()
 
     @contextlib.contextmanager

@@ -157,10 +157,10 @@ def check_data(config, meta, state, settings, ranks):
                         "data the model was made for")
     if task_of(meta):
         check_room(*task_of(meta), config.block_size)
-    elsewhere = settings.eval_only and settings.data_dir != state['settings'].get('data_dir')
-    if is_new(settings) or elsewhere or state.get('train_data', meta['train']) == meta['train']:
+    if is_new(settings) or ranks.rank > 0:
         return
-    if ranks.rank == 0:
+    here = not settings.eval_only or settings.data_dir == state['settings'].get('data_dir')
+    if here and state.get('train_data', meta['train']) != meta['train']:
         print(f"warning: the training data in {settings.data_dir} is not what this run read before",
               file=sys.stderr)
 

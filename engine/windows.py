@@ -28,7 +28,7 @@ class Windows:
     """
     The tokens of one split, cut into windows of T tokens that do not overlap and do not cross
     shards. `n` is how many there are. In a made task targets are -1, which do not count, but for
-    the answers: questions are drawn at random.
+    the answers: questions are drawn at random. `share`: of the answers, what counts in its window.
     """
 
     def __init__(self, folder, split, meta, T):
@@ -47,12 +47,23 @@ class Windows:
         if self.n == 0:
             raise UserError(f"{folder}: no {split} shard holds block_size + 1 = {T + 1} tokens; "
                             "lower block_size or add data")
-        if self.task is not None:
-            spread = np.arange(min(self.n, 100)) * self.n // min(self.n, 100)
-            _, y = self.get(spread, torch.device('cpu'))
-            if (y < 0).all():
-                raise UserError(f"{folder}: no window of {T} tokens holds the end of one problem "
-                                "and the whole next one; raise block_size")
+        self.share = 1.0 if self.task is None else self.share_that_counts()
+        if self.share == 0:
+            raise UserError(f"{folder}: in windows of block_size={T} tokens no answer has its "
+                            "whole question in front, so nothing would count: raise block_size")
+
+    def share_that_counts(self):
+        """
+        Of the characters of answers in the first windows, the share that are targets; not those
+        whose problem began before the window.
+        """
+        name, _ = self.task
+        shard = int(np.argmax(self.ends > 0))
+        n = min(int(self.ends[shard]), 1000)
+        tokens = open_shard(self.paths[shard])[:n * self.T]
+        rows = [tokens.reshape(n, self.T), tokens[None]]    # in windows, and as one
+        in_windows, whole = (in_answers(x, name, self.eot).sum() for x in rows)
+        return in_windows / max(1, whole)
 
     def sample(self, first, count, seed, device):
         """

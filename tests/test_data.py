@@ -117,10 +117,16 @@ def test_builtin_corpus_is_the_standard_library():
     assert numpy in prepare_data.python_sources(packages=True)
 
 
-@pytest.mark.parametrize('line', ['{"text": 3}', '{"txt": "a"}', '["text"]', 'text', '\xff'])
-def test_a_bad_jsonl_line_is_named(tmp_path, line):
+@pytest.mark.parametrize('line, words', [
+    ('{"text": 3}', 'no JSON object'),
+    ('{"txt": "a"}', 'no JSON object'),
+    ('["text"]', 'no JSON object'),
+    ('text', 'no JSON object'),
+    ('{"text": "caf\xe9"}', 'no UTF-8'),
+])
+def test_a_bad_jsonl_line_is_named(tmp_path, line, words):
     (tmp_path / 'a.jsonl').write_text('{"text": "good"}\n\n' + line + '\n', encoding='latin-1')
-    with pytest.raises(UserError, match=r'a\.jsonl:3: '):
+    with pytest.raises(UserError, match=rf'a\.jsonl:3: {words}'):
         list(prepare_data.your_texts([str(tmp_path / 'a.jsonl')], 'mine'))
 
 
@@ -207,7 +213,8 @@ def test_vocabularies_that_cannot_be_had(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('argv, words', [
     (['gone.txt'], 'gone.txt: no such file'),
-    (['empty.txt'], 'no sensible split, 0 bytes'),
+    (['empty.txt'], 'no sensible split, 0 bytes.*give more text'),
+    (['traffic', '--size=1'], 'no sensible split.*too few problems that differ: give a larger'),
     (['data/mine'], 'a data set, no text.*--check data/mine'),
     (['--val_fraction=0.7'], 'val_fraction=0.7'),
     (['--check'], 'one data folder'),
@@ -386,6 +393,22 @@ def test_the_order_is_the_same_for_any_number_of_ranks_and_after_a_resume(small_
     fresh = Windows(small_data, 'train', read_meta(small_data), 16)
     by_ranks = [fresh.sample(first + 4 * rank, 4, 1, CPU)[0] for rank in (5, 4, 3, 2, 1, 0)]
     assert torch.equal(torch.cat(by_ranks[::-1]), whole)
+
+
+@pytest.mark.parametrize('T, share', [(16, 0), (17, None), (24, 1 / 3), (32, 1 / 2), (128, 7 / 8)])
+def test_windows_say_how_much_of_the_answers_counts(tmp_path, T, share):
+    """A sum of four digits is 15 characters and an end: 16 and its multiples always begin alike."""
+    prepare_data.prepare_task(DataSettings(problems=2000), 'addition', str(tmp_path))
+    meta = read_meta(str(tmp_path))
+    if share == 0:
+        with pytest.raises(UserError, match='block_size=16 .* nothing would count: raise'):
+            Windows(str(tmp_path), 'train', meta, T)
+        return
+    data = Windows(str(tmp_path), 'train', meta, T)
+    _, y = data.get(range(data.n), CPU)
+    answers = data.n * T * 6 / 16
+    assert data.share == pytest.approx((y >= 0).sum().item() / answers, abs=0.01)
+    assert share is None or data.share == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.parametrize('name', TASKS)

@@ -1,7 +1,6 @@
 """tools/evaluate.py: its numbers against plain loops; right answers are in test_tasks.py."""
 import math
 import os
-import re
 import shutil
 import sys
 
@@ -11,10 +10,11 @@ import torch
 from conftest import cells, make, save
 
 import prepare_data
-import train
 from engine.checkpoint import load_checkpoint, save_checkpoint
 from engine.files import UserError
-from engine.shards import MAGIC, VERSION, encode, get_tokenizer, open_shard, read_meta
+from engine.shards import MAGIC, VERSION, get_tokenizer, open_shard, read_meta
+from engine.tasks import TASKS
+from engine.windows import Windows
 from tools import evaluate
 
 BYTE = get_tokenizer('byte')
@@ -69,32 +69,6 @@ def run(capsys, *args):
     return [row[1:] for row in cells(capsys.readouterr().out)[1:]]
 
 
-def test_of_a_made_task_answers_count_as_in_training(tmp_path, monkeypatch, capsys):
-    """Its folder and its shards have the score that train.py gives, of answers alone."""
-    monkeypatch.chdir(tmp_path)
-    prepare_data.prepare(prepare_data.DataSettings(problems=400), ['addition'])
-    folder = save('out', make(**{**SMALL, 'block_size': 40}).float(), data_dir='data/addition',
-                  micro_batch=2, eval_tokens=2 ** 20)
-    train.main([f'--init_from={folder}', '--eval_only=True', '--device=cpu', '--dtype=float32'])
-    [want] = re.findall(r'validation loss ([0-9.]+) nats per answer', capsys.readouterr().out)
-    [shard] = read_meta('data/addition')['val']['shards']
-    for path in 'data/addition', os.path.join('data/addition', shard['name']):
-        [[_, _, nats, _, bits]] = run(capsys, folder, path)
-        assert nats == want
-        assert float(bits) == pytest.approx(float(want) / math.log(2), abs=1e-3)
-
-
-def test_bits_are_per_byte_of_the_file(folder, tmp_path, capsys, monkeypatch):
-    """Not of what a tokenizer made of it: U+FFFD has three bytes, é in Latin-1 one."""
-    monkeypatch.setattr(evaluate, 'encode', lambda tokenizer, text: encode(
-        tokenizer, text.decode(errors='replace').encode()))
-    path = tmp_path / 'latin1.txt'
-    path.write_bytes('é é é é'.encode('latin-1'))
-    [[_, tokens, nats, _, bits]] = run(capsys, folder, path)
-    assert int(tokens) == 4 * 3 + 3
-    assert float(bits) == pytest.approx(15 * float(nats) / math.log(2) / 7, abs=1e-3)
-
-
 def test_a_text(model, folder, tmp_path, capsys):
     path = tmp_path / 'text.py'
     text = 'x = "é"\n' * 9
@@ -134,6 +108,62 @@ def test_another_validation_set_in_the_place_of_its_own_is_refused(model, tmp_pa
     with pytest.raises(UserError, match='not the data that this model was trained on'):
         evaluate.main([folder, '--tokens=50', '--device=cpu'])
     evaluate.main([folder, str(other), '--tokens=50', '--device=cpu'])      # asked for
+
+
+@pytest.mark.parametrize('task', TASKS)
+def test_of_a_made_task_answers_alone_count(task, tmp_path, capsys):
+    """In its folder and its shards; the same number as train.py's."""
+    data = str(tmp_path / 'd')
+    prepare_data.prepare_task(prepare_data.DataSettings(problems=300, size=3), task, data)
+    model = make(**{**SMALL, 'block_size': 64}).float()
+    folder = save(tmp_path / 'ckpt', model, data_dir=data)
+    shards = [os.path.join(data, f'{split}_000000.bin') for split in ('val', 'train')]
+    of_folder, of_val, of_train = run(capsys, folder, data, *shards)
+    assert of_folder == of_val != of_train
+    whole = read_meta(data)['val']['tokens']
+    assert int(of_folder[1]) < 0.7 * whole
+
+    windows = Windows(data, 'val', read_meta(data), 64)
+    x, y = windows.get(range(windows.n), torch.device('cpu'))
+    want = model(x, y)[1].item()
+    limit = windows.n * 64 + 1
+    *_, count, per_token, _, bits = run(capsys, folder, data, f'--tokens={limit}')[0]
+    assert int(count) == (y >= 0).sum()
+    assert float(per_token) == pytest.approx(want, abs=1e-4)
+    assert float(bits) == pytest.approx(want / math.log(2), abs=1e-4)
+
+
+class Mangling:
+    """A tokenizer that reads U+FFFD where bytes are no UTF-8, a character a token."""
+    name, n_vocab, eot_token = 'mangling', 257, 256
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        return np.array([min(ord(letter), 255) for letter in text], np.uint16)
+
+    def decode_single_token_bytes(self, token):
+        return '\ufffd'.encode() if token == 255 else bytes([token])
+
+
+def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path):
+    """Whatever the tokenizer made of them, and as in train.py: a Latin-1 text in three ways."""
+    text = 'caf\xe9 cr\xe8me br\xfbl\xe9e\n'.encode('latin-1') * 9
+    path = tmp_path / 'text.txt'
+    path.write_bytes(text)
+    data = str(tmp_path / 'd')
+    texts = [text + b'%d' % i for i in range(40)]
+    prepare_data.write_dataset(data, texts, Mangling(), 0.3, 'test')
+    settings = evaluate.EvaluateSettings()
+
+    count, per_token, per_byte = evaluate.evaluate_text(model, Mangling(), str(path), settings)
+    assert count == len(text) + 1 - 1
+    assert per_byte == pytest.approx(per_token)         # a token is a byte of the file
+    val = read_meta(data)['val']
+    shard = os.path.join(data, 'val_000000.bin')
+    for limit in (None, 99):
+        settings = evaluate.EvaluateSettings(tokens=limit)
+        _, per_token, per_byte = evaluate.evaluate_text(model, Mangling(), data, settings)
+        assert per_byte == pytest.approx(per_token * val['tokens'] / val['bytes'], rel=0.02)
+    assert evaluate.evaluate_text(model, Mangling(), shard, settings)[2] is None
 
 
 def test_tokens_are_counted_over_all_shards(model, tmp_path, monkeypatch):

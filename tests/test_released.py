@@ -397,6 +397,8 @@ def test_tokens_and_texts(ouro_folder, tmp_path):
     for text in HARD:
         assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
     assert encode(tokenizer, b'hello').tolist() == [260, 0]
+    assert sample.encode_prompt('hello\udce9', tokenizer, 9) == (      # no UTF-8, from a shell
+        tokenizer.encode_ordinary('hello\ufffd'))
     assert encode(tokenizer, b'    ').tolist() == [262, 0]
     assert 0 not in tokenizer.encode_ordinary('<|endoftext|>')      # in a text, it is text
     first, *_ = tokenizer.encode_ordinary('🙂')                     # part of a character

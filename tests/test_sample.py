@@ -84,8 +84,12 @@ def test_start_from_a_file(folder, tmp_path, capsys):
     assert texts[0].startswith('import os\n')
 
 
-def test_prompts():
+def test_prompts(tmp_path):
     byte = get_tokenizer('byte')
+    raw = b'a\r\ncaf\xe9\n'
+    (tmp_path / 'prompt.txt').write_bytes(raw)      # as the model saw such files in training
+    assert encode_prompt(f'FILE:{tmp_path}/prompt.txt', byte, 99) == list(raw)
+    assert encode_prompt('caf\udce9', byte, 99) == list(b'caf\xe9')    # from a shell
     assert encode_prompt(None, byte, 4) == [256]
     assert encode_prompt('é', byte, 4) == [195, 169]
 
@@ -167,6 +171,7 @@ def test_attention_that_plans_each_length_is_for_training(folder):
     (['CKPT', '--top_p=2'], ['top_p']),
     (['CKPT', '--top_k=0'], ['top_k']),
     (['CKPT', '--num_samples=0'], ['num_samples']),
+    (['CKPT', '--seed=100000000000000000000'], ['seed']),
     (['CKPT', '--halt_tau=0.5'], ['halt_tau', "halting='none'"]),
     (['CKPT', '--halting=exit'], ["halting='exit'", "ponder='loop'"]),
     (['CKPT', '--ponder_steps=2'], ['ponder_steps', "ponder='none'"]),

@@ -18,7 +18,6 @@ from engine.files import UserError
 from engine.generate import stream
 from engine.shards import get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS, check_room, problems
-from engine.windows import Windows
 from model import GPTConfig
 from prepare_data import DataSettings
 from tools import evaluate, explain
@@ -225,6 +224,53 @@ def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, sh
     assert last == expected
 
 
+@pytest.mark.parametrize('name, size', [('addition', 1), ('traffic', 2), ('minimax', 1)])
+def test_each_question_is_asked_once_and_never_behind_itself(name, size, in_tmp):
+    folder = prepare(name, size=size, problems=3000)
+    task = TASKS[name]
+    found = set(all_problems(folder, 'val'))
+    assert len(found) < 20
+    model = StandIn(task.answer)
+    perfect = answers.summary(model, exam_of_data(folder), 1000)
+    assert perfect['right'] == 1 and perfect['problems'] == len(found)
+    texts = [bytes(token if token < 256 else 0 for token in prompt).decode().split('\0')[1:]
+             for prompt in model.prompts]
+    assert {question + task.answer(question) for *_, question in texts} == found
+    for *before, question in texts:
+        assert not any(problem.startswith(question) for problem in before)
+        assert len(set(before)) == len(before) == min(answers.EXAMPLES, len(found) - 1)
+        assert set(before) < found
+
+
+def test_a_prompt_does_not_stand_behind_its_own_answer(in_tmp):
+    folder = prepare('addition', size=1, problems=1000)
+    exam = exam_of_data(folder)
+    for question, answer in exam['problems']:
+        for asked in (question, question + answer):
+            tokens = answers.behind_solved([256, *asked.encode()], exam, 128)
+            *before, last = bytes(token if token < 256 else 0 for token in tokens).split(b'\0')[1:]
+            assert last == asked.encode()
+            assert len(before) == 2
+            assert not any(problem.startswith(question.encode()) for problem in before)
+
+
+@pytest.mark.parametrize('few', [1, 2])
+def test_a_validation_set_of_one_or_two_problems(few, in_tmp, capsys, monkeypatch):
+    found = {}
+    for question, _ in exam_of_data(prepare('addition'))['problems'][:few + 40]:
+        found[question + TASKS['addition'].answer(question)] = len(found) < few
+    monkeypatch.setattr(prepare_data, 'position', lambda text: 0.9 * (not found[text.decode()]))
+    texts = [text.encode() for text in found for _ in range(1 + 9 * found[text])]
+    prepare_data.write_dataset('data/addition', texts, get_tokenizer('byte'), 0.1,
+                               'addition --size=4 --problems=400 --seed=1337')
+    train.main([*TINY, '--block_size=32', '--data_dir=data/addition'])
+    assert f'0 of {few} answers right (it has no more questions that differ)' in (
+        capsys.readouterr().out)
+    evaluate.main(['out', '--device=cpu'])
+    told = capsys.readouterr().out
+    assert f'right answers to {few} problems' in told and 'no more that differ' in told
+
+
 def test_right_answers_are_counted_by_difficulty(in_tmp):
     folder = prepare('addition', problems=2000)
     task = TASKS['addition']
@@ -369,12 +415,3 @@ def test_only_tasks_have_answers(small_data, in_tmp):
         evaluate.main(['model', '--answers=50'])
     with pytest.raises(UserError, match="ponder='none'"):
         evaluate.main(['model', '--answers=50', '--ponder_steps=1'])
-
-
-def test_windows_in_which_nothing_counts_are_refused(in_tmp):
-    """A problem of 16 tokens begins each window of 16, so none is known from its start."""
-    folder = prepare('addition')
-    meta = read_meta(folder)
-    with pytest.raises(UserError, match='no window of 16 tokens.*raise block_size'):
-        Windows(folder, 'train', meta, 16)
-    Windows(folder, 'train', meta, 17)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from conftest import ONE_EACH, ROOT, TOGGLES, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import prepare_data
 import train
 from configurator import build, read
 from engine import hardware, run
@@ -446,6 +447,12 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     assert settings['ponder'] == 'chain'
     assert settings['max_steps'] == 1           # what stands on the command line counts
 
+    # a run of another size was not begun like this
+    sized = [*command[:-1], '--sample_tokens=0', f'--out_dir={tmp_path / "sized"}']
+    train.main([*sized, '--max_steps=1', '--n_layer=2', '--block_size=64'])
+    with pytest.raises(UserError, match='another size than config/size/tiny.py.*: name its size'):
+        train.main([*sized, '--max_steps=2', '--init_from=resume'])
+
     # the same command goes on with the same settings
     train.main([*command, '--max_steps=2', '--init_from=resume'])
     with open(tmp_path / 'out' / 'settings.json') as f:
@@ -476,6 +483,30 @@ def test_on_a_made_task_right_answers_are_counted(tmp_path, monkeypatch, capsys)
     assert '0 of 100 answers right' in told
     assert len(re.findall(r'\n\d{4}\+\d{4}=.*wrong: \d{5}', told)) >= 8
     assert log_of(tmp_path / 'out')[-1]['val_right'] == 0
+
+
+def test_what_does_not_count_is_said(tmp_path, monkeypatch, capsys):
+    """Of a window as long as a problem nothing counts; of one that is longer, sometimes."""
+    monkeypatch.chdir(tmp_path)
+    prepare_data.main(['addition', '--problems=200'])
+    run = [*SHAPE, '--data_dir=data/addition', '--micro_batch=1', '--sample_tokens=0',
+           '--device=cpu', '--dtype=float32']
+    with pytest.raises(UserError, match='raise block_size'):
+        train.main([*run, '--block_size=16', '--batch_tokens=16', '--max_steps=1', '--out_dir=a'])
+    capsys.readouterr()
+    train.main([*run, '--block_size=18', '--batch_tokens=18', '--max_steps=30', '--out_dir=b',
+                '--log_interval=1'])
+    told = capsys.readouterr().out
+    assert re.search(r'\n\d+% of what the answers hold counts', told)
+    skipped = set(re.findall(r'\nstep (\d+): no answer in its windows counts; step skipped', told))
+    assert 3 < len(skipped) < 30
+    losses = {str(record['step']): record['loss'] for record in log_of(tmp_path / 'b')
+              if 'loss' in record}
+    assert {step for step, loss in losses.items() if loss is None} == skipped
+    assert min(loss for loss in losses.values() if loss is not None) > 0.1
+    with pytest.raises(UserError, match='no answer in the windows evaluated counts'):
+        train.main([*run, '--block_size=17', '--batch_tokens=17', '--max_steps=1', '--out_dir=c',
+                    '--eval_tokens=17'])
 
 
 NO_LEARNING = ['--max_steps=1', '--learning_rate=1e-9', '--weight_decay=0.0']

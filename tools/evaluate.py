@@ -36,8 +36,7 @@ from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
-from engine.tasks import TASKS, task_of
-from engine.windows import Windows
+from engine.tasks import TASKS, in_answers, task_of
 from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
 
 
@@ -90,10 +89,10 @@ def each_setting(model, s):
 
 # ---- loss on texts -------------------------------------------------------------------------------
 
-def nats(model, tokens, batch_size, progress=Progress()):
+def nats(model, tokens, batch_size, progress=Progress(), counts=None):
     """
     Total of -log p in nats of all tokens (n,) but the first, each given those before it in its
-    window of block_size.
+    window of block_size. counts: which of them count, (n - 1,) bool (None: all).
     """
     T = model.config.block_size
     total = 0.0
@@ -101,9 +100,18 @@ def nats(model, tokens, batch_size, progress=Progress()):
         part = torch.from_numpy(tokens[first:first + T * batch_size + 1].astype(np.int64))
         padded = F.pad(part, (0, -(len(part) - 1) % T), value=-1)   # -1 counts for nothing
         rows = padded.unfold(0, T + 1, T)   # each begins with the last token of the one before
-        total += token_nats(model, rows, batch_size).cpu().double().sum().item()
+        losses = token_nats(model, rows, batch_size).cpu().double().flatten()[:len(part) - 1]
+        if counts is not None:
+            losses = losses[torch.from_numpy(counts[first:first + len(losses)])]
+        total += losses.sum().item()
         progress(f"{first + len(part):,} of {len(tokens):,} tokens")
     return total
+
+
+def answers_in(tokens, T, task, eot):
+    """`counts` for nats: the characters of answers, as in training."""
+    inputs = np.pad(tokens[:-1], (0, -(len(tokens) - 1) % T)).reshape(-1, T)
+    return in_answers(inputs, task, eot).ravel()[:len(tokens) - 1]
 
 
 def token_arrays(path, tokenizer):
@@ -122,42 +130,6 @@ def token_arrays(path, tokenizer):
     return [open_shard(shard) for shard in shards] or [read_text(path, tokenizer)]
 
 
-def bytes_of_text(path, decoded):
-    """Bytes of the text behind these arrays; of a shard alone `decoded`, those of its tokens."""
-    if os.path.isdir(path):
-        return read_meta(path)['val']['bytes']
-    return decoded if path.endswith('.bin') else os.path.getsize(path)
-
-
-def task_windows(path, tokenizer, T):
-    """The Windows of a validation set, or of a shard, of a made task; None for another text."""
-    folder, name = (path, None) if os.path.isdir(path) else os.path.split(path)
-    if not os.path.exists(os.path.join(folder, 'meta.json')):
-        return None
-    meta = read_meta(folder, tokenizer)
-    shards = meta['val']['shards']
-    if name is not None:
-        both = [*meta['train']['shards'], *shards]
-        shards = [shard for shard in both if shard['name'] == name]
-    if task_of(meta) is None or not shards:
-        return None
-    return Windows(folder, 'val', {**meta, 'val': {'shards': shards}}, T)
-
-
-@torch.no_grad()
-def answer_nats(model, windows, s):
-    """(targets that count, nats of each) of a made task, whose questions are drawn at random."""
-    total, count = 0.0, 0
-    n = windows.n if s.tokens is None else min(windows.n, math.ceil(s.tokens / windows.T))
-    for first in range(0, n, s.batch_size):
-        x, y = windows.get(range(first, min(n, first + s.batch_size)), model.wte.weight.device)
-        total += model.nats(model.hidden(x), y).double().sum().item()
-        count += int((y >= 0).sum())
-    if count == 0:
-        raise UserError("no answer of these problems is in a window with its whole question")
-    return count, total / count
-
-
 def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
     with open(path, 'rb') as f:
@@ -165,34 +137,51 @@ def read_text(path, tokenizer):
     return np.roll(tokens, 1)       # the end-of-text that is behind it comes before
 
 
+def about(path):
+    """(bytes of text in a file, data folder or, not known: None, a shard; its made task or None)"""
+    is_folder = os.path.isdir(path)
+    if not (is_folder or path.endswith('.bin')):
+        return os.path.getsize(path), None
+    folder = path if is_folder else os.path.dirname(path) or '.'
+    if not os.path.exists(os.path.join(folder, 'meta.json')):
+        return None, None
+    meta = read_meta(folder)
+    made = task_of(meta)
+    return meta['val']['bytes'] if is_folder else None, made and made[0]
+
+
 def evaluate_text(model, tokenizer, path, s):
     """
     (tokens predicted, nats per token, nats per byte) of a text. End-of-text tokens count as tokens
-    of no bytes; bytes are the file's, and not what a tokenizer made of them. Of a made task only
-    the answers count, whose characters are bytes.
+    of no bytes. Bytes are the text's own, in proportion: a tokenizer may have read others (U+FFFD,
+    NFC). None if they are not known.
     """
-    windows = task_windows(path, tokenizer, model.config.block_size)
-    if windows is not None:
-        count, per_answer_character = answer_nats(model, windows, s)
-        return count, per_answer_character, per_answer_character
-    lengths = token_lengths(tokenizer)
-    total, count, size = 0.0, 0, 0
     arrays = token_arrays(path, tokenizer)
-    decoded = sum(int(lengths[tokens].sum()) for tokens in arrays)
+    text_bytes, task = about(path)
+    lengths = token_lengths(tokenizer).astype(np.int16)
+    total, count, read, size, whole = 0.0, 0, 0, 0, 0
     for tokens in arrays:
+        whole += int(lengths[tokens].sum(dtype=np.int64))
         if s.tokens is not None:
-            tokens = tokens[:s.tokens - count]
+            tokens = tokens[:s.tokens - read]
         if len(tokens) < 2:
             continue
-        total += nats(model, tokens, s.batch_size)
-        count += len(tokens) - 1
-        size += int(lengths[tokens[1:]].sum())
-    if size == 0:
+        counts = np.full(len(tokens) - 1, True)
+        if task is not None:
+            counts = answers_in(tokens, model.config.block_size, task, tokenizer.eot_token)
+        total += nats(model, tokens, s.batch_size, counts=counts)
+        count += int(counts.sum())
+        read += len(tokens) - 1
+        size += int(lengths[tokens[1:]].sum(dtype=np.int64))
+    if size == 0 or count == 0:
         raise UserError(f"{path}: no text in it")
     if not math.isfinite(total):
         raise UserError(f"{path}: the loss is not finite; try --dtype=float32")
-    size *= bytes_of_text(path, decoded) / decoded
-    return count, total / count, total / size
+    if task is not None:    # a character of an answer is a byte, and its end is one more
+        return count, total / count, total / count
+    if tokenizer.name == 'byte':
+        text_bytes = whole
+    return count, total / count, text_bytes and total * whole / size / text_bytes
 
 
 def print_texts(model, tokenizer, paths, s):
@@ -204,8 +193,13 @@ def print_texts(model, tokenizer, paths, s):
     for name, value in each_setting(model, s):
         for path in paths:
             count, per_token, per_byte = evaluate_text(model, tokenizer, path, s)
+            bits = '?' if per_byte is None else f'{per_byte / math.log(2):.4f}'
             rows.append([path, f'{value:g}', f'{count:,}', f'{per_token:.4f}',
-                         f'{math.exp(per_token):.3f}', f'{per_byte / math.log(2):.4f}'])
+                         f'{math.exp(per_token):.3f}', bits])
+    for path in filter(lambda path: about(path)[1], paths):
+        print(f"{path} is a made task: only the characters of answers count, as in training")
+    if any('?' in row for row in rows):
+        print("?: how many bytes of text are in a shard alone is not known; name its folder")
     print(table(['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte'], rows))
 
 

@@ -32,8 +32,9 @@ from configurator import check_range, read
 from engine.answers import behind_solved
 from engine.files import UserError, run
 from engine.page import model_data, write_page
+from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, in_answers
-from sample import data_dir_of, encode_prompt, exam_for_prompt, load_model, open_one, read_file
+from sample import data_dir_of, encode_prompt, exam_for_prompt, load_model, open_one, read_start
 from tools.evaluate import token_arrays
 
 
@@ -254,7 +255,7 @@ def what_to_read(start, settings, tokenizer, block_size):
 
 def problem_tokens(start, exam, block_size):
     """(the tokens of the problems in --start, behind some solved ones, where the first begins)."""
-    text = read_file(start) if start.startswith('FILE:') else start
+    text = read_start(start).decode('utf-8', 'replace')
     task, eot, asked = TASKS[exam['task']], exam['eot'], []
     for problem in re.split(r'[,\s]+', text.strip()):
         question, _, answer = problem.partition(task.end)
@@ -295,7 +296,7 @@ def show_page(s, name, model, idx, counts, tokenizer):
 def second_model(s, tokenizer, idx):
     """The model of --against; UserError if it cannot read the same tokens."""
     model, other, _ = load_model(s.against, idx.device)
-    if other.name != tokenizer.name:
+    if not one_tokenizer(identity(other), identity(tokenizer)):
         raise UserError(f"--against={s.against}: its tokenizer is {other.name}, the first model's "
                         f"is {tokenizer.name}; name one with the same")
     if len(idx) > model.config.block_size:
