@@ -202,6 +202,9 @@ def change_steps(model, K):
         raise UserError(f"ponder_steps={K} must not be negative")
     if config.ponder == 'none':
         raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
+    if K > 0 and config.halting != 'none' and not model.mechanism.halts:
+        raise UserError(f"ponder_steps={K}: this model was trained with ponder_steps=0, so its "
+                        "tokens never learned to halt; leave the setting out")
     has = model.mechanism.state_dict()
     with shapes_only():
         needs = type(model.mechanism)(replace(config, ponder_steps=K)).state_dict()

@@ -12,6 +12,7 @@ from engine.answers import behind_solved, validation_problems
 from engine.fast import FastGPT
 from engine.files import UserError
 from engine.shards import get_tokenizer
+from model import HALTING
 from sample import encode_prompt
 
 SMALL = dict(vocab_size=320, n_tokens=257, block_size=32)
@@ -150,6 +151,17 @@ def test_a_rule_without_weights_can_be_asked_for(tmp_path):
     ponder = make(**SMALL, ponder='embedding').float()
     with pytest.raises(UserError, match="halting='gate': this model has other weights"):
         sample.load_model(save(tmp_path / 'ponder', ponder), 'cpu', halting='gate')
+
+
+@pytest.mark.parametrize('halting', ['gate', 'mask', 'router', 'exit'])
+def test_steps_that_cannot_halt_are_refused(tmp_path, halting):
+    """A model trained with ponder_steps=0 has no halting, whatever its settings ask for."""
+    ponder = HALTING[halting].needs
+    folder = save(tmp_path / 'out', make(**SMALL, ponder=ponder, ponder_steps=0, halting=halting))
+    for asked in (['--ponder_steps=3', '--halt_tau=1'], ['--ponder_steps=1']):
+        with pytest.raises(UserError, match='ponder_steps=[31]: .* trained with ponder_steps=0'):
+            sample.main([folder, *asked])
+    sample.main([folder, '--ponder_steps=0', '--max_new_tokens=1'])
 
 
 def test_attention_that_plans_each_length_is_for_training(folder):

@@ -539,6 +539,8 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
                      (dict(ponder='loop'), {*asked} - {'ponder_steps'}),
                      (dict(ponder='latent', halting='mask', depth_attn=True), {'exit_loss'})):
         assert {*idle_settings(make(**asked, **on), asked)} == idle
+    no_steps = dict(ponder='loop', ponder_steps=0, halting='exit', halt_tau=0.5)
+    assert idle_settings(make(**no_steps), no_steps) == ['halt_tau']
     one_layer = dict(depth_attn=True, n_layer=1)
     assert idle_settings(make(**one_layer), one_layer) == ['depth_attn']
     assert not idle_settings(make(**one_layer, ponder='loop'), one_layer)
