@@ -22,7 +22,7 @@ from engine.answers import behind_solved, task_of_run
 from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halting
 from engine.compile import compile_decoding
 from engine.files import UserError, on_disk, run
-from engine.hardware import expect_new_lengths, pick_device
+from engine.hardware import check_causal, expect_new_lengths, pick_device
 from engine.shards import get_tokenizer, knows_tokens
 
 
@@ -75,6 +75,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None):
     checkpoint.
     """
     device = torch.device(device)
+    check_causal(device, dtype)
     state = load_checkpoint(folder)
     if halting is not None:
         state = with_halting(state, halting)

@@ -34,7 +34,7 @@ from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.compile import prepare
 from engine.fast import FastGPT
 from engine.files import UserError, run
-from engine.hardware import best_device, pick_dtype, process_group
+from engine.hardware import best_device, check_causal, dtype_and_reason, process_group
 from engine.run import Log, Stop
 from engine.shards import read_meta
 from engine.start import checkpoint_of, start_model
@@ -73,7 +73,7 @@ class Settings:
     max_seconds: Optional[float] = None # save and stop after this long, as on a signal
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
-    dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: 16 bits if it can)
+    dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
     shard_optimizer: bool = False       # ranks share out AdamW's state: less memory, same result
@@ -148,7 +148,10 @@ class Trainer:
         s = self.settings = settings
         self.ranks = ranks
         self.device = device
-        self.dtype = pick_dtype(s.dtype, device)
+        before = state.get('precision') if state and not s.eval_only else None
+        own, self.why = dtype_and_reason(s.dtype or before, device)     # a run keeps what it had
+        self.dtype = ranks.first(own, device)
+        check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         # where the weights first came from: never 'resume'
@@ -258,7 +261,7 @@ class Trainer:
         """Steps until max_steps or a signal; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
-        self.log.start(self.accumulation, self.dtype, self.meta)
+        self.log.start(self.accumulation, self.dtype, self.why, self.meta)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             last = self.step == s.max_steps
@@ -324,6 +327,7 @@ class Trainer:
             tokenizer=self.meta['tokenizer'],
             train_data=self.meta['train'],
             settings={**asdict(self.settings), 'init_from': self.origin},
+            precision=str(self.dtype).removeprefix('torch.'),
             model=self.model.state_dict(),
             optimizer=optimizer,
             scaler=self.scaler.state_dict(),

@@ -133,19 +133,23 @@ class Log:
 
     # ---- steps
 
-    def start(self, accumulation, dtype, meta):
-        """Say what is trained, and start the clock. meta: the data's description."""
+    def start(self, accumulation, dtype, why, meta):
+        """Say what is trained, why in `dtype`, and start the clock. meta: describes the data."""
         s = self.settings
         parameters = self.model.num_params() / 1e6
         self.flops = self.model.flops_per_token()
         world = self.ranks.world
-        precision = str(dtype).removeprefix('torch.')
+        precision = f"{str(dtype).removeprefix('torch.')} ({why})"
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read {s.data_dir} "
                  f"{epochs:,.1f} times")
+        threads = torch.get_num_threads()
+        if self.device.type == 'cpu' and threads > 1:   # they wait for each other by spinning
+            self.say(f"{threads} threads: where other programs use these cores too, fewer are "
+                     "quicker (OMP_NUM_THREADS=1 before the command)")
         self.began = time.perf_counter()
 
     @contextlib.contextmanager

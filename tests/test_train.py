@@ -17,13 +17,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ONE_EACH, ROOT, TOGGLES, make
+from conftest import ONE_EACH, ROOT, TOGGLES, make, program
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import prepare_data
+import sample
 import train
 from configurator import build, read
 from engine import hardware, run
 from engine.checkpoint import load_checkpoint, load_optimizer
+from engine.compile import prepare
 from engine.fast import FastGPT
 from engine.files import UserError
 from engine.hardware import Ranks
@@ -61,10 +64,10 @@ def run_train(small_data, tmp_path, monkeypatch):
 @pytest.fixture
 def make_trainer(small_data, tmp_path):
     """The Trainer of such a run, for its parts."""
-    def make(*args):
+    def make(*args, device=CPU):
         folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
         given, _ = read([*SHAPE, *QUICK, *folders, *args], '', Settings, GPTConfig)
-        return Trainer(build(Settings, given), given, None, ALONE, CPU)
+        return Trainer(build(Settings, given), given, None, ALONE, device)
     return make
 
 
@@ -172,6 +175,32 @@ def test_settings_given_when_resuming_count(run_train):
     groups = state['optimizer']['param_groups']
     assert [g['weight_decay'] for g in groups] == [0.3, 0.0]
     assert groups[0]['betas'] == (0.8, 0.95)
+
+
+def test_a_run_keeps_the_precision_it_began_in(run_train, tmp_path, monkeypatch, capsys):
+    """Where nobody names one, a clock decides, and another time it may decide otherwise."""
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'avx512_bf16': True}, raising=False)
+    free = ['--dtype=None', '--max_steps=4']
+    runs = {}
+    for wide, narrow, name in ((2e-3, 1e-3, 'bfloat16'), (1e-3, 2e-3, 'float32')):
+        monkeypatch.setattr(hardware, 'time_products', lambda: (wide, narrow))
+        runs[name] = run_train(name, *free)
+        assert (f'{name} (a product takes {wide * 1e3:.1f} ms in float32, {narrow * 1e3:.1f} in '
+                'bfloat16) on 1 x cpu') in capsys.readouterr().out
+        same_weights(runs[name], run_train(f'named {name}', '--max_steps=4', f'--dtype={name}'))
+    with pytest.raises(AssertionError):
+        same_weights(runs['bfloat16'], runs['float32'])
+
+    monkeypatch.setattr(hardware, 'time_products', lambda: (2e-3, 1e-3))
+    with stopped_at(2):
+        run_train('halves', *free)
+    monkeypatch.setattr(hardware, 'time_products', lambda: (1e-3, 2e-3))
+    whole = run_train('halves', *free, '--init_from=resume')
+    assert 'bfloat16 (as set, or as before)' in capsys.readouterr().out
+    same_weights(whole, runs['bfloat16'])
+    assert whole['settings']['dtype'] is None
+    with open(tmp_path / 'halves' / 'settings.json') as f:
+        assert json.load(f)['dtype'] is None    # on another machine another may be the quick one
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -586,6 +615,80 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
     dtype = hardware.pick_dtype(None, device)
     assert (str(device), dtype, hardware.pick_compile(None, device)) == want
 
+
+@pytest.mark.parametrize('can, wide, narrow, want', [
+    ({'amx_bf16': True, 'avx512_bf16': True}, 1, 2, torch.bfloat16),
+    ({'avx512_bf16': True}, 1.1, 0.5, torch.bfloat16),
+    ({'avx512_bf16': True}, 260, 145, torch.bfloat16),
+    ({'avx512_bf16': True}, 145, 260, torch.float32),
+    ({'avx512_bf16': True}, 1.0, 0.95, torch.float32),      # too close: noise would decide
+    ({}, 2, 1, torch.float32),
+])
+def test_on_a_cpu_the_quicker_precision_is_taken(monkeypatch, can, wide, narrow, want):
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: can, raising=False)
+    monkeypatch.setattr(hardware, 'time_products', lambda: (wide, narrow))
+    assert hardware.pick_dtype(None, CPU) == want
+    assert hardware.pick_dtype('bfloat16', CPU) == torch.bfloat16
+    assert hardware.pick_dtype('float32', CPU) == torch.float32
+
+
+def test_products_are_timed_once_and_soon_done():
+    assert hardware.time_products() is hardware.time_products()
+    assert all(0 < seconds < 1 for seconds in hardware.time_products())
+
+
+def test_attention_that_reads_ahead_is_refused(make_trainer, monkeypatch):
+    """As on MPS in 16 bits. The CPU plays it: one key too many in every row."""
+    right = torch.nn.functional.scaled_dot_product_attention
+    mps = torch.device('mps')
+
+    def reads_ahead(q, k, v, is_causal):
+        seen = torch.ones(64, 64, dtype=torch.bool).tril(int(q.dtype == torch.bfloat16))
+        return right(q, k, v, seen)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert hardware.attention_is_right(CPU, dtype)
+    monkeypatch.setattr(hardware.F, 'scaled_dot_product_attention', reads_ahead)
+    assert hardware.attention_is_right(CPU, torch.float32)
+    assert not hardware.attention_is_right(CPU, torch.bfloat16)
+
+    monkeypatch.setattr(hardware, 'attention_is_right', lambda device, dtype: False)
+    for start in (lambda: make_trainer('--dtype=bfloat16', device=mps),
+                  lambda: sample.load_model('nowhere', mps, torch.bfloat16)):
+        with pytest.raises(UserError, match='device=mps.* in torch.bfloat16; add --dtype=float32'):
+            start()
+    with pytest.raises(UserError, match='add --device=cpu'):
+        hardware.check_causal(mps, torch.float32)
+    hardware.check_causal(torch.device('cuda'), torch.bfloat16)     # asks nothing of a GPU
+
+
+@pytest.mark.parametrize('kind, toggle, off', [
+    (FastGPT, 'plain', False),
+    (FastGPT, 'loop', False),
+    (FastGPT, 'latent', False),
+    (FastGPT, 'exit', False),
+    (FastGPT, 'chain', True),
+    (FastGPT, 'router', True),
+    (GPT, 'plain', False),
+    (GPT, 'mask', True),
+    (GPT, 'exit_gate', True),
+])
+def test_cudnn_is_not_asked_for_attention_with_a_mask_tensor(kind, toggle, off, monkeypatch):
+    """Its gradients may be NaN. Whether a mask is a tensor is read off the calls themselves."""
+    model, masks = make(kind=kind, **TOGGLES[toggle]).float().train(), []
+    prepare(model, Settings(device='cpu'), CPU)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (not off)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, attn_mask=None, *args, **kw):
+        masks.append(attn_mask)
+        return attention(q, k, v, attn_mask, *args, **kw)
+
+    monkeypatch.setattr(hardware.attention, 'kernel', watched)
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', watched)
+    model(torch.arange(20).view(2, 10), torch.arange(20).view(2, 10))
+    assert masks
+    assert any(mask is not None for mask in masks) == off
 
 # ---- several ranks -------------------------------------------------------------------------------
 
