@@ -131,7 +131,8 @@ def learning_rate(s, step):
     warmup = max(1, round(s.warmup * s.max_steps))
     if step < warmup:
         return s.learning_rate * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, s.max_steps - 1 - warmup))
+    last = s.max_steps - 1
+    progress = (step - warmup) / (last - warmup) if step < last else 1.0
     cosine = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
     return s.learning_rate * (s.min_lr_rate + (1 - s.min_lr_rate) * cosine)
 
@@ -183,7 +184,7 @@ class Trainer:
     # ---- the step --------------------------------------------------------------------------------
 
     def train_step(self):
-        """One optimizer step; returns (mean loss over micro-batches and ranks, gradient norm)."""
+        """One optimizer step; returns (mean loss over the step's targets, gradient norm)."""
         s = self.settings
         # dropout is a function of (seed, step, rank): a resumed run draws the same
         torch.manual_seed((s.seed * 1_000_003 + self.step) * 4096 + self.ranks.rank)
@@ -193,13 +194,17 @@ class Trainer:
 
         # forward and backward, in micro-batches whose gradients add up
         total = torch.zeros(1, device=self.device)
-        for micro in range(self.accumulation):
-            x, y = self.batch(micro)                                    # each (micro_batch, T)
+        batches = map(self.batch, range(self.accumulation))
+        divisors = [self.accumulation] * self.accumulation
+        if self.train_data.task is not None:
+            batches = list(batches)
+            divisors = self.by_targets(batches)
+        for micro, (x, y) in enumerate(batches):                        # each (micro_batch, T)
             more = micro < self.accumulation - 1    # in the last, ranks average what is added up
             with self.net.no_sync() if more and self.ranks.world > 1 else contextlib.nullcontext():
                 with self.autocast():
                     _, loss = self.net(x, y)
-                loss = loss / self.accumulation
+                loss = loss / divisors[micro]
                 self.scaler.scale(loss).backward()
             total += loss.detach()
             self.log.add_passes(self.model.mechanism.passes)
@@ -216,6 +221,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=self.ranks.world == 1)     # DDP keeps its in buckets
         self.step += 1
         return loss, norm
+
+    def by_targets(self, batches):
+        """
+        What to divide each micro-batch's loss by, a mean over its targets, so that the sum over
+        them and the mean over ranks is the mean over the step's targets: a made task has more in
+        some windows than in others.
+        """
+        counts = torch.stack([(y >= 0).sum() for _, y in batches]).float()
+        of_all = self.ranks.sum(counts.sum()).clamp(min=1)
+        return of_all / (counts * self.ranks.world)     # infinite where nothing counts
 
     def draw(self):
         """What the mechanism draws for this step: by (seed, step), so the same on all ranks."""

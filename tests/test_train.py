@@ -215,6 +215,45 @@ def test_micro_batches_do_not_matter(run_train, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-4)
 
 
+TRAFFIC = ['--data_dir=data/traffic', '--n_layer=1', '--block_size=128', '--batch_tokens=1024',
+           '--max_steps=2', '--eval_tokens=256']
+
+
+@pytest.fixture
+def traffic(tmp_path, monkeypatch):
+    """A made task in data/traffic; its windows have between a few targets and many."""
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(prepare_data.DataSettings(problems=200), ['traffic'])
+    counts = (Windows('data/traffic', 'train', read_meta('data/traffic'), 128)
+              .sample(0, 8, 1337, CPU)[1] >= 0).sum(1)
+    assert len(set(counts.tolist())) > 1
+
+
+@pytest.mark.parametrize('toggle', ['plain', 'mask', 'router_depth'])
+def test_on_a_made_task_micro_batches_do_not_matter_either(run_train, traffic, toggle):
+    """The loss is the mean over the step's targets, of which each has its own number."""
+    whole, cut = [run_train(f'in{micro}', *TRAFFIC, *options(toggle), f'--micro_batch={micro}')
+                  for micro in (8, 1)]
+    same_weights(whole, cut, 2e-5)
+
+
+def test_a_micro_batch_without_targets_counts_for_nothing(make_trainer):
+    trainer = make_trainer()
+    y = torch.tensor([[3, -1, 4], [-1, -1, -1], [-1, 5, -1]])
+    divisors = trainer.by_targets([(None, row) for row in y])
+    assert divisors.tolist() == [1.5, math.inf, 3.0]
+    assert trainer.by_targets([(None, y[1])]).tolist() == [math.inf]
+
+
+def test_the_last_step_is_at_the_lowest_rate():
+    for max_steps, warmup in ((2, 0.5), (3, 0.67), (3, 0.0), (50, 0.02), (50, 0.98)):
+        s = Settings(max_steps=max_steps, warmup=warmup, learning_rate=1.0, min_lr_rate=0.1)
+        rates = [train.learning_rate(s, step) for step in range(max_steps)]
+        peak = max(1, round(warmup * max_steps))
+        assert rates[peak - 1] == max(rates) == 1.0
+        assert rates[-1] == pytest.approx(0.1), (max_steps, warmup)
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])
 def test_gradients_are_clipped_to_the_norm_asked_for(make_trainer, dtype):
     trainer = make_trainer(f'--dtype={dtype}', '--grad_clip=0.01')
