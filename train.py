@@ -407,7 +407,6 @@ def main(argv):
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # or its file, once it is replaced, stays on the disk
         trainer.run()
-        trainer.net = None  # release the process group while its threads can still be joined
 
 
 if __name__ == '__main__':

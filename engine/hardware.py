@@ -43,13 +43,13 @@ def pick_device(name, local_rank=0):
         name = best_device()
     if name == 'cuda':
         name = f'cuda:{local_rank}'
+    if name.split(':')[0] not in ('cpu', 'cuda', 'mps'):
+        raise UserError(f"device={name}: choose cpu, cuda or mps")
     try:
         torch.empty(1, device=name)
         device = torch.device(name)
         if device.type == 'cuda':
             torch.cuda.set_device(device)  # clocks and memory counters ask the current one
-        if device.type not in ('cpu', 'cuda', 'mps'):
-            raise RuntimeError("choose cpu, cuda or mps")
         return device
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
@@ -207,7 +207,12 @@ def join_group(device):
     """Wait for the other ranks that torchrun started; returns the Ranks of this one."""
     cuda = device.type == 'cuda'
     backend = 'nccl' if cuda else 'gloo'
-    dist.init_process_group(backend, device_id=device if cuda else None)
+    try:
+        dist.init_process_group(backend, device_id=device if cuda else None)
+    except ValueError as error:     # a variable that is missing, or no number
+        reason = str(error).rpartition(': ')[2]
+        raise UserError(f"RANK is set, as by torchrun, but not all that torchrun sets ({reason}): "
+                        "unset RANK, or use torchrun") from None
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 

@@ -623,7 +623,8 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']),
     (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
-    (['--device=quantum'], ['device=quantum']),
+    (['--device=quantum'], ['device=quantum', 'choose cpu, cuda or mps']),
+    (['--device=gpu'], ['device=gpu: choose cpu, cuda or mps']),
     (['--max_steps=0'], ['max_steps=0']),
     (['stray'], ['stray']),
     (['--block_size=100000', '--batch_tokens=400000'], ['block_size']),
@@ -819,6 +820,48 @@ def test_sharded_state_is_restored_to_the_device():
             assert not optimizer.state
     finally:
         dist.destroy_process_group()
+
+
+@posix
+def test_ranks_equal_one_on_a_made_task_too(run_train, train_to_the_end, traffic):
+    folder = f'--data_dir={os.path.abspath("data/traffic")}'
+    one = run_train('one', *TRAFFIC, folder, '--micro_batch=4')
+    two = train_to_the_end('two', *TRAFFIC, folder, '--micro_batch=2', world=2)
+    same_weights(one, two, 2e-5)
+
+
+@pytest.mark.parametrize('number, theirs', [(0, 'float32'), (1, 'bfloat16'), (2, 'float16')])
+def test_ranks_compute_in_the_first_ones_precision(monkeypatch, number, theirs):
+    """Machines differ, and so does what a clock says on each."""
+    monkeypatch.setattr(dist, 'all_reduce', lambda value: value.add_(number))    # what rank 0 adds
+    for own in (torch.float32, torch.bfloat16, torch.float16):
+        assert Ranks(1, 2).first(own, CPU) == getattr(torch, theirs)
+    monkeypatch.setattr(dist, 'all_reduce', lambda value: None)
+    assert Ranks(0, 2).first(getattr(torch, theirs), CPU) == getattr(torch, theirs)
+
+
+@posix
+@pytest.mark.parametrize('fails, status', [('', 0), ("raise UserError('no')", 2)])
+def test_a_ranks_status_is_its_own(fails, status):
+    """Whatever happens while Python takes itself down: gloo's threads may abort it."""
+    code = ('import atexit, os\nfrom engine.files import UserError, run\n'
+            f'def main(argv):\n    print("done")\n    {fails}\n'
+            'atexit.register(os.abort)\nrun(main)')
+    done = program('-c', code, ok=False, RANK='0')
+    assert (done.returncode, done.stdout) == (status, 'done\n')
+    assert done.stderr == ('error: rank 0: no\n' if fails else '')
+    assert program('-c', code, ok=False).returncode == -signal.SIGABRT
+
+
+@pytest.mark.parametrize('left', [dict(RANK='0'), dict(RANK='0', WORLD_SIZE='1'), dict(RANK='')])
+def test_variables_that_a_job_left_are_named(monkeypatch, left):
+    for name in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', 'LOCAL_RANK'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match='RANK is set.* expected.*: unset RANK, or use torchrun'):
+        with hardware.process_group('cpu'):
+            pass
 
 
 @posix
