@@ -24,7 +24,7 @@ from engine.compile import compile_decoding
 from engine.fast import pick_fast
 from engine.files import UserError, on_disk, run
 from engine.generate import stream
-from engine.hardware import expect_new_lengths, pick_device
+from engine.hardware import check_causal, expect_new_lengths, pick_device
 from engine.shards import encode, get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
 
 
@@ -83,6 +83,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
     fast: a FastGPT (None: on CUDA, or if it was trained so). UserError if there is no checkpoint.
     """
     device = torch.device(device)
+    check_causal(device, dtype)
     state = load_checkpoint(folder)
     if halting is not None:
         state = with_halting(state, halting)

@@ -34,7 +34,7 @@ from engine.answers import exam_of_data
 from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.compile import prepare
 from engine.files import UserError, run
-from engine.hardware import best_device, pick_dtype, process_group
+from engine.hardware import best_device, check_causal, dtype_and_reason, process_group
 from engine.run import Log, Stop
 from engine.shards import read_meta
 from engine.start import checkpoint_of, start_model
@@ -73,7 +73,7 @@ class Settings:
     max_seconds: Optional[float] = None # save and stop after this long, as on a signal
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
-    dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: 16 bits if it can)
+    dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
     fast: Optional[bool] = None         # engine/'s parts for model.py's (None: on CUDA only)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
@@ -132,7 +132,8 @@ def learning_rate(s, step):
     warmup = max(1, round(s.warmup * s.max_steps))
     if step < warmup:
         return s.learning_rate * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, s.max_steps - 1 - warmup))
+    last = s.max_steps - 1
+    progress = (step - warmup) / (last - warmup) if step < last else 1.0
     cosine = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
     return s.learning_rate * (s.min_lr_rate + (1 - s.min_lr_rate) * cosine)
 
@@ -149,7 +150,10 @@ class Trainer:
         s = self.settings = settings
         self.ranks = ranks
         self.device = device
-        self.dtype = pick_dtype(s.dtype, device)
+        before = state.get('precision') if state and not s.eval_only else None
+        own, self.why = dtype_and_reason(s.dtype or before, device)     # a run keeps what it had
+        self.dtype = ranks.first(own, device)
+        check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         # where the weights first came from: never 'resume'
@@ -182,7 +186,7 @@ class Trainer:
     # ---- the step --------------------------------------------------------------------------------
 
     def train_step(self):
-        """One optimizer step; returns (mean loss over micro-batches and ranks, gradient norm)."""
+        """One optimizer step; returns (mean loss over the step's targets, gradient norm)."""
         s = self.settings
         # dropout is a function of (seed, step, rank): a resumed run draws the same
         torch.manual_seed((s.seed * 1_000_003 + self.step) * 4096 + self.ranks.rank)
@@ -192,13 +196,17 @@ class Trainer:
 
         # forward and backward, in micro-batches whose gradients add up
         total = torch.zeros(2, device=self.device)      # of losses, and of targets that count
-        for micro in range(self.accumulation):
-            x, y = self.batch(micro)                                    # each (micro_batch, T)
+        batches = map(self.batch, range(self.accumulation))
+        divisors = [self.accumulation] * self.accumulation
+        if self.train_data.task is not None:
+            batches = list(batches)
+            divisors = self.by_targets(batches)
+        for micro, (x, y) in enumerate(batches):                        # each (micro_batch, T)
             more = micro < self.accumulation - 1    # in the last, ranks average what is added up
             with self.net.no_sync() if more and self.ranks.world > 1 else contextlib.nullcontext():
                 with self.autocast():
                     _, loss = self.net(x, y)
-                loss = loss / self.accumulation
+                loss = loss / divisors[micro]
                 self.scaler.scale(loss).backward()
             total[0] += loss.detach()
             total[1] += (y >= 0).sum()
@@ -220,6 +228,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=self.ranks.world == 1)     # DDP keeps its in buckets
         self.step += 1
         return loss, norm
+
+    def by_targets(self, batches):
+        """
+        What to divide each micro-batch's loss by, a mean over its targets, so that the sum over
+        them and the mean over ranks is the mean over the step's targets: a made task has more in
+        some windows than in others.
+        """
+        counts = torch.stack([(y >= 0).sum() for _, y in batches]).float()
+        of_all = self.ranks.sum(counts.sum()).clamp(min=1)
+        return of_all / (counts * self.ranks.world)     # infinite where nothing counts
 
     def draw(self):
         """What the mechanism draws for this step: by (seed, step), so the same on all ranks."""
@@ -265,7 +283,7 @@ class Trainer:
         """Steps until max_steps or a signal; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
-        self.log.start(self.accumulation, self.dtype, self.meta, self.train_data.share)
+        self.log.start(self.accumulation, self.dtype, self.why, self.meta, self.train_data.share)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             last = self.step == s.max_steps
@@ -338,6 +356,7 @@ class Trainer:
             val_data=self.meta['val'],
             exam=self.exam,
             settings={**asdict(self.settings), 'init_from': self.origin},
+            precision=str(self.dtype).removeprefix('torch.'),
             model=self.model.state_dict(),
             optimizer=optimizer,
             scaler=self.scaler.state_dict(),
@@ -406,7 +425,6 @@ def main(argv):
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # or its file, once it is replaced, stays on the disk
         trainer.run()
-        trainer.net = None  # release the process group while its threads can still be joined
 
 
 if __name__ == '__main__':

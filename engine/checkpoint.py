@@ -90,9 +90,9 @@ def bytes_as_tensor(data):
 
 def load_checkpoint(folder):
     """
-    The newest readable checkpoint of a folder: a dict of step, config, settings, tokenizer, model,
-    optimizer, scaler and train_data. A damaged one is reported and the one before it used.
-    UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
+    The newest readable checkpoint of a folder: a dict of step, config, settings, precision,
+    tokenizer, model, optimizer, scaler and train_data. A damaged one is reported and the one before
+    it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
     """
     if folder.startswith('hf:'):
         return load_released(folder.removeprefix('hf:'))
@@ -203,8 +203,8 @@ def change_steps(model, K):
     if config.ponder == 'none':
         raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
     if K > 0 and config.halting != 'none' and not model.mechanism.halts:
-        raise UserError(f"ponder_steps={K}: this model was trained with 0, and never learned to "
-                        "halt; leave the setting out")
+        raise UserError(f"ponder_steps={K}: this model was trained with ponder_steps=0, so its "
+                        "tokens never learned to halt; leave the setting out")
     has = model.mechanism.state_dict()
     with shapes_only():
         needs = type(model.mechanism)(replace(config, ponder_steps=K)).state_dict()

@@ -6,9 +6,11 @@ the compiled code.
 
 import torch
 
+from engine.fast import FastGPT
 from engine.hardware import expect_new_lengths, explained, pick_compile, tune_cpu
 from engine.loss import recompute_blocks
 from engine.memory import NO_LOOPS, Cache, TextPass
+from model import by_pass
 
 
 def prepare(model, settings, device):
@@ -16,8 +18,10 @@ def prepare(model, settings, device):
     torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
     if device.type == 'cpu':
         tune_cpu()
-    if model.mechanism.skips:
-        expect_new_lengths()    # tokens that stopped are left out of later passes
+    skips, rule = model.mechanism.skips, model.mechanism.rule
+    masks = rule is by_pass or (rule is not None and not isinstance(model, FastGPT))    # as tensors
+    if skips or masks:
+        expect_new_lengths()
     model.to(device)
     if pick_compile(settings.compile, device):
         compile_blocks(model)

@@ -51,6 +51,7 @@ def run(main):
     except (UserError, OSError) as error:
         say(error)
         leave(2)
+    leave(0)
 
 
 def say(error):
@@ -68,6 +69,8 @@ def leave(status):
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if 'RANK' in os.environ:    # DistributedDataParallel keeps gloo's threads for good, and now
+        os._exit(status)        # and then Python's own way out would abort under them
     sys.exit(status)
 
 

@@ -5,12 +5,15 @@ failures mean.
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import os
+import time
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from engine import attention
 from engine.files import UserError
@@ -26,6 +29,8 @@ PEAK_FLOPS = {
     'RTX 3090': 71e12,
 }
 
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
 
 # ---- device and precision ------------------------------------------------------------------------
 
@@ -38,13 +43,13 @@ def pick_device(name, local_rank=0):
         name = best_device()
     if name == 'cuda':
         name = f'cuda:{local_rank}'
+    if name.split(':')[0] not in ('cpu', 'cuda', 'mps'):
+        raise UserError(f"device={name}: choose cpu, cuda or mps")
     try:
         torch.empty(1, device=name)
         device = torch.device(name)
         if device.type == 'cuda':
             torch.cuda.set_device(device)  # clocks and memory counters ask the current one
-        if device.type not in ('cpu', 'cuda', 'mps'):
-            raise RuntimeError("choose cpu, cuda or mps")
         return device
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
@@ -61,19 +66,61 @@ def best_device():
 
 def pick_dtype(name, device):
     """
-    The autocast type. Without a name: bf16 where the hardware computes in it, fp16 on older CUDA
-    cards, else fp32.
+    The autocast type. Without a name: on CUDA bf16, fp16 on older cards; on a CPU bf16 where
+    products are faster in it; else fp32.
+    """
+    return dtype_and_reason(name, device)[0]
+
+
+def dtype_and_reason(name, device):
+    """
+    (what pick_dtype says, why it is that one). Without AMX's tiles, bf16 is twice as fast as fp32
+    on some CPUs and half as fast on others: hence the clock. What is close is fp32, so that two
+    runs on one machine agree.
     """
     if name is not None:
-        return getattr(torch, name)
+        return getattr(torch, name), 'as set, or as before'
     if device.type == 'cuda':
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if has_bf16 else torch.float16
-    if device.type == 'cpu' and hasattr(torch.cpu, 'get_capabilities'):
-        can = torch.cpu.get_capabilities()
-        if can.get('avx512_bf16') or can.get('amx_bf16'):
-            return torch.bfloat16
-    return torch.float32
+        return torch.bfloat16 if has_bf16 else torch.float16, 'what this GPU computes in'
+    can = torch.cpu.get_capabilities() if hasattr(torch.cpu, 'get_capabilities') else {}
+    if device.type != 'cpu' or not (can.get('avx512_bf16') or can.get('amx_bf16')):
+        return torch.float32, '16 bits are no quicker here'
+    if can.get('amx_bf16'):
+        return torch.bfloat16, 'the CPU has AMX tiles'
+    wide, narrow = time_products()
+    why = f'a product takes {1e3 * wide:.1f} ms in float32, {1e3 * narrow:.1f} in bfloat16'
+    return torch.bfloat16 if 1.2 * narrow < wide else torch.float32, why
+
+
+@functools.cache
+def time_products():
+    """Seconds of a product of matrices (384,384) in fp32 and in bf16: the best of five each."""
+    best = {}
+    for dtype in 5 * (torch.float32, torch.bfloat16):
+        a = torch.ones(384, 384, dtype=dtype)
+        began = time.perf_counter()
+        a @ a
+        seconds = time.perf_counter() - began
+        best[dtype] = min(seconds, best.get(dtype, seconds))
+    return list(best.values())
+
+
+def check_causal(device, dtype):
+    """UserError if PyTorch's causal attention is wrong there: on MPS in 16 bits it was."""
+    if device.type not in ('cpu', 'cuda') and not attention_is_right(device, dtype):
+        instead = 'device=cpu' if dtype == torch.float32 else 'dtype=float32'
+        raise UserError(f"device={device.type}: PyTorch's attention lets tokens see those behind "
+                        f"them there, in {dtype}; add --{instead}")
+
+
+def attention_is_right(device, dtype):
+    """Whether causal attention of one small text is what fp32 on the CPU makes of it."""
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 1, 4, 64, 64, generator=draw).to(dtype)        # each (B,nh,T,hd)
+    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    off = causal(*qkv.to(device)).cpu().float() - causal(*qkv.float())
+    return off.abs().max().item() < 0.1     # rounding: 0.01; if one token more is read: 0.5 or more
 
 
 def pick_compile(choice, device):
@@ -102,7 +149,8 @@ def expect_new_lengths():
     """
     Before work whose lengths change from call to call: generation, scoring, the router. Since 2.11
     PyTorch prefers cuDNN's attention in 16 bits on H100 and B200; it is the fastest there in
-    training, but makes a plan for every shape it has not seen.
+    training, but makes a plan for every shape it has not seen. Also before training with masks that
+    are tensors: in 2.13, where a length is 64 more than a multiple of 128, its gradients are NaN.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -119,6 +167,13 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(value)
         return value
+
+    def first(self, dtype, device):
+        """Rank 0's type, on all ranks."""
+        if self.world == 1:
+            return dtype
+        number = torch.tensor([DTYPES.index(dtype) * (self.rank == 0)], device=device)
+        return DTYPES[self.sum(number).item()]
 
     def wait(self):
         """Until all ranks are here."""
@@ -152,7 +207,12 @@ def join_group(device):
     """Wait for the other ranks that torchrun started; returns the Ranks of this one."""
     cuda = device.type == 'cuda'
     backend = 'nccl' if cuda else 'gloo'
-    dist.init_process_group(backend, device_id=device if cuda else None)
+    try:
+        dist.init_process_group(backend, device_id=device if cuda else None)
+    except ValueError as error:     # a variable that is missing, or no number
+        reason = str(error).rpartition(': ')[2]
+        raise UserError(f"RANK is set, as by torchrun, but not all that torchrun sets ({reason}): "
+                        "unset RANK, or use torchrun") from None
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
@@ -178,8 +238,8 @@ def explain(error):
     text = ' '.join(str(error).split())
     no_memory = "can't allocate memory", 'not enough memory', 'out of memory'    # MPS: the last
     if isinstance(error, MemoryError) or any(words in text for words in no_memory):
-        return ("out of memory: lower micro_batch (the result stays the same, but for "
-                "halting='gate', made tasks and dropout), set checkpoint_activations=True, with "
+        return ("out of memory: lower micro_batch (the result stays the same, but for dropout, "
+                "halting='gate', and 'exit' on made tasks), set checkpoint_activations=True, with "
                 "several GPUs shard_optimizer=True, or lower block_size (dry_run=True estimates "
                 "what that gives); in evaluate.py lower batch_size")
     no_compiler = 'No working C++ compiler', 'Failed to find C compiler', 'cl is not found'

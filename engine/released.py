@@ -25,6 +25,7 @@ from engine.files import UserError
 from engine.variant import Variant, config_of, rope_theta, variant_of
 
 INSTALL = "this needs more packages: pip install -r requirements-hf.txt"
+TOKENIZER = 'nanoponder_tokenizer'  # key of config.json, from tools/hf.py: shards.py's name for it
 
 # ---- config.json ---------------------------------------------------------------------------------
 
@@ -218,8 +219,10 @@ def load_released(folder):
     """
     config = describe(folder)
     weights = read_weights(folder, config_of(config))
-    return dict(config=config, model=weights, step=0, settings={}, tokenizer=f'hf:{folder}',
-                optimizer={})
+    has_its_file = os.path.exists(os.path.join(folder, 'tokenizer.json'))
+    named = None if has_its_file else read_config(folder).get(TOKENIZER)
+    return dict(config=config, model=weights, step=0, settings={},
+                tokenizer=named or f'hf:{folder}', optimizer={})
 
 
 def read_weights(folder, config):

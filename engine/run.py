@@ -133,13 +133,16 @@ class Log:
 
     # ---- steps
 
-    def start(self, accumulation, dtype, meta, share):
-        """Say what is trained, and start the clock. meta: the data's. share: Windows.share."""
+    def start(self, accumulation, dtype, why, meta, share):
+        """
+        Say what is trained, why in `dtype`, and start the clock. meta: describes the data. share:
+        Windows.share.
+        """
         s = self.settings
         parameters = self.model.num_params() / 1e6
         self.flops = self.model.flops_per_token()
         world = self.ranks.world
-        precision = str(dtype).removeprefix('torch.')
+        precision = f"{str(dtype).removeprefix('torch.')} ({why})"
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         fast = isinstance(self.model, FastGPT)
         whose = "engine/'s parts for model.py's (fast)" if fast else "model.py as it is"
@@ -151,6 +154,10 @@ class Log:
         if share < 1:
             self.say(f"{share:.0%} of what the answers hold counts: a problem that begins before "
                      "its window is not known (block_size)")
+        threads = torch.get_num_threads()
+        if self.device.type == 'cpu' and threads > 1:   # they wait for each other by spinning
+            self.say(f"{threads} threads: where other programs use these cores too, fewer are "
+                     "quicker (OMP_NUM_THREADS=1 before the command)")
         self.began = time.perf_counter()
 
     @contextlib.contextmanager

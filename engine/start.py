@@ -171,8 +171,8 @@ def idle_settings(model, asked):
     several = config.n_layer > 1 or type(model.mechanism) is Loop   # one layer has no source
     on = {  # beginning of a name: whether settings of such names do something
         'depth_': config.depth_attn and several,
-        'halt_': config.halting != 'none',
-        'exit_': config.halting == 'exit',
+        'halt_': model.mechanism.halts,     # not with ponder_steps=0
+        'exit_': model.mechanism.halts and config.halting == 'exit',
     }
     for name in ('ponder_steps', 'ponder_topk', 'jacobi_iters', 'loop_norm'):
         on[name] = name in read

@@ -14,7 +14,7 @@ import sys
 import pytest
 import safetensors.torch
 import torch
-from conftest import Evil, make
+from conftest import Evil, make, save
 from released import (DEPTH, LATENT, LLAMA, NEOX, OURO, PONDER, TOKENIZER, llama_trunk, ouro,
                       random_weights, write_folder, write_json)
 
@@ -26,7 +26,7 @@ from engine.generate import generate
 from engine.released import FolderTokenizer, describe
 from engine.shards import encode, get_tokenizer
 from prepare_data import write_dataset
-from tools import evaluate
+from tools import evaluate, hf
 from tools.hf import load_released, save_hf
 
 
@@ -378,6 +378,25 @@ def test_only_plain_models_are_exported(tmp_path):
         with pytest.raises(UserError, match='only plain models'):
             save_hf(model, str(tmp_path / 'out'))
     assert not (tmp_path / 'out').exists()
+
+
+def test_an_exported_model_is_trained_on_and_asked(small_data, tmp_path, capsys):
+    """Of bytes there is no tokenizer's file: the folder says that they are bytes."""
+    folder = save(tmp_path / 'plain', make(vocab_size=320, n_tokens=257))
+    exported = str(tmp_path / 'exported')
+    hf.main([folder, exported])
+    train.main([f'--init_from=hf:{exported}', f'--data_dir={small_data}', '--max_steps=1',
+                f'--out_dir={tmp_path / "on"}', '--batch_tokens=24', '--micro_batch=1',
+                '--eval_tokens=24', '--sample_tokens=0', '--device=cpu', '--dtype=float32'])
+    assert load_checkpoint(str(tmp_path / 'on'))['tokenizer'] == 'byte'
+    capsys.readouterr()
+    for of in folder, f'hf:{exported}':
+        sample.main([of, '--start=def', '--max_new_tokens=9', '--temperature=0'])
+    first, second = capsys.readouterr().out.split('def')[1:]
+    assert first == second
+
+    write_json(tmp_path / 'exported' / 'tokenizer.json', TOKENIZER)     # whoever adds one means it
+    assert load_checkpoint(f'hf:{exported}')['tokenizer'] == f'hf:{exported}'
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from engine.answers import behind_solved, exam_of_data
 from engine.generate import generate, stream
 from engine.files import UserError
 from engine.shards import get_tokenizer
+from model import HALTING
 from sample import encode_prompt
 
 SMALL = dict(vocab_size=320, n_tokens=257, block_size=32)
@@ -154,6 +155,17 @@ def test_a_rule_without_weights_can_be_asked_for(tmp_path):
         sample.load_model(save(tmp_path / 'ponder', ponder), 'cpu', halting='gate')
 
 
+@pytest.mark.parametrize('halting', ['gate', 'mask', 'router', 'exit'])
+def test_steps_that_cannot_halt_are_refused(tmp_path, halting):
+    """A model trained with ponder_steps=0 has no halting, whatever its settings ask for."""
+    ponder = HALTING[halting].needs
+    folder = save(tmp_path / 'out', make(**SMALL, ponder=ponder, ponder_steps=0, halting=halting))
+    for asked in (['--ponder_steps=3', '--halt_tau=1'], ['--ponder_steps=1']):
+        with pytest.raises(UserError, match='ponder_steps=[31]: .* trained with ponder_steps=0'):
+            sample.main([folder, *asked])
+    sample.main([folder, '--ponder_steps=0', '--max_new_tokens=1'])
+
+
 def test_attention_that_plans_each_length_is_for_training(folder):
     assert torch.backends.cuda.cudnn_sdp_enabled()
     sample.load_model(folder, torch.device('cpu'))
@@ -183,12 +195,3 @@ def test_refusals(folder, args, words):
         sample.main(args)
     for word in words:
         assert word in str(error.value)
-
-
-def test_a_model_that_never_learned_to_halt_takes_no_more_passes(tmp_path):
-    """Of ponder_steps=0: it would take all passes, whatever halt_tau is."""
-    model = make(**SMALL, ponder='loop', ponder_steps=0, halting='exit').float()
-    folder = save(tmp_path / 'none', model)
-    with pytest.raises(UserError, match='ponder_steps=3: this model was trained with 0'):
-        sample.main([folder, '--ponder_steps=3', '--halt_tau=1', '--device=cpu'])
-    sample.main([folder, '--max_new_tokens=1', '--device=cpu'])

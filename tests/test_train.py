@@ -17,14 +17,17 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ONE_EACH, ROOT, TOGGLES, make
+from conftest import ONE_EACH, ROOT, TOGGLES, make, program
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import prepare_data
+import sample
 import train
 from configurator import build, read
 from engine import hardware, run
 from engine.checkpoint import load_checkpoint, load_optimizer
+from engine.compile import prepare
+from engine.fast import FastGPT
 from engine.files import UserError
 from engine.hardware import Ranks
 from engine.run import Log, Stop
@@ -61,10 +64,10 @@ def run_train(small_data, tmp_path, monkeypatch):
 @pytest.fixture
 def make_trainer(small_data, tmp_path):
     """The Trainer of such a run, for its parts."""
-    def make(*args):
+    def make(*args, device=CPU):
         folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
         given, _ = read([*SHAPE, *QUICK, *folders, *args], '', Settings, GPTConfig)
-        return Trainer(build(Settings, given), given, None, ALONE, CPU)
+        return Trainer(build(Settings, given), given, None, ALONE, device)
     return make
 
 
@@ -174,6 +177,32 @@ def test_settings_given_when_resuming_count(run_train):
     assert groups[0]['betas'] == (0.8, 0.95)
 
 
+def test_a_run_keeps_the_precision_it_began_in(run_train, tmp_path, monkeypatch, capsys):
+    """Where nobody names one, a clock decides, and another time it may decide otherwise."""
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'avx512_bf16': True}, raising=False)
+    free = ['--dtype=None', '--max_steps=4']
+    runs = {}
+    for wide, narrow, name in ((2e-3, 1e-3, 'bfloat16'), (1e-3, 2e-3, 'float32')):
+        monkeypatch.setattr(hardware, 'time_products', lambda: (wide, narrow))
+        runs[name] = run_train(name, *free)
+        assert (f'{name} (a product takes {wide * 1e3:.1f} ms in float32, {narrow * 1e3:.1f} in '
+                'bfloat16) on 1 x cpu') in capsys.readouterr().out
+        same_weights(runs[name], run_train(f'named {name}', '--max_steps=4', f'--dtype={name}'))
+    with pytest.raises(AssertionError):
+        same_weights(runs['bfloat16'], runs['float32'])
+
+    monkeypatch.setattr(hardware, 'time_products', lambda: (2e-3, 1e-3))
+    with stopped_at(2):
+        run_train('halves', *free)
+    monkeypatch.setattr(hardware, 'time_products', lambda: (1e-3, 2e-3))
+    whole = run_train('halves', *free, '--init_from=resume')
+    assert 'bfloat16 (as set, or as before)' in capsys.readouterr().out
+    same_weights(whole, runs['bfloat16'])
+    assert whole['settings']['dtype'] is None
+    with open(tmp_path / 'halves' / 'settings.json') as f:
+        assert json.load(f)['dtype'] is None    # on another machine another may be the quick one
+
+
 # ---- the step ------------------------------------------------------------------------------------
 
 def test_micro_batches_do_not_matter(run_train, tmp_path):
@@ -184,6 +213,45 @@ def test_micro_batches_do_not_matter(run_train, tmp_path):
         assert counted
         for key in counted:
             assert a[key] == pytest.approx(b[key], rel=1e-4)
+
+
+TRAFFIC = ['--data_dir=data/traffic', '--n_layer=1', '--block_size=128', '--batch_tokens=1024',
+           '--max_steps=2', '--eval_tokens=256']
+
+
+@pytest.fixture
+def traffic(tmp_path, monkeypatch):
+    """A made task in data/traffic; its windows have between a few targets and many."""
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(prepare_data.DataSettings(problems=200), ['traffic'])
+    counts = (Windows('data/traffic', 'train', read_meta('data/traffic'), 128)
+              .sample(0, 8, 1337, CPU)[1] >= 0).sum(1)
+    assert len(set(counts.tolist())) > 1
+
+
+@pytest.mark.parametrize('toggle', ['plain', 'mask', 'router_depth'])
+def test_on_a_made_task_micro_batches_do_not_matter_either(run_train, traffic, toggle):
+    """The loss is the mean over the step's targets, of which each has its own number."""
+    whole, cut = [run_train(f'in{micro}', *TRAFFIC, *options(toggle), f'--micro_batch={micro}')
+                  for micro in (8, 1)]
+    same_weights(whole, cut, 2e-5)
+
+
+def test_a_micro_batch_without_targets_counts_for_nothing(make_trainer):
+    trainer = make_trainer()
+    y = torch.tensor([[3, -1, 4], [-1, -1, -1], [-1, 5, -1]])
+    divisors = trainer.by_targets([(None, row) for row in y])
+    assert divisors.tolist() == [1.5, math.inf, 3.0]
+    assert trainer.by_targets([(None, y[1])]).tolist() == [math.inf]
+
+
+def test_the_last_step_is_at_the_lowest_rate():
+    for max_steps, warmup in ((2, 0.5), (3, 0.67), (3, 0.0), (50, 0.02), (50, 0.98)):
+        s = Settings(max_steps=max_steps, warmup=warmup, learning_rate=1.0, min_lr_rate=0.1)
+        rates = [train.learning_rate(s, step) for step in range(max_steps)]
+        peak = max(1, round(warmup * max_steps))
+        assert rates[peak - 1] == max(rates) == 1.0
+        assert rates[-1] == pytest.approx(0.1), (max_steps, warmup)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])
@@ -570,6 +638,8 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
                      (dict(ponder='loop'), {*asked} - {'ponder_steps'}),
                      (dict(ponder='latent', halting='mask', depth_attn=True), {'exit_loss'})):
         assert {*idle_settings(make(**asked, **on), asked)} == idle
+    no_steps = dict(ponder='loop', ponder_steps=0, halting='exit', halt_tau=0.5)
+    assert idle_settings(make(**no_steps), no_steps) == ['halt_tau']
     one_layer = dict(depth_attn=True, n_layer=1)
     assert idle_settings(make(**one_layer), one_layer) == ['depth_attn']
     assert not idle_settings(make(**one_layer, ponder='loop'), one_layer)
@@ -584,7 +654,8 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']),
     (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
-    (['--device=quantum'], ['device=quantum']),
+    (['--device=quantum'], ['device=quantum', 'choose cpu, cuda or mps']),
+    (['--device=gpu'], ['device=gpu: choose cpu, cuda or mps']),
     (['--max_steps=0'], ['max_steps=0']),
     (['stray'], ['stray']),
     (['--block_size=100000', '--batch_tokens=400000'], ['block_size']),
@@ -615,6 +686,80 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
     dtype = hardware.pick_dtype(None, device)
     assert (str(device), dtype, hardware.pick_compile(None, device)) == want
 
+
+@pytest.mark.parametrize('can, wide, narrow, want', [
+    ({'amx_bf16': True, 'avx512_bf16': True}, 1, 2, torch.bfloat16),
+    ({'avx512_bf16': True}, 1.1, 0.5, torch.bfloat16),
+    ({'avx512_bf16': True}, 260, 145, torch.bfloat16),
+    ({'avx512_bf16': True}, 145, 260, torch.float32),
+    ({'avx512_bf16': True}, 1.0, 0.95, torch.float32),      # too close: noise would decide
+    ({}, 2, 1, torch.float32),
+])
+def test_on_a_cpu_the_quicker_precision_is_taken(monkeypatch, can, wide, narrow, want):
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: can, raising=False)
+    monkeypatch.setattr(hardware, 'time_products', lambda: (wide, narrow))
+    assert hardware.pick_dtype(None, CPU) == want
+    assert hardware.pick_dtype('bfloat16', CPU) == torch.bfloat16
+    assert hardware.pick_dtype('float32', CPU) == torch.float32
+
+
+def test_products_are_timed_once_and_soon_done():
+    assert hardware.time_products() is hardware.time_products()
+    assert all(0 < seconds < 1 for seconds in hardware.time_products())
+
+
+def test_attention_that_reads_ahead_is_refused(make_trainer, monkeypatch):
+    """As on MPS in 16 bits. The CPU plays it: one key too many in every row."""
+    right = torch.nn.functional.scaled_dot_product_attention
+    mps = torch.device('mps')
+
+    def reads_ahead(q, k, v, is_causal):
+        seen = torch.ones(64, 64, dtype=torch.bool).tril(int(q.dtype == torch.bfloat16))
+        return right(q, k, v, seen)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert hardware.attention_is_right(CPU, dtype)
+    monkeypatch.setattr(hardware.F, 'scaled_dot_product_attention', reads_ahead)
+    assert hardware.attention_is_right(CPU, torch.float32)
+    assert not hardware.attention_is_right(CPU, torch.bfloat16)
+
+    monkeypatch.setattr(hardware, 'attention_is_right', lambda device, dtype: False)
+    for start in (lambda: make_trainer('--dtype=bfloat16', device=mps),
+                  lambda: sample.load_model('nowhere', mps, torch.bfloat16)):
+        with pytest.raises(UserError, match='device=mps.* in torch.bfloat16; add --dtype=float32'):
+            start()
+    with pytest.raises(UserError, match='add --device=cpu'):
+        hardware.check_causal(mps, torch.float32)
+    hardware.check_causal(torch.device('cuda'), torch.bfloat16)     # asks nothing of a GPU
+
+
+@pytest.mark.parametrize('kind, toggle, off', [
+    (FastGPT, 'plain', False),
+    (FastGPT, 'loop', False),
+    (FastGPT, 'latent', False),
+    (FastGPT, 'exit', False),
+    (FastGPT, 'chain', True),
+    (FastGPT, 'router', True),
+    (GPT, 'plain', False),
+    (GPT, 'mask', True),
+    (GPT, 'exit_gate', True),
+])
+def test_cudnn_is_not_asked_for_attention_with_a_mask_tensor(kind, toggle, off, monkeypatch):
+    """Its gradients may be NaN. Whether a mask is a tensor is read off the calls themselves."""
+    model, masks = make(kind=kind, **TOGGLES[toggle]).float().train(), []
+    prepare(model, Settings(device='cpu'), CPU)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (not off)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, attn_mask=None, *args, **kw):
+        masks.append(attn_mask)
+        return attention(q, k, v, attn_mask, *args, **kw)
+
+    monkeypatch.setattr(hardware.attention, 'kernel', watched)
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', watched)
+    model(torch.arange(20).view(2, 10), torch.arange(20).view(2, 10))
+    assert masks
+    assert any(mask is not None for mask in masks) == off
 
 # ---- several ranks -------------------------------------------------------------------------------
 
@@ -706,6 +851,48 @@ def test_sharded_state_is_restored_to_the_device():
             assert not optimizer.state
     finally:
         dist.destroy_process_group()
+
+
+@posix
+def test_ranks_equal_one_on_a_made_task_too(run_train, train_to_the_end, traffic):
+    folder = f'--data_dir={os.path.abspath("data/traffic")}'
+    one = run_train('one', *TRAFFIC, folder, '--micro_batch=4')
+    two = train_to_the_end('two', *TRAFFIC, folder, '--micro_batch=2', world=2)
+    same_weights(one, two, 2e-5)
+
+
+@pytest.mark.parametrize('number, theirs', [(0, 'float32'), (1, 'bfloat16'), (2, 'float16')])
+def test_ranks_compute_in_the_first_ones_precision(monkeypatch, number, theirs):
+    """Machines differ, and so does what a clock says on each."""
+    monkeypatch.setattr(dist, 'all_reduce', lambda value: value.add_(number))    # what rank 0 adds
+    for own in (torch.float32, torch.bfloat16, torch.float16):
+        assert Ranks(1, 2).first(own, CPU) == getattr(torch, theirs)
+    monkeypatch.setattr(dist, 'all_reduce', lambda value: None)
+    assert Ranks(0, 2).first(getattr(torch, theirs), CPU) == getattr(torch, theirs)
+
+
+@posix
+@pytest.mark.parametrize('fails, status', [('', 0), ("raise UserError('no')", 2)])
+def test_a_ranks_status_is_its_own(fails, status):
+    """Whatever happens while Python takes itself down: gloo's threads may abort it."""
+    code = ('import atexit, os\nfrom engine.files import UserError, run\n'
+            f'def main(argv):\n    print("done")\n    {fails}\n'
+            'atexit.register(os.abort)\nrun(main)')
+    done = program('-c', code, ok=False, RANK='0')
+    assert (done.returncode, done.stdout) == (status, 'done\n')
+    assert done.stderr == ('error: rank 0: no\n' if fails else '')
+    assert program('-c', code, ok=False).returncode == -signal.SIGABRT
+
+
+@pytest.mark.parametrize('left', [dict(RANK='0'), dict(RANK='0', WORLD_SIZE='1'), dict(RANK='')])
+def test_variables_that_a_job_left_are_named(monkeypatch, left):
+    for name in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', 'LOCAL_RANK'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match='RANK is set.* expected.*: unset RANK, or use torchrun'):
+        with hardware.process_group('cpu'):
+            pass
 
 
 @posix

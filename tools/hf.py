@@ -3,8 +3,9 @@ Write a plain checkpoint as a Hugging Face folder, a Llama or Qwen3:
 
     python tools/hf.py out/vanilla exported/vanilla
 
-Put the tokenizer's file beside it (bytes have none). The other way needs no program: hf:FOLDER
-stands for a checkpoint, see docs/released.md.
+Its config.json has the tokenizer's name, for this project; for others put the tokenizer's file
+beside it (bytes have none). The other way needs no program: hf:FOLDER stands for a checkpoint, see
+docs/released.md.
 """
 
 import json
@@ -78,10 +79,11 @@ def weights_to_hf(model):
     return out
 
 
-def save_hf(model, folder):
+def save_hf(model, folder, tokenizer=None):
     """
-    Write a plain GPT as config.json and model.safetensors; the logits are the same. UserError for
-    other models: a stock model file would run their weights, and wrongly.
+    Write a plain GPT as config.json and model.safetensors; the logits are the same. tokenizer: its
+    name (None: not known). UserError for other models: a stock model file would run their weights,
+    and wrongly.
     """
     try:
         from safetensors.torch import save
@@ -96,7 +98,8 @@ def save_hf(model, folder):
         with whole(os.path.join(folder, 'model.safetensors'), 'wb') as f:
             f.write(save(weights_to_hf(model), metadata={'format': 'pt'}))
         with whole(os.path.join(folder, 'config.json')) as f:
-            json.dump(config_to_hf(c), f, indent=1)
+            named = {} if tokenizer is None else {released.TOKENIZER: tokenizer}
+            json.dump({**config_to_hf(c), **named}, f, indent=1)
 
 
 def main(argv):
@@ -105,7 +108,8 @@ def main(argv):
         raise UserError("name a checkpoint folder and a folder to write: python tools/hf.py "
                         "out/vanilla exported/vanilla")
     checkpoint, exported = folders
-    save_hf(model_of(load_checkpoint(checkpoint)).float(), exported)
+    state = load_checkpoint(checkpoint)
+    save_hf(model_of(state).float(), exported, state['tokenizer'])
     print(f"wrote {exported}")
 
 
