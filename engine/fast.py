@@ -30,7 +30,7 @@ from engine.variant import fit
 from model import GPT, NEVER, Attention, Halting, Mask, Mechanism
 
 # What stands in for which part of model.py, and the sum of what that part computed when its
-# stand-in was last compared with it: tests/test_fast.py says how to renew one.
+# stand-in was last compared with it: tests/test_edits.py says how to renew one.
 PARTS = {
     'engine/attention.py': {            # a kernel for each mask and length
         'Attention.attend': '1203727cc0d3',
