@@ -246,7 +246,10 @@ class Attention(nn.Module):
 
     @staticmethod
     def attend(q, k, v, mask, dropout):
-        """softmax(q k^T / sqrt(hd)) v over the keys that each slot reads."""
+        """
+        softmax(q k^T / sqrt(hd)) v over the keys that each slot reads. Where heads share keys,
+        PyTorch holds all scores, (B, nh, S, N), unless on CUDA, in bf16 and without a mask.
+        """
         if mask is not None and mask.is_floating_point():
             mask = mask.to(q.dtype)     # of the mechanism Mask, part 5: added to the scores
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
