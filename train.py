@@ -425,6 +425,7 @@ def main(argv):
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # or its file, once it is replaced, stays on the disk
         trainer.run()
+        trainer.net = None  # it holds the process group
 
 
 if __name__ == '__main__':

@@ -69,7 +69,7 @@ def leave(status):
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if 'RANK' in os.environ:    # DistributedDataParallel keeps gloo's threads for good, and now
+    if 'RANK' in os.environ:    # set by torchrun: gloo's threads are there until the end, and now
         os._exit(status)        # and then Python's own way out would abort under them
     sys.exit(status)
 

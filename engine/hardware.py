@@ -199,8 +199,10 @@ def process_group(name):
         ranks = join_group(device) if several else Ranks(0, 1)
         yield ranks, device
         ranks.wait()    # nobody leaves while another still talks
-    if several:
+    if several and device.type == 'cuda':
         dist.destroy_process_group()
+    # gloo's stays, see `leave` in engine/files.py: giving it up waits for its threads, which may
+    # wait for Python to let go of their tensors, and that for them
 
 
 def join_group(device):

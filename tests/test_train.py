@@ -884,6 +884,21 @@ def test_a_ranks_status_is_its_own(fails, status):
     assert program('-c', code, ok=False).returncode == -signal.SIGABRT
 
 
+def test_nobody_waits_for_gloos_threads(monkeypatch):
+    """Who takes its group down does, and they may wait for Python."""
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    env = dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR='127.0.0.1', MASTER_PORT=store.port,
+               TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0)
+    for name, value in env.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        with hardware.process_group('cpu') as (ranks, _):
+            assert ranks == ALONE
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize('left', [dict(RANK='0'), dict(RANK='0', WORLD_SIZE='1'), dict(RANK='')])
 def test_variables_that_a_job_left_are_named(monkeypatch, left):
     for name in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', 'LOCAL_RANK'):
