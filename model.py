@@ -171,9 +171,8 @@ class Memory:
         self.tokens = 0             # N: that were read, with those of this pass
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        # for Depth-Attention, part 3
-        self.made = {}              # of each layer: (k, v) of the newest tokens alone
-        self.loops = ()             # memories of the loops before this one
+        self.made = {}              # of each layer that this pass went through: (k, v) of it alone
+        self.loops = ()             # part 3: memories of the loops before this one
 
     def begin(self, B, T, device):
         """T more tokens go through the blocks, in each of B rows; returns their positions (T,)."""

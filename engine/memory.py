@@ -53,8 +53,8 @@ def sources_of(config):
 
 
 # -------------------------------------------------------------------------------------------------
-# A text as a whole. Autograd does not allow writing into a buffer that backward still needs, and a
-# block may run again in backward: so each pass is an object with tensors of its own.
+# A text as a whole. Autograd does not allow writing into a buffer that backward still needs: so
+# each pass is an object with tensors of its own.
 
 
 class TextPass:
@@ -95,8 +95,7 @@ class TextPass:
             self.made[layer] = made
 
     def update(self, layer, k, v):
-        once_more = layer in self.ran and not torch.is_grad_enabled()   # else it is recomputed
-        assert not once_more, f"block {layer} must run once in each pass"
+        assert layer not in self.ran, f"block {layer} must run once in each pass"
         self.ran.add(layer)
         read = self.join(self.past(layer), k, v)
         self.keep(layer, (k, v), read)
