@@ -49,8 +49,9 @@ DOCUMENT_BYTES = 2 ** 20     # longer texts are cut
 FEW_FILES = 100              # below this all texts are cut, or validation might get nothing
 PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
 
-# what train.py makes by itself: the folder, and the paths to prepare it from
-BUILTIN = {'data/python': (), **{f'data/{name}': (name,) for name in TASKS}}
+# what train.py makes by itself: the folder, and this program's arguments for it
+BUILTIN = {'data/python': [], **{f'data/{name}': [name] for name in TASKS}}
+BUILTIN['data/trees'] = ['minimax', '--size=6', '--name=trees']
 
 
 @dataclass
@@ -100,12 +101,9 @@ def prepare_builtin(folder):
     """Make one of the BUILTIN data sets, if it is missing."""
     if folder not in BUILTIN or os.path.exists(os.path.join(folder, 'meta.json')):
         return
-    paths = BUILTIN[folder]
-    what = "the built-in corpus, the source code of Python's standard library"
-    if paths:
-        what = f"the made task {paths[0]}"
+    what = ' '.join(BUILTIN[folder]) or "the built-in corpus, Python's standard library"
     print(f"{folder} is missing: preparing {what}")
-    prepare(DataSettings(), paths)
+    main(BUILTIN[folder])
 
 
 def choose_folder(settings, paths):

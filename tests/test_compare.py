@@ -77,7 +77,7 @@ def test_all_runs_have_the_same_recipe(common):
 
 
 @pytest.mark.parametrize('args, words', [
-    (['--names=loop_as_plain'], 'loop_as_plain.*plain_scaled_as_loop'),
+    (['--names=lop_as_plain'], 'lop_as_plain.*plain_scaled_as_loop'),
     (['--seeds=1,x'], '1,2,3'),
     (['--seed=1'], 'seed=1.*--help'),
     (['folder'], 'folder'),

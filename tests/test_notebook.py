@@ -10,7 +10,7 @@ from conftest import ROOT
 
 FOLDER = os.path.join(ROOT, 'exercises')
 PATH = os.path.join(FOLDER, 'start.ipynb')
-TINY = ('config/task/addition.py --max_steps=2 --n_embd=32 --n_head=2 --mlp_hidden=48 '
+TINY = ('config/tasks.py --max_steps=2 --n_embd=32 --n_head=2 --mlp_hidden=48 '
         '--batch_tokens=128 --micro_batch=1 --eval_tokens=1024 --dtype=float32 --device=cpu')
 
 

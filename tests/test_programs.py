@@ -82,7 +82,10 @@ def test_every_size_can_be_planned(dry_run, size):
         assert millions == pytest.approx(PAPER[name] / 1e6, rel=0.01)
 
 
-@pytest.mark.parametrize('mechanism', files('config'))
+MECHANISMS = [path for path in files('config') if not path.endswith(('tasks.py', 'trees.py'))]
+
+
+@pytest.mark.parametrize('mechanism', MECHANISMS)
 def test_every_mechanism_and_task_can_be_planned(dry_run, mechanism):
-    for path in [os.path.join(CONFIG, 'size', 'tiny.py'), *files('config', 'task')]:
+    for path in (os.path.join(CONFIG, 'size', 'tiny.py'), os.path.join(CONFIG, 'tasks.py')):
         assert 'vocabulary 320 (of data/' in dry_run(mechanism, path)

@@ -494,7 +494,7 @@ def test_a_signal_cuts_an_evaluation_short(make_trainer, capsys):
 
 # ---- the size, and where weights come from -------------------------------------------------------
 
-TASK = ['config/task/addition.py', '--max_steps=1', '--eval_tokens=512', '--device=cpu',
+TASK = ['config/tasks.py', '--max_steps=1', '--eval_tokens=512', '--device=cpu',
         '--dtype=float32']
 
 
@@ -529,7 +529,7 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     for args in (['config/size/small.py'], ['--n_layer=2'], ['--device=cuda'],
                  ['--init_from=resume'], ['--dry_run=True'],
                  ['config/chain.py', '--init_from=resume', '--eval_only=True'],
-                 ['config/chain.py', 'config/task/addition.py'],
+                 ['config/chain.py', 'config/tasks.py'],
                  [str(tmp_path / 'out' / 'settings.json')]):
         assert train.with_size(args) == args
     assert train.with_size(['--seed=1']) == [train.TINY, '--seed=1']
@@ -547,7 +547,7 @@ def test_on_a_made_task_right_answers_are_counted(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     train.main([*files, '--out_dir=out'])
     told = capsys.readouterr().out
-    assert 'preparing the made task addition' in told
+    assert 'preparing addition' in told
     assert '0 of 100 answers right' in told
     assert len(re.findall(r'\n\d{4}\+\d{4}=.*wrong: \d{5}', told)) >= 8
     assert log_of(tmp_path / 'out')[-1]['val_right'] == 0

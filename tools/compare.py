@@ -2,15 +2,15 @@
 A fair comparison: the same data, tokens, batches and optimiser for every mechanism, several seeds,
 one run after another.
 
-    python tools/compare.py config/task/addition.py --names=plain_scaled,loop,plain_scaled_as_loop
+    python tools/compare.py config/tasks.py --names=plain_scaled,loop,plain_scaled_as_loop
     python tools/compare.py config/size/tiny.py     every mechanism, three seeds: hours on a laptop
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
 
-A name is one of RUNS, or PLAIN_as_NAME: a plain run of as many training FLOPs, by more steps. Files
-and settings of train.py hold for all: of a mechanism's own file only the model's settings count,
-and what RUNS adds to it overrules yours. Stopped, the same command goes on. On a made task
-(config/task/) the table counts right answers. Writes OUT/NAME-sSEED (train.py's folder, and
-output.txt) and a line per run in OUT/runs.jsonl.
+A name is one of RUNS, or NAME_as_OTHER: NAME, trained for as many FLOPs as OTHER, by more or fewer
+steps. Files and settings of train.py hold for all: of a mechanism's own file only the model's
+settings count, and what RUNS adds to it overrules yours. Stopped, the same command goes on. On a
+made task the table counts right answers. Writes OUT/NAME-sSEED (train.py's folder, and output.txt)
+and a line per run in OUT/runs.jsonl.
 """
 
 import contextlib
@@ -85,13 +85,17 @@ for name in RUNS:
 
 # more, which `all` leaves out
 RUNS.update({
-    # for config/task/, whose models have one layer: as many layers as loop has passes
+    # for config/tasks.py, whose models have one layer: as many layers as loop has passes
     'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
     'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
     # the term for fewer steps waits
     'router_late': ('halting_router', '--halt_start=0.6', '--halt_full=0.8'),
-    # two passes for everyone: what exit has to beat
-    'loop_two': ('loop', '--ponder_steps=1'),
+    # as many passes for everyone, which exit has to beat
+    'loop_2': ('loop', '--ponder_steps=1'),
+    'loop_3': ('loop', '--ponder_steps=2'),
+    'loop_4': ('loop', '--ponder_steps=3'),
+    'loop_6': ('loop', '--ponder_steps=5'),
+    'loop_8': ('loop', '--ponder_steps=7'),
     # other losses for exit: of the last pass alone; of all equally; Ouro's
     'exit_last': ('halting_exit', '--exit_loss=last'),
     'exit_uniform': ('halting_exit', '--exit_loss=uniform'),
@@ -120,8 +124,8 @@ class Plan:
 def make_plan(name, common, asked):
     """The Plan of a name. common: train.py's arguments for all; asked: the settings in them."""
     base, _, like = name.partition('_as_')
-    if base not in RUNS or (like and not base.startswith('plain')):
-        raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and PLAIN_as_NAME such as "
+    if base not in RUNS:
+        raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_as_OTHER such as "
                         "plain_scaled_as_loop")
     file, *options = RUNS[base]
     path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))

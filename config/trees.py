@@ -1,0 +1,15 @@
+"""
+Game trees of up to six levels, as often each, behind the other tasks' settings: what two passes
+for everyone cannot do, and so the task for halting. A quarter of an hour on one CPU core.
+
+    python train.py config/halting_exit.py config/tasks.py config/trees.py
+"""
+data_dir = 'data/trees'
+ponder_steps = 7        # up to eight passes
+block_size = 256
+batch_tokens = 8 * 256
+max_steps = 7200
+eval_interval = 2400
+save_interval = 2400
+learning_rate = 2e-3    # at 4e-3 eight passes for everyone do not learn
+warmup = 0.1
