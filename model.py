@@ -81,20 +81,20 @@ class GPTConfig:
     # pondering
     ponder: str = 'none'                 # 'embedding', 'latent', 'chain', 'loop' or 'pause'
     ponder_steps: int = 3                # K: extra passes, or slots, per token (0: one plain pass)
-    ponder_topk: Optional[int] = None    # embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # latent: R, see Latent; training draws R or R - 1
-    loop_norm: bool = False              # loop: the final norm after every pass, as Ouro
+    ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
+    jacobi_iters: int = 3                # Latent: R, which training draws from R and R - 1
+    loop_norm: bool = False              # Loop: the final norm after every pass, as Ouro
 
     # halting
-    halting: str = 'none'     # 'gate' (embedding), 'mask' (latent), 'router' (chain), 'exit' (loop)
+    halting: str = 'none'                # 'gate', 'mask', 'router', 'exit' or 'ouro'
     halt_tau: float = 1e-4               # below this probability a pass is not taken
     halt_lambda: Optional[float] = None  # weight of the loss that halting adds (None: by class)
     halt_start: Optional[float] = None   # share of the run at which it begins (None: by class)
     halt_full: Optional[float] = None    # share at which it counts in full (None: by class)
-    halt_share: float = 0.1              # gate: its loss is of this share of all gates, the lowest
-    halt_beta: float = 10.0              # router: going on costs g p^beta, see Router
-    exit_by: str = 'confidence'          # exit: what decides; or 'gate'
-    exit_loss: str = 'last'              # exit: or 'uniform', 'ramp', 'learned', 'gain', see Exit
+    halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
+    halt_beta: float = 10.0              # Router: going on costs g p^beta
+    exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
+    ouro_stage: int = 1                  # Ouro: 1 trains all, 2 the gate alone
 
     def __post_init__(self):
         check_values(self)      # ValueError: what is wrong, and what to do; see part 6
@@ -249,8 +249,6 @@ class Attention(nn.Module):
         softmax(q k^T / sqrt(hd)) v over the keys that each slot reads. Where heads share keys,
         PyTorch holds all scores, (B, nh, S, N), unless on CUDA, in bf16 and without a mask.
         """
-        if mask is not None and mask.is_floating_point():
-            mask = mask.to(q.dtype)     # of the mechanism Mask, part 5: added to the scores
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
 
@@ -358,9 +356,7 @@ class GPT(nn.Module):
             memory.begin(*x.shape[:2], x.device)
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        if layers is None:
-            layers = range(self.config.n_layer)
-        for layer in layers:
+        for layer in range(self.config.n_layer) if layers is None else layers:
             x = self.h[layer](x, rope, memory, mask)
         return self.ln_f(x) if norm else x
 
@@ -562,7 +558,7 @@ class Mechanism(nn.Module):
         """
         Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
         next tokens. Without a rule, memory[k] is the Memory of pass k alone. With one, all passes
-        share a SlotMemory, and memory.open(k) tells it that pass k begins.
+        share a SlotMemory, and memory.for_pass(k) tells it that pass k begins.
         """
         raise NotImplementedError
 
@@ -719,7 +715,7 @@ def times(pos, B, pad):
 def slots_of(time, k, n, visible, labels):
     """
     (Slots as they read, Slots as they are read) of tokens with `time` (B,T), which have n slots
-    each, side by side, numbered from k on. visible: see SlotMemory.open.
+    each, side by side, numbered from k on. visible: see SlotMemory.for_pass.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
     numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
@@ -750,7 +746,7 @@ class SlotMemory(Memory):
         self.rule = rule
         self.pad = pad              # as in Padded, or None
         self.time = None            # (B,T): of the tokens that are read now
-        self.settled = 0            # slots of the tokens before these
+        self.n_before = 0           # slots of the tokens before these
         self.key_labels = None      # of all slots so far, if there are some
         self.query_labels = None    # of those of this pass
         self.causal = False         # whether the rule need not be asked in this pass
@@ -758,10 +754,10 @@ class SlotMemory(Memory):
     def begin(self, B, T, device):
         pos = super().begin(B, T, device)
         self.time = times(pos, B, self.pad)
-        self.settled = 0 if self.key_labels is None else self.key_labels.t.size(1)
+        self.n_before = 0 if self.key_labels is None else self.key_labels.t.size(1)
         return pos
 
-    def open(self, k=0, n=1, visible=None, **labels):
+    def for_pass(self, k=0, n=1, visible=None, **labels):
         """
         Pass number k over these tokens begins; returns the memory itself. With n > 1 each of them
         has n slots, side by side, which are numbered from k on.
@@ -786,7 +782,7 @@ class SlotMemory(Memory):
 
     def rewind(self):
         """Forget the slots of these tokens: they were guesses."""
-        n = self.settled
+        n = self.n_before
         if n == 0:
             self.key_labels, self.keys, self.values = None, {}, {}
             return
@@ -805,6 +801,11 @@ def flat(query, key):
     slots of all tokens stood in one row.
     """
     return (key.t < query.t) | ((key.t == query.t) & (key.k <= query.k))
+
+
+def side_by_side(slots):
+    """The n slots of each token, (B,T,C) each, in a row, x_0 z_{0,1} .. x_1 ..: (B, T n, C)."""
+    return torch.stack(slots, dim=2).flatten(1, 2)
 
 
 class Latent(Mechanism):
@@ -847,7 +848,7 @@ class Latent(Mechanism):
     def forward(self, gpt, x, pos, memory):
         if x.size(1) == 1 and not self.training:    # a single token: slot after slot
             for k in range(self.K + 1):
-                x = gpt.trunk(x, pos, memory.open(k))
+                x = gpt.trunk(x, pos, memory.for_pass(k))
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
@@ -859,13 +860,12 @@ class Latent(Mechanism):
 
     def sweep(self, gpt, slots, pos, memory, **how):
         """
-        A pass over n slots of each token, x_0 z_{0,1} .. x_1 z_{1,1} ..: n times (B,T,C) -> what
-        comes out of each. how: for memory.open.
+        A pass over n slots of each token, (B,T,C) each -> what comes out of each. how: for
+        memory.for_pass.
         """
         n = len(slots)
-        x = torch.stack(slots, dim=2).flatten(1, 2)                     # (B, T n, C)
         memory.rewind()                                 # what the sweep before left was a guess
-        h = gpt.trunk(x, pos.repeat_interleave(n), memory.open(n=n, **how))
+        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory.for_pass(n=n, **how))
         return h.unflatten(1, (-1, n)).unbind(2)
 
     def slots_of_sweeps(self, R):
@@ -901,7 +901,7 @@ class Chain(Mechanism):
 
     def forward(self, gpt, x, pos, memory):
         for k in range(self.K + 1):
-            x = gpt.trunk(x, pos, memory.open(k))
+            x = gpt.trunk(x, pos, memory.for_pass(k))
         return x
 
     def cost(self, gpt, drawn, training):
@@ -931,8 +931,7 @@ class Pause(Mechanism):
         slots = [x]
         for _ in range(self.K):
             slots.append((self.pause * self.config.embed_scale).expand_as(x))
-        x = torch.stack(slots, dim=2).flatten(1, 2)                     # (B, T n, C)
-        h = gpt.trunk(x, pos.repeat_interleave(n), memory.open(n=n))
+        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory.for_pass(n=n))
         return h[:, n - 1::n]                                           # (B,T,C)
 
     def cost(self, gpt, drawn, training):
@@ -953,14 +952,14 @@ class Thinking:
     x: torch.Tensor         # (B,T,C)  what the input of its next pass is made from
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
-    chance: torch.Tensor    # (B,T)    of its next pass: it stops if that is below halt_tau
+    need: torch.Tensor      # (B,T)    of another pass: it stops if that is below halt_tau
 
-    def where(self, on, other):
-        """These fields where on (B,T), else those of `other`: as torch.where."""
+    def where(self, taken, other):
+        """These fields where taken (B,T), else those of `other`: as torch.where."""
         merged = {}
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            chosen = on.view(*on.shape, *[1] * (ours.dim() - 2))        # (B,T), (B,T,1)
+            chosen = taken.view(*taken.shape, *[1] * (ours.dim() - 2))        # (B,T), (B,T,1)
             merged[field.name] = torch.where(chosen, ours.to(theirs.dtype), theirs)
         return type(self)(**merged)
 
@@ -980,7 +979,7 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        self.trace = []     # of each pass over the last text: (who took it (B,T), their new state)
+        self.trace = []     # of each pass over the last text: (who took it (B,T), what it made)
 
     def start(self, x, go_on):
         """The state before pass 0, of embeddings x (B,T,C); go_on (B,T): who takes it."""
@@ -1010,21 +1009,21 @@ class Halting(Mechanism):
         state = self.start(x, go_on=memory.real())
         self.trace = []
         for k in range(self.K + 1):
-            on = state.go_on            # (B,T): who takes pass k; the others are not read in it
-            opened = memory.open(k, visible=on, **self.labels(state, k))
+            taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
+            reads = memory.for_pass(k, visible=taken, **self.labels(state, k))
             x = self.before(gpt, state, k)
-            h = gpt.trunk(x, pos, opened, norm=self.norm)
+            h = gpt.trunk(x, pos, reads, norm=self.norm)
             new = self.after(gpt, state, x, h, k)
-            state = new.where(on, state)
-            self.trace.append((on, new))
+            state = new.where(taken, state)
+            self.trace.append((taken, new))
             if not self.training and not state.go_on.any():
                 break
-        self.passes = torch.stack([on for on, _ in self.trace]).sum(0)  # (B,T)
+        self.passes = torch.stack([taken for taken, _ in self.trace]).sum(0)  # (B,T)
         return state.out.to(x.dtype)
 
     def decisions(self):
         """What was compared with halt_tau, (B,T) each, after the passes 0, 1, .. of a text."""
-        return [new.chance for _, new in self.trace[:self.K]]
+        return [new.need for _, new in self.trace[:self.K]]
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
@@ -1064,7 +1063,7 @@ def newest(query, key):
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
-class Gate(Halting, Embedding):
+class Gate(Halting):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
@@ -1087,6 +1086,7 @@ class Gate(Halting, Embedding):
     Drawn in docs/drawings/gate.svg.
     """
     rule = staticmethod(newest)     # (10)
+    settings = Embedding.settings
     needs = 'embedding'
     defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
     decides = 'gate'
@@ -1104,23 +1104,23 @@ class Gate(Halting, Embedding):
 
     def start(self, x, go_on):
         s = at_least_fp32(x.new_zeros(go_on.shape))
-        return Thinking(x=x, out=torch.zeros_like(x), go_on=go_on, chance=s)
+        return Thinking(x=x, out=torch.zeros_like(x), go_on=go_on, need=s)
 
     def before(self, gpt, state, k):
         if k == 0:
             return state.x
-        m, s = state.go_on, state.chance
+        m, s = state.go_on, state.need
         step = (m * s)[..., None] * self.by_rows(mixture, gpt, state.out)
         return state.x + step.to(state.x.dtype)                         # (6) to (9)
 
     def after(self, gpt, state, x, h, k):
-        m, s = state.go_on, state.chance
+        m, s = state.go_on, state.need
         if k == self.K:                                                 # nothing comes after it
-            return Thinking(x=x, out=h, go_on=torch.zeros_like(m), chance=s)
+            return Thinking(x=x, out=h, go_on=torch.zeros_like(m), need=s)
         s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()    # (2), (3)
         if not self.training or self.progress >= self.config.halt_start:
             m = m & (s >= self.config.halt_tau)                         # (4), (5)
-        return Thinking(x=x, out=h, go_on=m, chance=s)
+        return Thinking(x=x, out=h, go_on=m, need=s)
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
@@ -1199,7 +1199,7 @@ class Mask(Halting, Latent):
             # a sweep computes hidden slots all the same: the next one may want them again
             visible = None if self.training else needed[..., :n].flatten(1)
             h = self.sweep(gpt, [x, *thoughts], pos, memory, visible=visible,
-                           log_w=log_w[..., :n].flatten(1))
+                           log_w=log_w[..., :n].flatten(1).to(x.dtype))
             s, log_w = self.route(h[0])
             needed = (log_w.exp() >= self.config.halt_tau) & real[..., None]
             thoughts = h[:self.K]
@@ -1213,21 +1213,21 @@ class Mask(Halting, Latent):
     def start(self, x, go_on):
         zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
         out = torch.zeros_like(x, dtype=zero.dtype)
-        return MaskState(x=x, out=out, go_on=go_on, chance=zero[..., 0], s=zero, log_w=zero)
+        return MaskState(x=x, out=out, go_on=go_on, need=zero[..., 0], s=zero, log_w=zero)
 
     def labels(self, state, k):
-        return dict(log_w=state.log_w[..., k])
+        return dict(log_w=state.log_w[..., k].to(state.x.dtype))
 
     def after(self, gpt, state, x, h, k):
         s, log_w = state.s, state.log_w
         if k == 0:                                                      # the router is asked once
             s, log_w = self.route(h)
         out = state.out + s[..., k, None] * h
-        chance, go_on = state.chance, torch.zeros_like(state.go_on)
+        need, go_on = state.need, torch.zeros_like(state.go_on)
         if k < self.K:
-            chance = log_w[..., k + 1].exp()
-            go_on = state.go_on & (chance >= self.config.halt_tau)
-        return MaskState(x=h, out=out, go_on=go_on, chance=chance, s=s, log_w=log_w)
+            need = log_w[..., k + 1].exp()
+            go_on = state.go_on & (need >= self.config.halt_tau)
+        return MaskState(x=h, out=out, go_on=go_on, need=need, s=s, log_w=log_w)
 
     def decisions(self):
         _, first = self.trace[0]
@@ -1285,22 +1285,22 @@ class Router(Halting, Chain):
     def start(self, x, go_on):
         reach = at_least_fp32(x.new_ones(go_on.shape))
         out = torch.zeros_like(x, dtype=reach.dtype)
-        return RouterState(x=x, out=out, go_on=go_on, chance=reach, g=torch.zeros_like(reach))
+        return RouterState(x=x, out=out, go_on=go_on, need=reach, g=torch.zeros_like(reach))
 
     def after(self, gpt, state, x, h, k):
-        reach = state.chance
+        reach = state.need
         g = without_autocast(self.router, h).squeeze(-1).sigmoid()      # (3)
         next_reach = reach * g                                          # (4)
         go_on = state.go_on & (k < self.K) & (next_reach >= self.config.halt_tau)       # (6)
         weight = torch.where(go_on, reach * (1 - g), reach)             # (5), (7)
         out = state.out + weight[..., None] * h                         # (8)
-        return RouterState(x=h, out=out, go_on=go_on, chance=next_reach, g=g)
+        return RouterState(x=h, out=out, go_on=go_on, need=next_reach, g=g)
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
-        for on, new in self.trace[:self.K]:
-            counted = targets.where(on, -1)                             # (B,T)
+        for taken, new in self.trace[:self.K]:
+            counted = targets.where(taken, -1)                             # (B,T)
             with torch.no_grad():
                 p = gpt.nats(new.x, counted).neg().exp()                # new.x is z
             total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
@@ -1313,132 +1313,83 @@ class Router(Halting, Chain):
         return replace(Chain.cost(self, gpt, drawn, training), other=asked, no_grad=heads)
 
 
-@dataclass
-class ExitState(Thinking):
-    lam: torch.Tensor       # (B,T)    the gate after its last pass
-
-
-class Exit(Halting, Loop):
+class Exit(Halting):
     """
-    Exits from the looped Transformer: by confidence (arXiv 2607.20519); or by Ouro's gate, Scaling
-    Latent Reasoning via Looped Language Models (arXiv 2510.25741). The papers count passes from 1.
+    Exits from the looped Transformer by confidence (arXiv 2607.20519)
 
-        h^k    = the final norm of what pass k makes; with loop_norm it goes on from there, as Ouro
-        L^k    = cross-entropy of head(h^k)                                                      (2)
-        lam_k  = sigmoid(w h^k + b)                 one gate for all passes
-        S_k    = prod_{j <= k} (1 - lam_j)          probability of another pass after k
-        p_k    = lam_k S_{k-1},  p_K = S_{K-1}      probability of leaving after k               (3)
+        h^k     = the final norm of what pass k makes; with loop_norm it goes on from there
+        doubt^k = 1 - the largest probability of head(h^k)              no weights
+        L^k     = cross-entropy of head(h^k)
+        loss    = sum_k prior_k L^k             the prior makes every pass predict, see exit_loss
 
-    A token takes its next pass while its chance is at least halt_tau. By the gate that is S_k (Ouro
-    leaves when p_0 + .. + p_k reaches q, here 1 - halt_tau). By confidence it is 1 - the largest
-    probability of head(h^k): no weights. Its newest keys and values are read after it left, as in
-    Gate. What training minimises is exit_loss:
+    A token leaves when its doubt is below halt_tau. Its newest keys and values are read after it
+    left, as in Gate. exit_loss is one of
 
-        last        L^K
-        uniform     sum_k L^k / (K + 1)
-        ramp        sum_k (k + 1) L^k / sum_k (k + 1)
-        learned     sum_k p_k L^k - halt_lambda H(p)        Ouro's stage I                       (4)
-        gain        of the gate alone, the model is frozen: cross-entropy of 1 - lam_k with
-                    sigmoid(50 (I - 0.005)), where I = max(0, L^k - L^{k+1}) is what the next
-                    pass gains: Ouro's stage II                                             (5), (6)
+        last        prior_k = 1 for k = K, else 0
+        uniform     prior_k = 1 / (K + 1)
+        ramp        prior_k = (k + 1) / sum_j (j + 1)
 
-    uniform and ramp set in late: before halt_start the loss is L^K, from halt_full on all of this.
+    Three things are ours. uniform and ramp set in late: the prior is last's before halt_start, and
+    theirs from halt_full on. From halt_full on tokens leave in training too, and L^k is that of the
+    last pass a token took: later tokens learn to read early keys. And tokens whose targets do not
+    count, such as questions, are taught to stay, as all that follows reads them and nothing else
+    says what they should be sure of: with weight halt_lambda they are drawn to an even prediction.
 
-    Two things are ours. With the first three losses tokens leave in training too, from halt_full
-    on: later ones learn to read their early keys; L^k is then that of the last pass the token took.
-    And tokens whose targets do not count, such as questions, are taught to stay, as all that
-    follows reads them and nothing else says what they should be sure of: with weight halt_lambda
-    they are drawn to an even prediction (by the gate: to lam = 0); in `gain` their target is to go
-    on.
-
-    Cost: K + 1 passes, in generation those that are taken; a head per pass where it is asked for
-    confidence, or for its loss. Unlike in the authors' code, a token that left costs nothing more:
-    theirs takes all passes and then picks one. Sources of Depth-Attention are those of one pass.
-    In (6) they compare lam_k with the gain of pass k itself; but what lam_k rules is the next one.
+    Cost: K + 1 passes and a head after each but the last; in generation those that are taken.
+    Unlike in the authors' code, a token that left costs nothing more: theirs takes all passes and
+    then picks one. Sources of Depth-Attention are those of one pass.
     Drawn in docs/drawings/exit.svg.
     """
     rule = staticmethod(newest)
+    settings = Loop.settings
     needs = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
+    decides = 'doubt'
 
     def __init__(self, config):
         super().__init__(config)
         self.norm = config.loop_norm
-        self.decides = 'survival' if config.exit_by == 'gate' else 'doubt'
-        self.trains_alone = config.exit_loss == 'gain'
-        self.gate = None
-        if config.exit_loss in ('learned', 'gain'):
-            self.gate = nn.Linear(config.n_embd, 1)
 
     def start(self, x, go_on):
         one = at_least_fp32(x.new_ones(go_on.shape))
-        return ExitState(x=x, out=torch.zeros_like(x), go_on=go_on, chance=one, lam=one)
+        return Thinking(x=x, out=torch.zeros_like(x), go_on=go_on, need=one)
 
     def after(self, gpt, state, x, h, k):
         out = h if self.norm else gpt.ln_f(h)
-        lam, chance = state.lam, state.chance
-        if self.gate is not None:
-            seen = out.detach() if self.config.exit_loss == 'gain' else out
-            lam = without_autocast(self.gate, seen).squeeze(-1).sigmoid()
-        if self.config.exit_by == 'gate':
-            chance = chance * (1 - lam)                                 # S_k
-        elif k < self.K and self.may_leave():
-            chance = 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
-        go_on = state.go_on & (k < self.K)
-        if self.may_leave():
-            go_on = go_on & (chance >= self.config.halt_tau)
-        return ExitState(x=h, out=out, go_on=go_on, chance=chance, lam=lam)
+        go_on, need = state.go_on & (k < self.K), state.need
+        if k < self.K and self.may_leave():
+            need = self.need(gpt, state, out)
+            go_on = go_on & (need >= self.config.halt_tau)
+        return Thinking(x=h, out=out, go_on=go_on, need=need)
 
     def may_leave(self):
-        """In training from halt_full on, but not while a gate learns."""
-        late = self.progress >= self.config.halt_full
-        return not self.training or (late and self.gate is None)
+        return not self.training or self.progress >= self.config.halt_full
 
-    def loss(self, gpt, h, targets):
-        outs = []                                                       # h^k, (B,T,C) each
-        for on, new in self.trace:
-            outs.append(torch.where(on[..., None], new.out, outs[-1]) if outs else new.out)
-        how = self.config.exit_loss
-        if how == 'gain':
-            return self.gain_loss(gpt, outs, targets)
-        if how == 'learned':
-            return self.learned_loss(gpt, outs, targets) + self.penalty(gpt, targets)
-        prior = [0.0] * len(outs)
-        if how != 'last':
-            weights = [k + 1 if how == 'ramp' else 1 for k in range(len(outs))]
+    def need(self, gpt, state, out):
+        """The doubt (B,T) after a pass that made `out` (B,T,C)."""
+        return 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
+
+    def outputs(self):
+        """h^k of each pass, (B,T,C); of a token that left before, that of its last pass."""
+        outs = []
+        for taken, new in self.trace:
+            outs.append(torch.where(taken[..., None], new.out, outs[-1]) if outs else new.out)
+        return outs
+
+    def prior(self, n):
+        """The weights of the losses of n passes."""
+        prior = [0.0] * n
+        if self.config.exit_loss != 'last':
+            weights = [k + 1 if self.config.exit_loss == 'ramp' else 1 for k in range(n)]
             prior = [self.onset() * weight / sum(weights) for weight in weights]
         prior[-1] += 1 - sum(prior)
-        losses = sum(w * gpt.loss(out, targets) for out, w in zip(outs, prior) if w > 0)
+        return prior
+
+    def loss(self, gpt, h, targets):
+        outs = self.outputs()
+        prior = self.prior(len(outs))
+        losses = sum(p * gpt.loss(out, targets) for p, out in zip(prior, outs) if p > 0)
         return losses + self.penalty(gpt, targets)
-
-    def learned_loss(self, gpt, outs, targets):
-        """(4)"""
-        p = self.leaving()
-        losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
-        tiny = torch.finfo(p[-1].dtype).tiny        # at p = 0 the gradient of p log p would be NaN
-        entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        return losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)
-
-    def leaving(self):
-        """p_k, (B,T) each."""
-        p, survival = [], 1.0
-        for _, new in self.trace[:-1]:
-            p.append(new.lam * survival)
-            survival = survival * (1 - new.lam)
-        return [*p, survival * torch.ones_like(new.lam)]                # (3)
-
-    def gain_loss(self, gpt, outs, targets):
-        """(5), (6)"""
-        with torch.no_grad():
-            nats = [gpt.nats(out, targets) for out in outs]             # L^k, (B,T) each
-        total = 0.0
-        for k, (_, new) in enumerate(self.trace[:-1]):
-            gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
-            goes_on = torch.sigmoid(50 * (gain - 0.005)).masked_fill(targets < 0, 1.0)
-            lam = new.lam.clamp(1e-6, 1 - 1e-6)
-            surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
-            total = total + surprise.mean()                             # (6)
-        return total / len(outs)                                        # 1 / (K + 1), as theirs
 
     def penalty(self, gpt, targets):
         """halt_lambda times what it costs the tokens whose targets do not count to stay."""
@@ -1447,20 +1398,15 @@ class Exit(Halting, Loop):
         if weight == 0 or not given.any():
             return 0.0
         total = 0.0
-        for on, new in self.trace[:-1]:
-            if self.config.exit_by == 'confidence':
-                surprise = self.by_rows(nats_of_chance, gpt, new.out).squeeze(-1)
-            else:
-                surprise = -(1 - new.lam).clamp(min=1e-6).log()
-            total = total + mean_where(given & on, surprise)
+        for taken, new in self.trace[:-1]:
+            surprise = self.by_rows(nats_of_chance, gpt, new.out).squeeze(-1)
+            total = total + mean_where(given & taken, surprise)
         return weight * total / self.K
 
     def cost(self, gpt, drawn, training):
-        c = self.config
-        asks_head = c.exit_loss != 'last' if training else c.exit_by != 'gate'
-        heads = self.K * gpt.lm_head.weight.numel() * asks_head
-        gates = (self.K + 1) * linear_weights(self)
-        return replace(Loop.cost(self, gpt, drawn, training), other=heads + gates)
+        asked = not training or self.config.exit_loss != 'last'
+        heads = self.K * gpt.lm_head.weight.numel() * asked
+        return Cost(slots=self.K + 1, keys=self.K + 1, other=heads)
 
 
 def confidence(gpt, h):
@@ -1479,7 +1425,91 @@ def mean_where(chosen, values):
     return (values * chosen).sum() / chosen.sum().clamp(min=1)
 
 
-HALTING = {'gate': Gate, 'mask': Mask, 'router': Router, 'exit': Exit}
+class Ouro(Exit):
+    """
+    Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
+    Language Models (arXiv 2510.25741). The paper counts passes from 1, and always has loop_norm.
+
+        lam_k = sigmoid(w h^k + b)              one gate for all passes
+        S_k   = prod_{j <= k} (1 - lam_j)       probability of another pass after k
+        p_k   = lam_k S_{k-1},  p_K = S_{K-1}   probability of leaving after k                   (3)
+
+    A token leaves when S_k is below halt_tau; in the paper when p_0 + .. + p_k = 1 - S_k reaches q.
+    It is trained in two stages, ouro_stage, in which nobody leaves:
+
+        1   all weights     sum_k p_k L^k - halt_lambda H(p)                                     (4)
+        2   the gate alone  cross-entropy of 1 - lam_k with sigmoid(50 (I_k - 0.005)), where
+                            I_k = max(0, L^k - L^{k+1}) is what the next pass gains         (5), (6)
+
+    Ours, as in Exit: tokens whose targets do not count are drawn to lam = 0, in stage 1 with weight
+    halt_lambda. In (6) the paper compares lam_k with the gain of pass k itself; but what lam_k
+    rules is the next one.
+
+    Cost: K + 1 passes, in generation those that are taken; in training a head after each.
+    Drawn in docs/drawings/exit.svg.
+    """
+    decides = 'survival'
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = nn.Linear(config.n_embd, 1)
+        self.trains_alone = config.ouro_stage == 2
+
+    def lam(self, h):
+        return without_autocast(self.gate, h).squeeze(-1).sigmoid()
+
+    def may_leave(self):
+        return not self.training
+
+    def need(self, gpt, state, out):
+        """S_k, (B,T)."""
+        return state.need * (1 - self.lam(out))
+
+    def loss(self, gpt, h, targets):
+        outs = self.outputs()                                           # h^k, (B,T,C) each
+        if self.config.ouro_stage == 2:
+            return self.gate_loss(gpt, [out.detach() for out in outs], targets)
+        lams = [self.lam(out) for out in outs[:-1]]
+        p = self.leaving(lams)
+        losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
+        tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
+        entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
+        certain = mean_where(targets >= 0, entropy)
+        return losses - self.config.halt_lambda * certain + self.stay(lams, targets)    # (4)
+
+    def leaving(self, lams):
+        """p_k, (B,T) each."""
+        p, survival = [], torch.ones_like(lams[0])
+        for lam in lams:
+            p.append(lam * survival)
+            survival = survival * (1 - lam)
+        return [*p, survival]                                           # (3)
+
+    def stay(self, lams, targets):
+        """halt_lambda times what it costs the tokens whose targets do not count to stay."""
+        nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in lams)    # (B,T)
+        return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
+
+    def gate_loss(self, gpt, outs, targets):
+        """What the gate alone learns: whether the next pass gains."""
+        with torch.no_grad():
+            nats = [gpt.nats(out, targets) for out in outs]             # L^k, (B,T) each
+        total = 0.0
+        for k in range(self.K):
+            gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
+            goes_on = torch.sigmoid(50 * (gain - 0.005)).masked_fill(targets < 0, 1.0)
+            lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
+            surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
+            total = total + surprise.mean()                             # (6)
+        return total / (self.K + 1)                                     # as theirs
+
+    def cost(self, gpt, drawn, training):
+        heads = self.K * gpt.lm_head.weight.numel() * training
+        gates = self.K * linear_weights(self)
+        return Cost(slots=self.K + 1, keys=self.K + 1, other=heads + gates)
+
+
+HALTING = {'gate': Gate, 'mask': Mask, 'router': Router, 'exit': Exit, 'ouro': Ouro}
 
 
 def new_mechanism(config):
@@ -1517,8 +1547,8 @@ def check_values(c):
         'ponder': PONDER,
         'halting': ('none', *HALTING),
         'depth_mode': ('softmax', 'uniform'),
-        'exit_by': ('confidence', 'gate'),
-        'exit_loss': ('last', 'uniform', 'ramp', 'learned', 'gain'),
+        'exit_loss': ('last', 'uniform', 'ramp'),
+        'ouro_stage': (1, 2),
     }
     for name, choices in choices_of.items():
         value = getattr(c, name)
@@ -1542,12 +1572,6 @@ def check_together(c):
                                    f"ponder={c.ponder!r}: set ponder={needs!r}")
         require(c.halt_start <= c.halt_full,
                 f"halt_start={c.halt_start} must not be above halt_full={c.halt_full}")
-    if c.halting == 'exit':
-        require(c.exit_loss != 'gain' or c.exit_by == 'gate',
-                "exit_loss='gain' trains a gate that nobody asks: set exit_by='gate'")
-        require(c.exit_by != 'gate' or c.exit_loss in ('learned', 'gain'),
-                f"exit_by='gate' has no gate with exit_loss={c.exit_loss!r}: set 'learned' or "
-                "'gain'")
 
 
 def flops_per_token(gpt, T, training=True):

@@ -10,10 +10,9 @@ Train a GPT on a laptop CPU, one GPU, or many.
     python train.py config/depth_attn.py --dry_run=True
         what it would take: memory, days
 
-Config files and --name=value apply from left to right. Where a new run names no size (a file of
-config/size/, n_layer, n_embd, ..) and there is no CUDA GPU, config/size/tiny.py stands behind the
-last file; dry_run plans the paper's size. Ctrl-C, SIGTERM, SIGHUP or max_seconds saves and stops at
-the next step; a second signal stops at once.
+Config files and --name=value apply from left to right. What none of them sets a new run takes from
+the defaults on a CUDA GPU (and in a dry_run), elsewhere from config/size/tiny.py. Ctrl-C, SIGTERM,
+SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
 ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
 """
@@ -42,7 +41,6 @@ from engine.windows import Windows
 from model import GPTConfig
 
 BAD_STEPS = 20  # in a row that are not finite end a run; fp16 may begin with some
-SIZE = {'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim', 'mlp_hidden'}
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'size', 'tiny.py')
 
 
@@ -384,34 +382,23 @@ class Trainer:
 
 # ---- main ----------------------------------------------------------------------------------------
 
-def with_size(argv):
-    """The arguments, and config/size/tiny.py where they name no size and there is no CUDA GPU."""
-    given, _ = read(argv, __doc__, Settings, GPTConfig)
+def for_this_machine(given):
+    """The settings `given`, and for a new run without a CUDA GPU what is not among them: tiny's."""
     s = build(Settings, given)
-    files = [i for i, arg in enumerate(argv) if not arg.startswith('--')]
-    # the command that began a run, whose files would overrule what the checkpoint has of tiny.py
-    again = s.init_from == 'resume' and files and not s.eval_only
     on_gpu = (s.device or best_device()).startswith('cuda')
-    if on_gpu or s.dry_run or given.keys() & SIZE or not (s.init_from == 'scratch' or again):
-        return argv
-    behind = files[-1] + 1 if files else 0
-    kept = [arg for arg in argv[:behind] if arg.startswith('--')]   # asked for before the files
-    if 'block_size' in given:
-        kept.append(f"--block_size={given['block_size']}")
-    return [*argv[:behind], TINY, *kept, *argv[behind:]]
+    if on_gpu or s.dry_run or s.init_from != 'scratch':
+        return given
+    tiny, _ = read([TINY], '', Settings, GPTConfig)
+    return {**tiny, **given}
 
 
 def main(argv):
-    args = with_size(argv)
-    given, rest = read(args, __doc__, Settings, GPTConfig)
+    named, rest = read(argv, __doc__, Settings, GPTConfig)
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
+    given = for_this_machine(named)
     state, before = checkpoint_of(build(Settings, given))
-    if args != argv and state and any(state['config'][name] != given[name]
-                                      for name in SIZE & given.keys()):
-        raise UserError("the run to go on with has another size than config/size/tiny.py, which is "
-                        "taken where files and no size are named: name its size, or no file")
     settings = build(Settings, {**before, **given})
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second
@@ -419,9 +406,9 @@ def main(argv):
         return
 
     with process_group(settings.device) as (ranks, device):
-        if args != argv and ranks.rank == 0:
-            print("no size named, and not on a CUDA GPU: config/size/tiny.py, with its steps and "
-                  "learning rate (the paper's size: add config/size/360m.py)", flush=True)
+        if 'n_embd' in given and 'n_embd' not in named and ranks.rank == 0:
+            print("no size named, and not on a CUDA GPU: config/size/tiny.py (the paper's: add "
+                  "config/size/360m.py)", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # or its file, once it is replaced, stays on the disk
         trainer.run()

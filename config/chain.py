@@ -6,6 +6,3 @@ Cost: 4 plain passes, whose attention reads 1, 2, 3 and 4 times as many keys.
 out_dir = 'out/chain'
 ponder = 'chain'
 ponder_steps = 3
-learning_rate = 3e-4
-batch_tokens = 256 * 2048
-max_steps = 50000

@@ -7,6 +7,3 @@ out_dir = 'out/latent'
 ponder = 'latent'
 ponder_steps = 1
 jacobi_iters = 3        # in evaluation; training draws 2 or 3
-learning_rate = 3e-4
-batch_tokens = 512 * 2048
-max_steps = 50000

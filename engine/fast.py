@@ -33,7 +33,7 @@ from model import GPT, NEVER, Attention, Halting, Mask, Mechanism
 # stand-in was last compared with it: tests/test_edits.py says how to renew one.
 PARTS = {
     'engine/attention.py': {            # a kernel for each mask and length
-        'Attention.attend': '1203727cc0d3',
+        'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
         'Memory': '85ee6a6b5b99',
@@ -41,7 +41,7 @@ PARTS = {
         'Padded': '47c22ab34b42',
         'slots_of': '2630fb41f1be',
         'times': 'a8f5f8e6102b',
-        'SlotMemory': '8441d732f663',
+        'SlotMemory': 'a5b5f02079fe',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': '8289296aca4e',
         'flat': '45cc7235f97c',
@@ -57,12 +57,12 @@ PARTS = {
         'Mechanism.by_rows': '3401a9524d1c',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
-        'Halting.forward': '8ae1670d743c',
-        'Thinking.where': '921c93a44ec8',
+        'Halting.forward': '1b9249808238',
+        'Thinking.where': '50da37f5fc56',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
         'GPT.hidden': 'a590982965fe',
-        'Mask.forward': 'beececdd09ca',
+        'Mask.forward': '5468cf76106d',
     },
 }
 
@@ -212,37 +212,37 @@ def think(mechanism, gpt, x, pos, memory):
     state = mechanism.start(x, go_on=memory.real())
     mechanism.trace = []
     for k in range(mechanism.K + 1):
-        on = state.go_on                                                # (B,T)
-        some = Some(on)
-        part = each(some.take, state)
-        reads = memory.open_some(some.t(pos), k, mechanism.labels(part, k))
+        taken = state.go_on                                             # (B,T)
+        chosen = Chosen(taken)
+        part = each(chosen.take, state)
+        reads = memory.for_pass_of_some(chosen.t(pos), k, mechanism.labels(part, k))
         x = mechanism.before(gpt, part, k)                              # (B,n,C)
-        h = gpt.trunk(x, some.take(pos), reads, norm=mechanism.norm)
-        state = each(some.put, state, mechanism.after(gpt, part, x, h, k))
-        mechanism.trace.append((on, state))
+        h = gpt.trunk(x, chosen.take(pos), reads, norm=mechanism.norm)
+        state = each(chosen.put, state, mechanism.after(gpt, part, x, h, k))
+        mechanism.trace.append((taken, state))
         if not state.go_on.any():
             break
-    mechanism.passes = torch.stack([on for on, _ in mechanism.trace]).sum(0)    # (B,T)
+    mechanism.passes = torch.stack([taken for taken, _ in mechanism.trace]).sum(0)  # (B,T)
     return state.out.to(x.dtype)
 
 
-class Some:
+class Chosen:
     """
-    The tokens of `on` (B,T), side by side: each row holds, in their order, those of one row of the
-    batch, and then others, to fill up the rectangle (B,n).
+    The tokens of `taken` (B,T), side by side: each row holds, in their order, those of one row of
+    the batch, and then others, to fill up the rectangle (B,n).
     """
 
-    def __init__(self, on):
-        B, T = self.shape = on.shape
-        self.all = bool(on.all())
+    def __init__(self, taken):
+        B, T = self.shape = taken.shape
+        self.all = bool(taken.all())
         if self.all:
             return
-        n = int(on.sum(1).max())
-        thinking_first = on.byte().argsort(dim=1, descending=True, stable=True)     # (B,T)
+        n = int(taken.sum(1).max())
+        thinking_first = taken.byte().argsort(dim=1, descending=True, stable=True)  # (B,T)
         self.column = thinking_first[:, :n]                             # (B,n), of T
-        first = torch.arange(B, device=on.device)[:, None] * T
+        first = torch.arange(B, device=taken.device)[:, None] * T
         self.place = first + self.column                                # (B,n), of B T
-        self.valid = on.gather(1, self.column)
+        self.valid = taken.gather(1, self.column)
 
     def take(self, x):
         """x (B,T,..), or (T,) which is the same in all rows -> (B,n,..)."""

@@ -224,7 +224,7 @@ class TextSlots:
     def rewind(self):
         self.last = None
 
-    def open(self, k=0, n=1, visible=None, **labels):
+    def for_pass(self, k=0, n=1, visible=None, **labels):
         T = self.t.size(1)
         if self.rule in (flat, faded) and T > 1:
             assert self.last is None, 'flat, faded: all slots of a text go at once, or rewind()'
@@ -244,7 +244,7 @@ class TextSlots:
             self.last = RulePass(self.sources, self.last, self.rule, query, key)
         return self.last
 
-    def open_some(self, t, k, labels):
+    def for_pass_of_some(self, t, k, labels):
         """Pass k of some tokens: t (B,n), NEVER for what fills up the rectangle."""
         slots = Slots(t=t, k=torch.full_like(t, k), **labels)
         causal = self.last is None and self.rule is by_pass     # one slot of each token
@@ -284,15 +284,15 @@ class Cache(Memory):
         self.time = None            # (B,T): of the tokens that are read now
         self.length = 0             # slots so far
         self.first = 0              # where this pass begins
-        self.settled = 0            # where the tokens that are read now begin
+        self.n_before = 0            # where the tokens that are read now begin
         self.compiled = False       # whether the pass is one new token's, in compiled code
 
     def begin(self, B, T, device):
         pos = super().begin(B, T, device)
         self.time = times(pos, B, self.pad)
-        self.settled = self.length
+        self.n_before = self.length
         if self.rule is earlier:
-            self.open()
+            self.for_pass()
         return pos
 
     def real(self):
@@ -300,24 +300,24 @@ class Cache(Memory):
 
     # ---- a pass
 
-    def open(self, k=0, n=1, visible=None, **labels):
+    def for_pass(self, k=0, n=1, visible=None, **labels):
         T = self.time.size(1)
         if self.ordered:
-            assert T == 1 or self.length == self.settled, 'flat: all slots of a text go at once'
+            assert T == 1 or self.length == self.n_before, 'flat: all slots of a text go at once'
             self.reserve(T * n, T == 1, self.time.device)
             return self
         query, key = slots_of(self.time, k, n, visible, labels)
-        return self.open_slots(query, key.t, T == 1)
+        return self.append_slots(query, key.t, T == 1)
 
-    def open_some(self, t, k, labels):
+    def for_pass_of_some(self, t, k, labels):
         """
         A pass of some tokens: t (B,n), NEVER for what fills up the rectangle. k: its number; or
         (B,n), where rows of a batch write ahead of each other.
         """
         numbers = torch.as_tensor(k, device=t.device).expand_as(t)
-        return self.open_slots(Slots(t=t, k=numbers, **labels), t, t.size(1) == 1)
+        return self.append_slots(Slots(t=t, k=numbers, **labels), t, t.size(1) == 1)
 
-    def open_slots(self, query, key_t, one_token):
+    def append_slots(self, query, key_t, one_token):
         """query: labels (B,S); key_t (B,S): t of the same slots as keys."""
         self.query_labels = query
         self.reserve(key_t.size(1), one_token, key_t.device)
@@ -403,7 +403,7 @@ class Cache(Memory):
 
     def rewind(self):
         """Forget the slots of these tokens."""
-        self.length = self.settled
+        self.length = self.n_before
         if vars(self.key_labels):
             self.key_labels.t[:, self.length:] = NEVER
 

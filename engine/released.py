@@ -150,7 +150,7 @@ def add_mechanism(settings, c):
     scale = math.sqrt(c['hidden_size']) if c.get('scale_embeds') else 1.0
     if c['model_type'] == 'ouro':
         settings.update(ponder='loop', ponder_steps=c.get('total_ut_steps', 4) - 1, loop_norm=True,
-                        halting='exit', exit_by='gate', exit_loss='gain',
+                        halting='ouro', ouro_stage=2,
                         halt_tau=1 - c.get('early_exit_threshold', 1.0))
     elif c.get('use_depth_attention'):
         settings.update(depth_attn=True, depth_stride=c.get('depth_attention_stride') or 1)

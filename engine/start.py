@@ -22,7 +22,7 @@ from model import HALTING, GPTConfig, Loop
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
-        'halt_full', 'halt_share', 'halt_beta', 'exit_by')
+        'halt_full', 'halt_share', 'halt_beta')
 # those that not even a new run from its weights may change
 FIXED = ('vocab_size', 'n_tokens', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
          'mlp_hidden', 'norm_eps', 'qk_norm', 'tie_embeddings', 'embed_scale', 'init_std')
@@ -173,6 +173,7 @@ def idle_settings(model, asked):
         'depth_': config.depth_attn and several,
         'halt_': model.mechanism.halts,     # not with ponder_steps=0
         'exit_': model.mechanism.halts and config.halting == 'exit',
+        'ouro_': model.mechanism.halts and config.halting == 'ouro',
     }
     for name in ('ponder_steps', 'ponder_topk', 'jacobi_iters', 'loop_norm'):
         on[name] = name in read

@@ -5,7 +5,7 @@ rotation, scaled embeddings. `new_model` of engine/fast.py puts them in where a 
 variant. All have the call of model.py's Block, so every mechanism, cache and tool runs on them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Optional
 
@@ -37,10 +37,13 @@ class ReleasedConfig(GPTConfig):
 
 
 def config_of(values):
-    """The config of {setting: value}: a ReleasedConfig if they name a variant."""
-    if values.get('variant') is None:
-        return GPTConfig(**{name: value for name, value in values.items() if name != 'variant'})
-    return ReleasedConfig(**values)
+    """
+    The config of {setting: value}, a ReleasedConfig if they name a variant. What is no setting any
+    more is left out: an old checkpoint has it.
+    """
+    kind = GPTConfig if values.get('variant') is None else ReleasedConfig
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in known})
 
 
 def variant_of(config):

@@ -56,8 +56,7 @@ MASK = dict(LATENT, halting='mask', halt_tau=0.4)
 MASK_2 = dict(LATENT_2, halting='mask', halt_tau=0.3)
 ROUTER = dict(CHAIN, halting='router', halt_tau=0.3)
 EXIT = dict(LOOP, halting='exit', halt_tau=0.6, exit_loss='uniform')
-EXIT_GATE = dict(LOOP, loop_norm=True, halting='exit', exit_by='gate', exit_loss='learned',
-                 halt_tau=0.4)
+OURO = dict(LOOP, loop_norm=True, halting='ouro', halt_tau=0.4)
 
 TOGGLES = {
     'plain': {},
@@ -84,13 +83,13 @@ TOGGLES = {
     'router_depth': dict(ROUTER, **DEPTH_GQA),
     'loop_norm': dict(LOOP, loop_norm=True),
     'exit': EXIT,
-    'exit_gate': EXIT_GATE,
+    'ouro': OURO,
     'exit_depth': dict(EXIT, **DEPTH_GQA),
 }
 
 # one toggle of each mechanism, for tests that take seconds
 ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop_depth', 'pause',
-            'gate', 'mask', 'router_depth', 'exit_gate')
+            'gate', 'mask', 'router_depth', 'exit', 'ouro')
 
 
 def make(seed=0, kind=GPT, **settings):

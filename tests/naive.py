@@ -364,7 +364,7 @@ def leave(gpt, x, t):
             x = h
         if k == gpt.K:
             return h, k + 1
-        if gpt.c.exit_by == 'gate':
+        if gpt.c.halting == 'ouro':
             survival *= 1 - sigmoid(gpt.own('gate.weight')[0] @ h + gpt.own('gate.bias')[0])
             doubt = survival
         else:
@@ -379,7 +379,7 @@ def leave(gpt, x, t):
     return h, k + 1
 
 
-HALTING = {'gate': gate, 'mask': mask, 'router': router, 'exit': leave}
+HALTING = {'gate': gate, 'mask': mask, 'router': router, 'exit': leave, 'ouro': leave}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ ROWS = torch.randint(0, 50, (N, T + 1), generator=torch.Generator().manual_seed(
 X, Y = ROWS[:, :-1], ROWS[:, 1:].clone()
 Y[:, :2] = -1   # do not count
 TEXT = choices.Text(X, Y, answers=False)
-HALTING = ['gate_depth', 'router', 'router_depth', 'mask2_depth', 'exit', 'exit_gate']
+HALTING = ['gate_depth', 'router', 'router_depth', 'mask2_depth', 'exit', 'ouro']
 
 
 @pytest.fixture(params=HALTING)

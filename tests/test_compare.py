@@ -59,14 +59,14 @@ def test_all_runs_have_the_same_recipe(common):
     plain = build(train.Settings, asked)
     cost = {}
     for name in dict.fromkeys([*compare.ALL, *compare.RUNS]):
-        plan = compare.make_plan(name, common, asked)
+        plan = compare.make_plan(name, common)
         settings = build(train.Settings, settings_of(plan.args))
         cost[name] = plan.flops * settings.max_steps
         if '_as_' not in name:
             assert settings.max_steps == 1000
-        # the mechanisms' own files set learning_rate, warmup, max_steps, batch_tokens
         settings.max_steps = plain.max_steps
         settings.out_dir = plain.out_dir
+        settings.fast = plain.fast
         if name == 'plain_stock':
             settings.weight_decay = plain.weight_decay
         assert settings == plain, name
@@ -117,7 +117,7 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
     assert in_process == ['depth_attn-s1']
     r = records_in(tmp_path)[-1]
     assert torch.backends.cpu.get_cpu_capability() in r['hardware']
-    assert r['flops'] == 256 * compare.make_plan('depth_attn', common, settings_of(common)).flops
+    assert r['flops'] == 256 * compare.make_plan('depth_attn', common).flops
     printed = capsys.readouterr().out
     compare.main([str(tmp_path / 'runs.jsonl')])                        # the table alone
     assert printed.endswith(capsys.readouterr().out)

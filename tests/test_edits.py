@@ -31,8 +31,8 @@ SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block
 # so that halting's terms of the loss count in step 2 in part, in step 3 in full
 HALTING = dict(halt_start=0.1, halt_full=0.6)
 TINY = dict(n_layer=1, n_head=1, n_embd=8, mlp_hidden=8, vocab_size=64)
-GAIN = dict(TOGGLES['exit_gate'], exit_loss='gain')
-RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'exit': TOGGLES['exit'], 'gain': GAIN,
+GAIN = dict(TOGGLES['ouro'], ouro_stage=2)
+RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'gain': GAIN,
         'topk': TOGGLES['embedding_topk'], 'answers': {},
         'twice': dict(ponder='twice', ponder_steps=1)}
 
@@ -253,9 +253,9 @@ EDITS = {
 def shell(small_data, tmp_path_factory):
     """run(program, settings, old, new): what a program of a changed copy of the project gives."""
     folder = tmp_path_factory.mktemp('copy')
-    for name in ('engine', 'model.py', 'train.py', 'sample.py', 'prepare_data.py',
+    for name in ('engine', 'config', 'model.py', 'train.py', 'sample.py', 'prepare_data.py',
                  'configurator.py'):
-        copy = shutil.copytree if name == 'engine' else shutil.copy
+        copy = shutil.copytree if '.' not in name else shutil.copy
         copy(os.path.join(ROOT, name), folder / name)
     out = folder / 'out'
 

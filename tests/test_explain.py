@@ -172,7 +172,7 @@ def sums(tmp_path, monkeypatch):
     return 'data/addition'
 
 
-@pytest.mark.parametrize('name', ['latent2_depth', 'mask', 'exit_gate'])
+@pytest.mark.parametrize('name', ['latent2_depth', 'mask', 'ouro'])
 def test_the_data_is_what_look_saw(tmp_path, name):
     model = make(**{**SIZE, **TOGGLES[name]})
     text = 'a = "é"\n'

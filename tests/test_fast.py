@@ -124,7 +124,7 @@ def test_a_second_pass_on_a_memory_has_to_be_opened(settings, idx):
     memory = model.new_memory()
     pos = memory.begin(3, 13, 'cpu')
     if settings:
-        memory.open(0)
+        memory.for_pass(0)
     x = model.trunk(model.embed(idx), pos, memory)
     with pytest.raises(AssertionError, match='block 0 must run once'):
         model.trunk(x, pos, memory)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EXIT, EXIT_GATE, LOOP, close, make
+from conftest import EXIT, OURO, LOOP, close, make
 from test_promises import targets, test_flops_agree_with_torch as flops_agree_with_torch
 
 from engine.fast import FastGPT
@@ -20,10 +20,10 @@ MODES = {
     'mask': dict(ponder='latent', ponder_steps=2, halting='mask', halt_tau=0.3),
     'router': dict(ponder='chain', ponder_steps=3, halting='router', halt_tau=0.3),
     'exit': dict(EXIT, halt_tau=0.8),
-    'exit_gate': EXIT_GATE,
+    'ouro': OURO,
 }
 every_mode = pytest.mark.parametrize('mode', MODES)
-all_that_learn_to_halt = pytest.mark.parametrize('mode', ['gate', 'mask', 'router', 'exit_gate'])
+all_that_learn_to_halt = pytest.mark.parametrize('mode', ['gate', 'mask', 'router', 'ouro'])
 
 
 def make_mode(mode, **settings):
@@ -36,12 +36,12 @@ def deciders(model):
     mechanism = model.mechanism
     if model.config.halting == 'gate':
         return [gate[2] for gate in mechanism.gates]
-    return [mechanism.gate if model.config.halting == 'exit' else mechanism.router]
+    return [mechanism.gate if model.config.halting == 'ouro' else mechanism.router]
 
 
 def decide(model, go_on):
     """Make every token go on to the end, or stop at once, whatever it reads."""
-    if model.config.halting == 'exit':
+    if model.config.halting in ('exit', 'ouro'):
         model.config.halt_tau = 0.0 if go_on else 1.0
         return
     K = model.config.ponder_steps
@@ -159,11 +159,14 @@ def test_saturated_decisions_keep_gradients_finite(mode, idx):
 @every_mode
 @pytest.mark.parametrize('autocast', [False, True])
 def test_bf16_decodes(mode, autocast, idx, kind, monkeypatch):
-    """And masks are as CUDA's kernels take them: bool, or numbers of the type of the queries."""
+    """
+    And masks are as CUDA's kernels take them: bool, or numbers of the type of the queries, which
+    autocast makes of them.
+    """
     kernel = F.scaled_dot_product_attention
 
     def watched(q, k, v, attn_mask=None, *args, **options):
-        assert attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype)
+        assert attn_mask is None or autocast or attn_mask.dtype in (torch.bool, q.dtype)
         return kernel(q, k, v, attn_mask, *args, **options)
 
     monkeypatch.setattr(F, 'scaled_dot_product_attention', watched)
@@ -320,7 +323,7 @@ def test_router_penalty_by_hand(idx):
 
 # Exit
 
-GAIN = dict(LOOP, halting='exit', exit_by='gate', exit_loss='gain', loop_norm=True)
+GAIN = dict(LOOP, halting='ouro', ouro_stage=2, loop_norm=True)
 
 
 def each_pass(model, idx):
@@ -331,11 +334,11 @@ def each_pass(model, idx):
     for _, new in model.mechanism.trace:
         logits = model.head(new.out)
         nats.append(F.cross_entropy(logits.transpose(1, 2), targets(idx), reduction='none'))
-        gates.append(new.lam)
+        gates.append(model.mechanism.lam(new.out) if model.config.halting == 'ouro' else None)
     return nats, gates
 
 
-@pytest.mark.parametrize('mode', ['exit', 'exit_gate'])
+@pytest.mark.parametrize('mode', ['exit', 'ouro'])
 def test_exit_compares_what_the_papers_say(mode, idx):
     """1 - the largest probability, or that nobody has left by the gate: the numbers themselves."""
     model = make_mode(mode)
@@ -343,9 +346,9 @@ def test_exit_compares_what_the_papers_say(mode, idx):
     survival = 1.0
     for on, new in model.mechanism.trace[:2]:
         chance = 1 - model.head(new.out).softmax(-1).amax(-1)
-        if mode == 'exit_gate':
+        if mode == 'ouro':
             chance = survival = survival * (1 - model.mechanism.gate(new.out)[..., 0].sigmoid())
-        close(new.chance[on], chance[on])
+        close(new.need[on], chance[on])
 
 
 @pytest.mark.parametrize('how, weights', [
@@ -366,7 +369,7 @@ def test_a_fixed_prior_weighs_the_passes(how, weights, idx):
 
 
 def test_learned_is_the_papers_first_stage(idx):
-    model = make(**{**GAIN, 'exit_loss': 'learned', 'halt_lambda': 0.3})
+    model = make(**{**GAIN, 'ouro_stage': 1, 'halt_lambda': 0.3})
     nats, gates = each_pass(model, idx)
     stay = 1.0
     want = 0.0
@@ -415,23 +418,29 @@ def test_tokens_leave_in_training_as_in_generation(idx):
     close(model(idx, targets(idx))[1], (nats[0] + second + third).mean() / 3)
 
 
-@pytest.mark.parametrize('toggle', [EXIT, {**EXIT_GATE, 'halt_full': 0.0, 'halt_start': 0.0}])
+@pytest.mark.parametrize('toggle', [EXIT, {**OURO, 'halt_full': 0.0, 'halt_start': 0.0}])
 def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx):
     """Doubt, or its gate's probability of staying, grows; without such tokens nothing is due."""
     model = make(**{**toggle, 'halt_tau': 0.0, 'halt_lambda': 0.5}).train()
-    wanted = targets(idx)
+    mechanism, wanted = model.mechanism, targets(idx)
+
+    def due():
+        if toggle['halting'] == 'exit':
+            return mechanism.penalty(model, wanted)
+        return mechanism.stay([mechanism.lam(new.out) for _, new in mechanism.trace[:-1]], wanted)
+
     model(idx, wanted)
-    assert model.mechanism.penalty(model, wanted) == 0
+    assert due() == 0
     wanted[:, :4] = -1
     stays = []
     for _ in range(2):
         model(idx, wanted)
-        first = model.mechanism.trace[0][1]
+        first = mechanism.trace[0][1]
         p = model.head(first.out).softmax(-1)[..., :model.config.n_tokens]
         # what a gate says, or how near the prediction is to one that knows nothing
-        stay = 1 - first.lam if model.mechanism.gate is not None else p.log().mean(-1)
+        stay = 1 - mechanism.lam(first.out) if toggle['halting'] == 'ouro' else p.log().mean(-1)
         stays.append(stay[:, :4].mean().item())
-        model.mechanism.penalty(model, wanted).backward()
+        due().backward()
         for p in model.parameters():
             if p.grad is not None:
                 p.data -= 0.1 * p.grad

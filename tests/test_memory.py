@@ -10,7 +10,7 @@ from conftest import close
 
 from engine.attention import attend
 from engine.memory import Cache, CausalPass, ChainPass, FrozenPass, RulePass, TextSlots
-from engine.fast import Some
+from engine.fast import Chosen
 from model import Attention, Padded, SlotMemory, by_pass, faded, flat, newest
 
 B = 3
@@ -70,9 +70,9 @@ class Rows:
                 own[name] = value[b:b + 1] if torch.is_tensor(value) else value
             if n is not None:
                 row.rewind()
-                row.open(n=n, **own)
+                row.for_pass(n=n, **own)
             elif opening:
-                row.open(**own)
+                row.for_pass(**own)
             outputs.append(read(row, Attention.attend, qkv[b:b + 1]))
         return torch.cat(outputs)
 
@@ -109,17 +109,17 @@ def read_fast(memory, qkv, n=None, **opening):
     if n is not None:
         memory.rewind()
         opening['n'] = n
-    opened = memory.open(**opening)
+    opened = memory.for_pass(**opening)
     return read(opened, attend, qkv), opened
 
 
 def read_skipping(memory, pos, qkv, k, visible, **labels):
     """The same without the slots that are hidden, as in engine/fast.py."""
-    some = Some(visible)
-    labels = {name: some.take(label) for name, label in labels.items()}
-    opened = memory.open_some(some.t(pos), k, labels)
-    got = read(opened, attend, some.take(qkv))
-    return some.put(got.new_zeros(*qkv.shape[:2], *got.shape[2:]), got), opened
+    chosen = Chosen(visible)
+    labels = {name: chosen.take(label) for name, label in labels.items()}
+    opened = memory.for_pass_of_some(chosen.t(pos), k, labels)
+    got = read(opened, attend, chosen.take(qkv))
+    return chosen.put(got.new_zeros(*qkv.shape[:2], *got.shape[2:]), got), opened
 
 
 @pytest.mark.parametrize('T', [7, 1])
@@ -232,12 +232,12 @@ def write_ahead(cache, rows, name):
         place = torch.tensor([[t[row]] for row in left])
         number = torch.tensor([[k[row]] for row in left])
         own, qkv = labels(name, 1, len(left)), random_qkv(1, len(left))
-        got = read(cache.open_some(place, number, own), attend, qkv)
+        got = read(cache.for_pass_of_some(place, number, own), attend, qkv)
         for i, row in enumerate(left):
             alone = rows.rows[row]
             if k[row] == 0:
                 alone.begin(1, 1, 'cpu')
-            alone.open(k[row], **{label: x[i:i + 1] for label, x in own.items()})
+            alone.for_pass(k[row], **{label: x[i:i + 1] for label, x in own.items()})
             close(got[i], read(alone, Attention.attend, qkv[i:i + 1])[0])
             k[row] += 1
             if k[row] == stops[row][t[row]]:
@@ -252,9 +252,9 @@ def write_ahead(cache, rows, name):
 def test_a_flat_text_goes_through_once(memory):
     """A second pass would have to ask the rule: its slots do not stand in order."""
     memory.begin(B, 5, 'cpu')
-    read(memory.open(), attend, random_qkv(5))
+    read(memory.for_pass(), attend, random_qkv(5))
     with pytest.raises(AssertionError, match='at once'):
-        memory.open(k=1)
+        memory.for_pass(k=1)
 
 
 @pytest.mark.parametrize('name', ['latent', 'chain'])
@@ -265,7 +265,7 @@ def test_a_static_cache_keeps_its_shapes_and_addresses(name):
     for T in (3, 1, 1, 1):
         cache.begin(B, T, 'cpu')
         for k in range(PASSES if T == 1 else 1):
-            cache.open(k)
+            cache.for_pass(k)
             mask = cache.mask(T, 'cpu')
             k, v = cache.update(0, torch.zeros(B, 1, T, 4), torch.zeros(B, 1, T, 4))
             if T == 1:

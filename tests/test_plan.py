@@ -123,12 +123,12 @@ def test_no_step_of_embedding_keeps_its_probabilities():
 
 def test_frozen_weights_have_neither_gradients_nor_moments():
     config = GPTConfig(vocab_size=320, block_size=64, n_layer=2, n_head=2, n_embd=64, mlp_hidden=64,
-                       ponder='loop', halting='exit', exit_by='gate', exit_loss='gain')
+                       ponder='loop', halting='ouro', ouro_stage=2)
     s = Settings(micro_batch=4, batch_tokens=512, device='cpu')
     parts = memory(config, s, torch.float32)
     assert parts['gradients'] == 4 * (64 + 1)       # of the gate
     assert parts['optimizer'] == 2 * parts['gradients']
-    ramp = memory(replace(config, exit_by='confidence', exit_loss='ramp'), s, torch.float32)
+    ramp = memory(replace(config, halting='exit', exit_loss='ramp'), s, torch.float32)
     assert parts['activations'] < 0.5 * ramp['activations']
 
 

@@ -292,7 +292,7 @@ def test_bf16_autocast_stays_close(toggle, idx, kind):
     if 'ponder_topk' in toggle:  # which tokens are the likeliest may change: keep all
         toggle = {**toggle, 'ponder_topk': 50}
     model = make(**toggle, block_size=13, init_std=0.05, kind=kind).float()
-    model.train(model.config.halting == 'exit')     # whose gate counts in training alone
+    model.train(model.config.halting == 'ouro')     # whose gate counts in training alone
     want = gradients(model, idx)
     got = gradients(model, idx, torch.bfloat16)
     assert got[0] == pytest.approx(want[0].item(), rel=0.01)
@@ -314,7 +314,7 @@ OWN_PARAMETERS = {
     'mask2': {'mechanism.router.weight': (3, 32), 'mechanism.router.bias': (3,)},
     'router': {'mechanism.router.weight': (1, 32), 'mechanism.router.bias': (1,)},
     'gate': GATES,
-    'exit_gate': {'mechanism.gate.weight': (1, 32), 'mechanism.gate.bias': (1,)},
+    'ouro': {'mechanism.gate.weight': (1, 32), 'mechanism.gate.bias': (1,)},
 }
 
 

@@ -464,7 +464,6 @@ def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, sm
     ('gate', 'ponder_steps=3', 'another number'),
     ('router', 'ponder_steps=3', 'validation loss'),
     ('router', 'halt_tau=1.0', '1.000 passes'),
-    ('exit_gate', 'exit_by=confidence', 'validation loss'),
     ('plain', 'ponder_steps=1', "ponder='none'"),
 ])
 def test_passes_can_change_at_evaluation(run_train, tmp_path, capsys, name, setting, words):
@@ -499,7 +498,7 @@ TASK = ['config/tasks.py', '--max_steps=1', '--eval_tokens=512', '--device=cpu',
 
 
 def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, capsys):
-    """Where nobody names a size, and there is no GPU, tiny.py stands behind the last file."""
+    """What nobody names is config/size/tiny.py's, where there is no GPU."""
     monkeypatch.setattr(train, 'best_device', lambda: 'cpu')
     monkeypatch.chdir(ROOT)
     folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
@@ -515,30 +514,25 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     assert settings['ponder'] == 'chain'
     assert settings['max_steps'] == 1           # what stands on the command line counts
 
-    # a run of another size was not begun like this
-    sized = [*command[:-1], '--sample_tokens=0', f'--out_dir={tmp_path / "sized"}']
-    train.main([*sized, '--max_steps=1', '--n_layer=2', '--block_size=64'])
-    with pytest.raises(UserError, match='another size than config/size/tiny.py.*: name its size'):
-        train.main([*sized, '--max_steps=2', '--init_from=resume'])
-
     # the same command goes on with the same settings
     train.main([*command, '--max_steps=2', '--init_from=resume'])
     with open(tmp_path / 'out' / 'settings.json') as f:
         assert json.load(f) == {**settings, 'max_steps': 2}
 
-    for args in (['config/size/small.py'], ['--n_layer=2'], ['--device=cuda'],
-                 ['--init_from=resume'], ['--dry_run=True'],
-                 ['config/chain.py', '--init_from=resume', '--eval_only=True'],
-                 ['config/chain.py', 'config/tasks.py'],
-                 [str(tmp_path / 'out' / 'settings.json')]):
-        assert train.with_size(args) == args
-    assert train.with_size(['--seed=1']) == [train.TINY, '--seed=1']
-    assert train.with_size(['--block_size=64'])[:2] == [train.TINY, '--block_size=64']
-    early = train.with_size(['--max_steps=3', 'config/chain.py'])
-    assert early[-2:] == [train.TINY, '--max_steps=3']
+    def filled_in(*args):
+        return train.for_this_machine(read(args, '', train.Settings, GPTConfig)[0])
+
+    assert filled_in('config/chain.py')['n_layer'] == 6
+    assert filled_in('config/chain.py', '--n_layer=2')['n_layer'] == 2
+    assert filled_in('--block_size=64', 'config/chain.py')['block_size'] == 64
+    large = filled_in('config/size/360m.py')
+    assert large['n_embd'] == 960 and large['batch_tokens'] == 1024 * 2048
+    for args in (['--device=cuda'], ['--init_from=resume'], ['--dry_run=True'],
+                 ['--init_from=out/other', '--eval_only=True']):
+        assert 'n_embd' not in filled_in('config/chain.py', *args)
     monkeypatch.setattr(train, 'best_device', lambda: 'cuda')
-    assert train.with_size(['config/chain.py']) == ['config/chain.py']
-    assert train.with_size(['--device=cpu']) != ['--device=cpu']
+    assert 'n_embd' not in filled_in('config/chain.py')
+    assert filled_in('config/chain.py', '--device=cpu')['n_embd'] == 192
 
 
 def test_on_a_made_task_right_answers_are_counted(tmp_path, monkeypatch, capsys):
@@ -605,8 +599,8 @@ def test_where_the_mechanism_trains_alone_all_else_stays(run_train, tmp_path):
     """Ouro's two stages: a gate after the model, on the model's own losses."""
     loop = ['--ponder=loop', '--halting=exit', '--ponder_steps=2']
     first = run_train('first', *loop, '--exit_loss=uniform')
-    second = run_train('second', f'--init_from={tmp_path / "first"}', '--exit_loss=gain',
-                       '--exit_by=gate', shape=[])
+    second = run_train('second', f'--init_from={tmp_path / "first"}', '--halting=ouro',
+                       '--ouro_stage=2', shape=[])
     own = {name for name in second['model'] if name.startswith('mechanism.')}
     assert own == second['model'].keys() - first['model'].keys() != set()
     same_weights(first, {'model': {name: second['model'][name] for name in first['model']}})
@@ -742,7 +736,7 @@ def test_attention_that_reads_ahead_is_refused(make_trainer, monkeypatch):
     (FastGPT, 'router', True),
     (GPT, 'plain', False),
     (GPT, 'mask', True),
-    (GPT, 'exit_gate', True),
+    (GPT, 'ouro', True),
 ])
 def test_cudnn_is_not_asked_for_attention_with_a_mask_tensor(kind, toggle, off, monkeypatch):
     """Its gradients may be NaN. Whether a mask is a tensor is read off the calls themselves."""
@@ -767,8 +761,7 @@ if sys.platform != 'win32':
     from ranks import finish, launch, wait_for
 
 TWO_RANKS = {name: options(name) for name in MOST}
-TWO_RANKS['trains alone'] = ['--ponder=loop', '--halting=exit', '--exit_by=gate',
-                             '--exit_loss=gain']
+TWO_RANKS['trains alone'] = ['--ponder=loop', '--halting=ouro', '--ouro_stage=2']
 
 
 @pytest.fixture

@@ -289,8 +289,8 @@ def main(argv):
     print_everyone(rows, oracle, text)
     if s.json is not None:
         _, [folder] = read(argv, '', ChoiceSettings)
-        record = {'checkpoint': folder, 'halting': config.halting, 'exit_by': config.exit_by,
-                  'exit_loss': config.exit_loss, 'data': s.data_dir or settings['data_dir'],
+        record = {'checkpoint': folder, 'halting': config.halting,
+                  'data': s.data_dir or settings['data_dir'],
                   'answers': text.answers, 'taus': found, 'everyone': rows, 'oracle': oracle}
         with open(s.json, 'a', encoding='utf-8') as f:
             f.write(json.dumps(record) + '\n')

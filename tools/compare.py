@@ -7,10 +7,9 @@ one run after another.
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
 
 A name is one of RUNS, or NAME_as_OTHER: NAME, trained for as many FLOPs as OTHER, by more or fewer
-steps. Files and settings of train.py hold for all: of a mechanism's own file only the model's
-settings count, and what RUNS adds to it overrules yours. Stopped, the same command goes on. On a
-made task the table counts right answers. Writes OUT/NAME-sSEED (train.py's folder, and output.txt)
-and a line per run in OUT/runs.jsonl.
+steps. Files and settings of train.py hold for all; what RUNS adds overrules yours. Stopped, the
+same command goes on. On a made task the table counts right answers. Writes OUT/NAME-sSEED
+(train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ from engine.start import vocabulary_of
 from engine.tasks import task_of
 from model import GPTConfig
 from sample import exam_of_run, load_model
-from train import Settings, with_size
+from train import Settings, for_this_machine
 
 
 @dataclass
@@ -63,12 +62,12 @@ class CompareSettings:
 RUNS = {
     'plain': ('vanilla',),
     'plain_scaled': ('loop', '--ponder_steps=0'),
-    'plain_ponderlm': ('ponder', '--ponder_steps=0'),
+    'plain_ponderlm': ('embedding', '--ponder_steps=0'),
     'depth_attn': ('depth_attn',),
     'depth_uniform': ('depth_attn', '--depth_mode=uniform'),
     'depth_stride1': ('depth_attn', '--depth_stride=1'),
     'loop': ('loop',),
-    'embedding': ('ponder',),
+    'embedding': ('embedding',),
     'chain': ('chain',),
     'pause': ('pause',),
     'latent': ('latent',),
@@ -76,6 +75,7 @@ RUNS = {
     'router': ('halting_router',),
     'mask': ('halting_mask', '--ponder_steps=1'),
     'exit': ('halting_exit',),
+    'ouro': ('halting_ouro',),
 }
 ALL = [*RUNS]
 for name in RUNS:
@@ -96,10 +96,9 @@ RUNS.update({
     'loop_4': ('loop', '--ponder_steps=3'),
     'loop_6': ('loop', '--ponder_steps=5'),
     'loop_8': ('loop', '--ponder_steps=7'),
-    # other losses for exit: of the last pass alone; of all equally; Ouro's
+    # other losses for exit: of the last pass alone; of all equally
     'exit_last': ('halting_exit', '--exit_loss=last'),
     'exit_uniform': ('halting_exit', '--exit_loss=uniform'),
-    'exit_learned': ('halting_exit', '--exit_loss=learned', '--exit_by=gate'),
     # as PonderLM-2's released scripts have it: their vanilla baseline, and the norms of all runs
     'plain_stock': ('vanilla', '--norm_eps=0.1', '--init_std=0.01', '--weight_decay=0.01'),
     'latent_stock': ('latent', '--norm_eps=0.1'),
@@ -121,29 +120,24 @@ class Plan:
     flops: float      # of training, per token
 
 
-def make_plan(name, common, asked):
-    """The Plan of a name. common: train.py's arguments for all; asked: the settings in them."""
+def make_plan(name, common):
+    """The Plan of a name. common: train.py's arguments for all."""
     base, _, like = name.partition('_as_')
     if base not in RUNS:
         raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_as_OTHER such as "
                         "plain_scaled_as_loop")
     file, *options = RUNS[base]
     path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))
+    args = [path, *common, *options]
 
-    # what the mechanism's file says of the recipe is overruled by what holds for all
-    recipe = asdict(build(Settings, asked))
-    of_file, _ = read([path], '', Settings, GPTConfig)
-    overruled = [n for n in of_file if n in recipe and n not in (*asked, 'out_dir')]
-    args = [path, *common, *(f'--{n}={recipe[n]}' for n in overruled), *options]
-
-    given, _ = read(args, '', Settings, GPTConfig)
-    n_tokens = read_meta(recipe['data_dir'])['n_tokens']
-    config = build(GPTConfig, {**vocabulary_of(n_tokens), **given})
-    settings = {**asdict(build(Settings, given)), **asdict(config)}
+    given = for_this_machine(read(args, '', Settings, GPTConfig)[0])
+    run = build(Settings, given)
+    config = build(GPTConfig, {**vocabulary_of(read_meta(run.data_dir)['n_tokens']), **given})
+    settings = {**asdict(run), **asdict(config)}
     flops = without_numbers(config).flops_per_token()
     if like:
-        ratio = make_plan(like, common, asked).flops / flops
-        settings['max_steps'] = round(recipe['max_steps'] * ratio)
+        ratio = make_plan(like, common).flops / flops
+        settings['max_steps'] = round(run.max_steps * ratio)
         args.append(f"--max_steps={settings['max_steps']}")
     return Plan(args, settings, flops)
 
@@ -258,10 +252,10 @@ def hardware(name):
     return f'{cpu} {instructions}, {torch.get_num_threads()} threads'
 
 
-def make_runs(compare, common, asked, results):
+def make_runs(compare, common, results):
     """Make all runs that are not finished; returns how many failed."""
     names = ALL if compare.names == 'all' else compare.names.split(',')
-    plans = {name: make_plan(name, common, asked) for name in names}    # what is wrong shows first
+    plans = {name: make_plan(name, common) for name in names}    # what is wrong shows first
     keep_recipe(compare.out, [*common, f'--answers={compare.answers}'])
     failed = 0
     for seed in compare.seeds.split(','):
@@ -400,10 +394,8 @@ def main(argv):
     failed = 0
     if not files:
         files = [os.path.join(compare.out, 'runs.jsonl')]
-        common = with_size(common)
-        asked, _ = read(common, '', Settings, GPTConfig)
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
-        failed = make_runs(compare, common, asked, files[0])
+        failed = make_runs(compare, common, files[0])
     for path in files:
         records = [r for r in read_lines(path) if 'name' in r]
         if records:

@@ -3,7 +3,7 @@ What a model does with a text, position by position: its passes, when it stops, 
 after each, and the layers its values came from.
 
     python tools/explain.py out/loop --start=7420+6779,1999+8001 --html=out/think.html
-    python tools/explain.py out/ponder --start="def f(x):"
+    python tools/explain.py out/embedding --start="def f(x):"
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
     python tools/explain.py out/loop --html=out/think.html      the beginning of its validation set
     python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=out/think.html
@@ -307,7 +307,7 @@ def second_model(s, tokenizer, idx):
 
 def main(argv):
     s, model, tokenizer, settings = open_one(argv, __doc__, ExplainSettings,
-                                             "python tools/explain.py out/ponder")
+                                             "python tools/explain.py out/embedding")
     tokens, counts = what_to_read(s.start, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(tokens, device=model.wte.weight.device)      # (T,)
     if s.html is not None:

@@ -1,0 +1,15 @@
+"""
+The looped Transformer with a gate that learns when to leave, as Ouro (arXiv 2510.25741). This is
+their first stage; the second, with --init_from=out/halting_ouro --ouro_stage=2, trains the gate
+alone on what a pass gains.
+Cost: as config/loop.py in training, plus a head per pass; at inference only the passes that a token
+takes.
+"""
+out_dir = 'out/halting_ouro'
+ponder = 'loop'
+ponder_steps = 3
+loop_norm = True
+halting = 'ouro'
+ouro_stage = 1
+halt_tau = 0.5          # it leaves when another pass is less likely than this
+fast = True             # in training quicker on a CPU too: docs/performance.md

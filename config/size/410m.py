@@ -1,0 +1,15 @@
+"""
+The 410M Llama of the pondering papers. Shape, learning rate and length are those of PonderLM-2's
+script (arXiv 2509.23184), for itself and for the looped model, there with weight decay 0.01;
+AdaPonderLM (2603.01914) and Adaptive Latent CoT (2602.08220) take half its batch, 256 x 2048.
+"""
+n_layer = 24
+n_head = 16
+n_kv_head = None
+n_embd = 1024
+mlp_hidden = 2752
+learning_rate = 3e-4
+block_size = 2048
+batch_tokens = 512 * 2048
+micro_batch = 8
+max_steps = 50000
