@@ -79,14 +79,14 @@ class GPTConfig:
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
-    ponder: str = 'none'                 # 'embedding', 'latent', 'chain', 'loop' or 'pause'
+    ponder: str = 'none'                 # embedding, latent, feedback, chain, loop or pause
     ponder_steps: int = 3                # K: extra passes, or slots, per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # Latent: R, which training draws from R and R - 1
     loop_norm: bool = False              # Loop: the final norm after every pass, as Ouro
 
     # halting
-    halting: str = 'none'                # 'gate', 'mask', 'router', 'exit' or 'ouro'
+    halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # below this probability a pass is not taken
     halt_lambda: Optional[float] = None  # weight of the loss that halting adds (None: by class)
     halt_start: Optional[float] = None   # share of the run at which it begins (None: by class)
@@ -512,6 +512,7 @@ class Mechanism(nn.Module):
     # not read in this file
     skips = False                   # engine/fast.py: training may leave stopped tokens out
     settings = ('ponder_steps',)    # engine/start.py: it warns of others that were set
+    iterates = False                # tools/evaluate.py: a text at once is read by iteration
 
     def __init__(self, config):
         super().__init__()
@@ -524,6 +525,11 @@ class Mechanism(nn.Module):
     @property
     def K(self):
         return self.config.ponder_steps
+
+    @property
+    def slots(self):
+        """That a new token takes in generation, one in each pass; where tokens halt, at most."""
+        return self.K + 1
 
     @staticmethod
     def embed_scale(C):
@@ -750,6 +756,7 @@ class SlotMemory(Memory):
         self.key_labels = None      # of all slots so far, if there are some
         self.query_labels = None    # of those of this pass
         self.causal = False         # whether the rule need not be asked in this pass
+        self.state = None           # what Feedback carries on from here, (B,1,C)
 
     def begin(self, B, T, device):
         pos = super().begin(B, T, device)
@@ -835,6 +842,7 @@ class Latent(Mechanism):
     """
     rule = staticmethod(flat)
     settings = ('ponder_steps', 'jacobi_iters')
+    iterates = True
 
     def draws(self):
         """R or R - 1, as in the authors' code."""
@@ -875,6 +883,52 @@ class Latent(Mechanism):
     def cost(self, gpt, drawn, training):
         slots = self.slots_of_sweeps(drawn)
         return Cost(slots=sum(slots), keys=sum(n * n for n in slots))
+
+
+class Feedback(Mechanism):
+    """
+    Latent feedback: what the trunk made of a token joins the input of the next one. So does P2N, in
+    the code of Depth-Attention's authors (not announced, no paper), and, behind a gate, the
+    Full-bandwidth Transformer (arXiv 2608.08888).
+
+        h_t     = trunk at t, of x_t + h_{t-1}, behind those of all tokens before        h_{-1} = 0
+
+    Thinking is carried along the text instead of being repeated in one place: a new token takes one
+    pass and leaves one slot, as in the plain model. Exactly this is sequential. Training, and a
+    text that is read at once, solve it by iteration, as Latent does:
+
+        h^(0)   = trunk(x)
+        h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
+
+    h^(k)_t is exact once k >= t. The loss reads h^(K), and each optimizer step draws K or K - 1:
+    with K alone what is learned holds after K passes, and not for the recursion.
+
+    Cost: K + 1 passes in training and to read a prompt; in generation one. A token's thinking is
+    never longer than the text before it.
+    P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
+    cached decoding is not implemented. Drawn in docs/drawings/feedback.svg.
+    """
+    rule = staticmethod(flat)
+    slots = 1
+    iterates = True
+
+    def draws(self):
+        return [self.K, self.K - 1] if self.K > 1 else [self.K]
+
+    def forward(self, gpt, x, pos, memory):
+        K = self.drawn if self.training else self.K
+        real = memory.real()[..., None]                                 # (B,T,1)
+        last = torch.zeros_like(x[:, :1]) if memory.state is None else memory.state     # (B,1,C)
+        before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}, as far as known
+        for _ in range(min(K + 1, x.size(1))):
+            memory.rewind()                                 # what the pass before left was a guess
+            h = gpt.trunk(x + before, pos, memory.for_pass()).where(real, 0.0)  # 0 of padding
+            before = torch.cat((last, h[:, :-1]), dim=1)
+        memory.state = h[:, -1:] if K > 0 else None
+        return h
+
+    def cost(self, gpt, drawn, training):
+        return Cost(slots=drawn + 1, keys=drawn + 1)
 
 
 def by_pass(query, key):
@@ -938,8 +992,8 @@ class Pause(Mechanism):
         return Cost(slots=self.K + 1, keys=(self.K + 1) ** 2)
 
 
-PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'chain': Chain, 'loop': Loop,
-          'pause': Pause}
+PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'feedback': Feedback,
+          'chain': Chain, 'loop': Loop, 'pause': Pause}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -89,15 +89,15 @@ def ask(model, exam, count):
     return asked
 
 
-def answer_problems(model, exam, count, batch_size=100):
-    """The Outcomes of `count` problems of an exam, or of as many as it has."""
+def answer_problems(model, exam, count, exact=False, batch_size=100):
+    """The Outcomes of `count` problems of an exam, or of as many as it has; exact as in stream."""
     asked = ask(model, exam, count)
     asked.sort(key=lambda one: len(one[0]))     # so that batches need little padding
     progress = Progress()
     outcomes = []
     for first in range(0, len(asked), batch_size):
         some = asked[first:first + batch_size]
-        outcomes += answer_batch(model, TASKS[exam['task']], some, exam['eot'])
+        outcomes += answer_batch(model, TASKS[exam['task']], some, exam['eot'], exact)
         progress(f"{len(outcomes):,} of {len(asked):,} answers")
     return outcomes
 
@@ -124,11 +124,12 @@ def behind(before, tokens, eot, most_tokens):
     return tokens
 
 
-def answer_batch(model, task, asked, eot):
+def answer_batch(model, task, asked, eot, exact):
     """The Outcomes of one batch of questions."""
     longest = max(len(answer) for _, _, answer in asked)
     prompts = [prompt for prompt, _, _ in asked]
-    steps = list(stream(model, prompts, longest + 1, temperature=0, stop_token=eot))
+    steps = list(stream(model, prompts, longest + 1, temperature=0, stop_token=eot,
+                        exact=exact))
     tokens = torch.stack([token for token, _ in steps], dim=1).tolist()    # (batch, steps)
     passes = torch.stack([taken for _, taken in steps], dim=1).tolist()
 
@@ -162,12 +163,12 @@ def read_answers(model, exam, count):
     return inputs, targets
 
 
-def summary(model, exam, count):
+def summary(model, exam, count, exact=False):
     """
     Over `count` problems of an exam: {'task', 'problems', 'right', 'passes', 'by_difficulty':
     [..]}; right is a share, passes are those of an answer's character.
     """
-    outcomes = answer_problems(model, exam, count)
+    outcomes = answer_problems(model, exam, count, exact)
     by_level = by_difficulty(TASKS[exam['task']], outcomes)
     return {'task': exam['task'], **totals(outcomes), 'by_difficulty': by_level}
 

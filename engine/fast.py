@@ -41,7 +41,7 @@ PARTS = {
         'Padded': '47c22ab34b42',
         'slots_of': '2630fb41f1be',
         'times': 'a8f5f8e6102b',
-        'SlotMemory': 'a5b5f02079fe',
+        'SlotMemory': '9af184829133',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': '8289296aca4e',
         'flat': '45cc7235f97c',

@@ -33,11 +33,12 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     top_p        only the fewest that together have this probability
     seed         makes the draw repeatable on one device
     stop_token   a row that drew it repeats it; the stream ends when all rows have
-    exact        'latent' and 'mask': read prompts token by token, not by Jacobi iteration
+    exact        'latent', 'mask', 'feedback': read prompts token by token, not by iteration
 
     Past block_size: when the window is full, its newer half is read afresh, as if it were the whole
     text. So each token is predicted from block_size / 2 to block_size tokens, as by `forward` on
-    that window ('latent' and 'mask': with enough sweeps), and on average each is read about twice.
+    that window ('latent', 'mask', 'feedback': with enough sweeps), and on average each is read
+    about twice.
     """
     device = gpt.wte.weight.device
     prompt, padding = left_pad(prompts, gpt.config, device)
@@ -180,7 +181,7 @@ def in_step(gpt, tokens, n, h, memory, sampler):
     """
     B, end = tokens.shape
     mechanism = gpt.mechanism
-    passes = tokens.new_full((B,), mechanism.K + 1)
+    passes = tokens.new_full((B,), mechanism.slots)
     for place in range(n, end):
         token = sampler.draw(gpt.head(h), slice(None))
         tokens[:, place] = token

@@ -150,10 +150,10 @@ def compute_dtype(h):
 
 
 @torch.no_grad()
-def token_nats(model, rows, batch_size=16):
+def token_nats(model, rows, batch_size=16, exact=False):
     """
     -log p of each token of a text given those before it in its row, in eval mode: rows (n,T+1) to
-    (n,T); 0 where a token is -1, which counts for nothing.
+    (n,T); 0 where a token is -1, which counts for nothing. exact: read token by token.
     """
     was_training = model.training
     model.eval()
@@ -161,7 +161,10 @@ def token_nats(model, rows, batch_size=16):
     at_once = max(1, LOGITS_AT_ONCE // (rows.size(1) * model.config.vocab_size))
     for part in rows.split(batch_size):
         part = part.to(model.wte.weight.device)
-        h = model.hidden(part[:, :-1].clamp(min=0))
+        idx = part[:, :-1].clamp(min=0)
+        memory = model.new_memory() if exact else None
+        h = [model.hidden(some, memory) for some in idx.split(1 if exact else idx.size(1), dim=1)]
+        h = torch.cat(h, dim=1)
         for some, targets in zip(h.split(at_once), part[:, 1:].split(at_once)):
             losses.append(model.nats(some, targets))
     model.train(was_training)

@@ -37,7 +37,7 @@ def cache_memory(gpt, pad, places):
     static = places is not None
     tokens = places or gpt.config.block_size
     if gpt.mechanism.rule is not None:
-        slots = tokens * (gpt.mechanism.K + 1)
+        slots = tokens * gpt.mechanism.slots
         return Cache(sources, slots, pad, static, gpt.mechanism.rule)
     if gpt.config.ponder == 'none':
         return Cache(sources, tokens, pad, static)
@@ -211,6 +211,7 @@ class TextSlots:
         self.sources = sources
         self.tokens = 0
         self.last = None            # the pass before
+        self.state = None
 
     def begin(self, B, T, device):
         pos = torch.arange(T, device=device)
@@ -285,6 +286,7 @@ class Cache(Memory):
         self.length = 0             # slots so far
         self.first = 0              # where this pass begins
         self.n_before = 0            # where the tokens that are read now begin
+        self.state = None           # Feedback's
         self.compiled = False       # whether the pass is one new token's, in compiled code
 
     def begin(self, B, T, device):

@@ -51,6 +51,7 @@ LATENT_2 = dict(ponder='latent', ponder_steps=2)
 CHAIN = dict(ponder='chain', ponder_steps=2)
 LOOP = dict(ponder='loop', ponder_steps=2)
 PAUSE = dict(ponder='pause', ponder_steps=2)
+FEEDBACK = dict(ponder='feedback')
 GATE = dict(EMBEDDING, halting='gate', halt_tau=0.45)
 MASK = dict(LATENT, halting='mask', halt_tau=0.4)
 MASK_2 = dict(LATENT_2, halting='mask', halt_tau=0.3)
@@ -75,6 +76,8 @@ TOGGLES = {
     'loop_depth': dict(LOOP, **DEPTH_GQA),
     'pause': PAUSE,
     'pause_depth': dict(PAUSE, **DEPTH_GQA),
+    'feedback': FEEDBACK,
+    'feedback_depth': dict(FEEDBACK, **DEPTH_GQA),
     'gate': GATE,
     'gate_depth': dict(GATE, **DEPTH_GQA),
     'mask': MASK,
@@ -89,7 +92,7 @@ TOGGLES = {
 
 # one toggle of each mechanism, for tests that take seconds
 ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop_depth', 'pause',
-            'gate', 'mask', 'router_depth', 'exit', 'ouro')
+            'feedback_depth', 'gate', 'mask', 'router_depth', 'exit', 'ouro')
 
 
 def make(seed=0, kind=GPT, **settings):
@@ -101,6 +104,8 @@ def make(seed=0, kind=GPT, **settings):
         tokens = settings.get('block_size', 24) + 1
         thoughts = settings.get('ponder_steps', 3)
         small.update(n_layer=3, jacobi_iters=tokens * thoughts)  # exact for a full context
+    if settings.get('ponder') == 'feedback':
+        small.update(n_layer=3, ponder_steps=settings.get('block_size', 24))    # exact as well
     model = new_model(GPTConfig(**{**small, **settings}), fast=kind is FastGPT).double().eval()
     for name, p in model.named_parameters():
         if p.dim() != 1:

@@ -21,6 +21,7 @@ controls: a test that cannot tell them from the right one would prove nothing.
               'one cache'         embedding, loop: all passes share one
               'all visible'       chain, router: a slot reads steps that are still to come
               'own positions'     latent: thoughts have positions of their own
+              'alone'             feedback: nothing is carried along
               'norm between'      loop: the final norm after every loop, which is loop_norm
               'readout moves'     gate: a stopped token's hidden state goes on changing
               'keys move'         gate: its keys and values do
@@ -282,8 +283,16 @@ def pause(gpt, x, t):
     return h
 
 
+def feedback(gpt, x, t):
+    """Latent feedback: the hidden state of the token before joins the input."""
+    if t > 0 and gpt.wrong != 'alone':
+        x = x + gpt.before
+    gpt.before = gpt.stack.trunk(x, t)
+    return gpt.before
+
+
 PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chain, 'loop': loop,
-          'pause': pause}
+          'pause': pause, 'feedback': feedback}
 
 
 # -------------------------------------------------------------------------------------------------

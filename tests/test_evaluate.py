@@ -69,6 +69,23 @@ def run(capsys, *args):
     return [row[1:] for row in cells(capsys.readouterr().out)[1:]]
 
 
+@pytest.mark.parametrize('ponder', ['latent', 'feedback'])
+def test_what_iteration_approximates_is_had_token_by_token(ponder, tmp_path, capsys):
+    model = make(**SMALL, ponder=ponder, ponder_steps=2 if ponder == 'latent' else 23)
+    tokens = np.random.default_rng(0).integers(0, 257, 60).astype(np.uint16)
+    want = evaluate.nats(model, tokens, 4)      # with enough sweeps
+    model.config.jacobi_iters = 0
+    model.config.ponder_steps = 2
+    assert abs(evaluate.nats(model, tokens, 4) - want) > 0.1
+    assert evaluate.nats(model, tokens, 4, exact=True) == pytest.approx(want, abs=1e-9)
+
+    (tmp_path / 'a.txt').write_bytes(bytes(tokens[tokens < 128].tolist()))
+    out = str(save(tmp_path / 'out', model.float(), data_dir='nowhere'))
+    for option, how in (([], 'by iteration (--exact=True'), (['--exact=True'], 'token by token')):
+        evaluate.main([out, str(tmp_path / 'a.txt'), *option])
+        assert f'{ponder}: texts and prompts are read {how}' in capsys.readouterr().out
+
+
 def test_a_text(model, folder, tmp_path, capsys):
     path = tmp_path / 'text.py'
     text = 'x = "é"\n' * 9

@@ -41,8 +41,11 @@ def close_in_any_order(a, b):
     close(a[a[:, 0].argsort()], b[b[:, 0].argsort()])
 
 
+BY_ITERATION = ('latent', 'feedback')     # this is how a prompt is read
+
+
 def passes_per_token(toggle):
-    return toggle['ponder_steps'] + 1 if 'ponder' in toggle else 1
+    return toggle.get('ponder_steps', 0) + 1    # feedback: one
 
 
 # Each graph takes about as long as it has layers, and `gate` has one for each size of its batch.
@@ -88,7 +91,7 @@ def test_a_token_costs_its_own_slots_whatever_the_context(name, kind):
         slots.clear()
     n = passes_per_token(toggle)
     assert each[1:] == [(n, [n, n])] * 7, "decoding: one slot for each pass or thought"
-    if toggle.get('ponder') != 'latent':
+    if toggle.get('ponder') not in BY_ITERATION:
         assert each[0] == (3 * n, [n, n])
 
 
@@ -116,7 +119,7 @@ def test_sliding_past_block_size(name, kind):
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8]]     # one is still padded when it slides
     rows, logits = draw(model, prompts, 20)
     hook.remove()
-    if TOGGLES[name].get('ponder') != 'latent':  # reading a prompt takes Jacobi iterations
+    if TOGGLES[name].get('ponder') not in BY_ITERATION:
         assert sum(slots) < 2 * 28 * passes_per_token(TOGGLES[name])
     want = []
     for prompt, row in zip(prompts, rows):

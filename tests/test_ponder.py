@@ -26,6 +26,7 @@ DEPTH = dict(depth_attn=True, n_layer=6)
     (dict(ponder='embedding'), dict(wrong='replace')),
     (dict(ponder='embedding'), dict(wrong='one cache')),
     (dict(ponder='latent'), dict(wrong='own positions')),
+    (dict(ponder='feedback', ponder_steps=7), dict(wrong='alone')),
     (dict(ponder='chain'), dict(wrong='all visible')),
     (dict(ponder='loop'), dict(wrong='norm between')),
     (dict(ponder='loop'), dict(wrong='one cache')),
@@ -69,6 +70,42 @@ def test_depths_weights_are_fp32_in_half_precision(own, other):
     mixed = depth_attention(q, k, v, [(k_0, torch.zeros_like(v))])
     difference = (sum(own) - sum(other)) / math.sqrt(len(own))
     assert mixed.float().mean().item() == pytest.approx(1 / (1 + math.exp(-difference)), abs=0.01)
+
+
+# ---- feedback: an iteration that ends in the recursion ------------------------------------------
+
+def token_by_token(model, idx):
+    memory = model.new_memory()
+    return torch.cat([model.hidden(token, memory) for token in idx.split(1, dim=1)], dim=1)
+
+
+def test_feedback_is_exact_up_to_place_K_and_nearer_with_each_pass(idx):
+    model = make(ponder='feedback', block_size=13)
+    model.ln_f.weight.data /= 10        # or the iteration would not begin to contract at once
+    exact, off = token_by_token(model, idx), []
+    for K in range(13):
+        model.config.ponder_steps = K
+        h = model.hidden(idx)
+        close(h[:, :K + 1], exact[:, :K + 1])
+        off.append((h - exact).norm() / exact.norm())
+    assert all(after < before for before, after in zip(off, off[1:-1]))
+    assert off[3] < 0.2 * off[0] and off[12] < 1e-12
+
+
+def test_feedback_without_steps_is_the_plain_model_in_pieces_too(idx):
+    model = make(ponder='feedback', ponder_steps=0)
+    plain = make(n_layer=3, embed_scale=model.config.embed_scale)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(idx)[0], plain(idx)[0])
+    close(token_by_token(model, idx), plain.hidden(idx))
+
+
+def test_feedback_costs_in_generation_what_the_plain_model_does(idx):
+    model = make(ponder='feedback', ponder_steps=3)
+    calls = []
+    model.h[0].register_forward_pre_hook(lambda _, args: calls.append(args[0].size(1)))
+    model.generate(idx, 4, temperature=0)
+    assert calls == [13] * 4 + [1] * 3      # K + 1 passes over the prompt, then one for each token
 
 
 # ---- latent and mask: Jacobi iterations ----------------------------------------------------------

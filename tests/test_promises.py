@@ -28,6 +28,8 @@ def few_sweeps(toggle):
     """The same with as many Jacobi sweeps as in training; `make` has enough to be exact."""
     if toggle.get('ponder') == 'latent':
         return {**toggle, 'jacobi_iters': 2}
+    if toggle.get('ponder') == 'feedback':
+        return {**toggle, 'ponder_steps': 2}
     return toggle
 
 
@@ -110,7 +112,7 @@ def test_cached_equals_full_however_the_text_is_split(toggle, idx, kind):
             assert torch.equal(torch.cat(taken, 1), passes)
 
         if kind is FastGPT and passes is None:
-            assert slots_in(memory) == 3 * T * (mechanism.K + 1)
+            assert slots_in(memory) == 3 * T * mechanism.slots
         elif kind is FastGPT:  # what a token did not compute is not in the cache
             assert slots_in(memory) == passes.sum() < 3 * T * (mechanism.K + 1)
 
@@ -258,7 +260,8 @@ def pass_sizes(model, text):
     return [int((model.mechanism.passes > k).sum(1).max()) for k in range(1, model.mechanism.K + 1)]
 
 
-SLOW_TO_COMPILE = ('depth', 'loop_depth', 'latent2_depth', 'mask', 'router_depth')
+SLOW_TO_COMPILE = ('depth', 'loop_depth', 'latent2_depth', 'feedback_depth', 'mask', 'exit',
+                   'router_depth')
 
 
 @pytest.mark.parametrize('name, settings', [

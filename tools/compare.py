@@ -71,6 +71,7 @@ RUNS = {
     'chain': ('chain',),
     'pause': ('pause',),
     'latent': ('latent',),
+    'feedback': ('feedback',),
     'gate': ('halting_gate',),
     'router': ('halting_router',),
     'mask': ('halting_mask', '--ponder_steps=1'),

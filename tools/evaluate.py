@@ -48,6 +48,7 @@ class EvaluateSettings:
     ponder_steps: Optional[str] = None  # one or several, as 0,1,2,3 (None: as trained)
     halting: Optional[str] = None       # 'exit': tokens leave a 'loop' when sure (None: as trained)
     halt_tau: Optional[str] = None      # with halting: one or several; larger stops earlier
+    exact: bool = False                 # latent, mask, feedback: read token by token
     tasks: Optional[str] = None         # names of lm_eval tasks, with commas between
     num_fewshot: Optional[int] = None   # examples before each question (None: what the task says)
     batch_size: int = 16                # windows of a text computed together
@@ -89,10 +90,11 @@ def each_setting(model, s):
 
 # ---- loss on texts -------------------------------------------------------------------------------
 
-def nats(model, tokens, batch_size, progress=Progress(), counts=None):
+def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=False):
     """
     Total of -log p in nats of all tokens (n,) but the first, each given those before it in its
-    window of block_size. counts: which of them count, (n - 1,) bool (None: all).
+    window of block_size. counts: which of them count, (n - 1,) bool (None: all). exact: read token
+    by token.
     """
     T = model.config.block_size
     total = 0.0
@@ -100,7 +102,7 @@ def nats(model, tokens, batch_size, progress=Progress(), counts=None):
         part = torch.from_numpy(tokens[first:first + T * batch_size + 1].astype(np.int64))
         padded = F.pad(part, (0, -(len(part) - 1) % T), value=-1)   # -1 counts for nothing
         rows = padded.unfold(0, T + 1, T)   # each begins with the last token of the one before
-        losses = token_nats(model, rows, batch_size).cpu().double().flatten()[:len(part) - 1]
+        losses = token_nats(model, rows, batch_size, exact).cpu().double().flatten()[:len(part) - 1]
         if counts is not None:
             losses = losses[torch.from_numpy(counts[first:first + len(losses)])]
         total += losses.sum().item()
@@ -169,7 +171,7 @@ def evaluate_text(model, tokenizer, path, s):
         counts = np.full(len(tokens) - 1, True)
         if task is not None:
             counts = answers_in(tokens, model.config.block_size, task, tokenizer.eot_token)
-        total += nats(model, tokens, s.batch_size, counts=counts)
+        total += nats(model, tokens, s.batch_size, counts=counts, exact=s.exact)
         count += int(counts.sum())
         read += len(tokens) - 1
         size += int(lengths[tokens[1:]].sum(dtype=np.int64))
@@ -212,7 +214,7 @@ def print_answers(model, exam, s):
         if exam is None:
             raise UserError("this model was trained on a text, and --answers needs a task: "
                             f"{', '.join(TASKS)}")
-        results[value] = summary(model, exam, s.answers)
+        results[value] = summary(model, exam, s.answers, s.exact)
     first = next(iter(results.values()))
     task = TASKS[first['task']]
     levels = [row[task.unit] for row in first['by_difficulty']]
@@ -350,6 +352,9 @@ def main(argv):
             s.answers = 1000
         else:
             texts = [data_dir_of(settings)]
+    if model.mechanism.iterates and model.mechanism.K > 0:
+        how = "token by token" if s.exact else "by iteration (--exact=True: token by token)"
+        print(f"{model.config.ponder}: texts and prompts are read {how}")
     if texts:
         print_texts(model, tokenizer, texts, s)
     if s.answers:
