@@ -2,12 +2,15 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
 which needs PyTorch and nothing else: copy it.
 
+    B batch   T tokens   S positions in one call of the trunk: T in the plain GPT   C n_embd
+    V vocab_size   nh query heads   nkv key/value heads   hd head dimension   K ponder_steps
+
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
-QK-norm, grouped-query attention, SwiGLU, no biases. It is three functions, one after the other.
-Depth-Attention works inside the second; every other mechanism is a way to call it:
+QK-norm, SwiGLU, no biases; heads can share keys (n_kv_head). It is three functions, one after the
+other. Depth-Attention works inside the second; every other mechanism is a way to call it:
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
-    h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C)
+    h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C), pos = 0 .. T - 1
     z = gpt.head(h)             hidden states         -> logits (B,T,V)
 
 Read from top to bottom. After part 2 you have read a complete, ordinary GPT, which trains and
@@ -18,20 +21,18 @@ generates.
     3  Depth-Attention      inside the trunk: values are mixed over layers
     4  pondering            for each token the trunk is called several times, or on several slots
     5  halting              each token takes as many of these passes as it needs
-    6  accounts             which settings fit together, and what a token costs
+    6  checks               which settings make sense, and fit together
 
-train.py trains these classes as they stand here. To train them with this file alone:
+train.py trains these classes as they stand here (on CUDA, or with --fast=True, with quicker parts
+for some, which refuse where one was edited). To train them with this file alone:
 
     gpt = GPT(GPTConfig(ponder='loop', ..))
     for step in range(steps):
-        gpt.mechanism.progress = step / steps                           # for halting's schedules
-        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())      # latent: R or R - 1
+        gpt.mechanism.progress = step / steps                           # halting begins late
+        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())      # some draw their passes
         _, loss = gpt(idx, targets)
         ..                                          # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
-
-    B batch   T tokens   S slots (tokens, or tokens and their thoughts)   C n_embd   V vocab_size
-    nh query heads   nkv key/value heads   hd head dimension   K ponder_steps
 """
 
 import math
@@ -43,8 +44,6 @@ from typing import Optional
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 # -------------------------------------------------------------------------------------------------
 # 1  Settings
@@ -53,11 +52,12 @@ from torch.utils.flop_counter import FlopCounterMode
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. None
-    is worked out from the others, once: dataclasses.replace(c, n_embd=..) keeps the old head_dim.
+    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. What
+    is left at None is derived from the others here, once: dataclasses.replace(c, n_embd=..) keeps
+    the old head_dim.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
-    n_tokens: Optional[int] = None       # rows in use, the others are padding (None: all)
+    n_tokens: Optional[int] = None       # rows in use, up to a round number (None: all)
     block_size: int = 2048               # longest context, in tokens
     n_layer: int = 24                    # blocks
     n_head: int = 15                     # query heads
@@ -69,7 +69,7 @@ class GPTConfig:
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
     tie_embeddings: bool = False         # one table for the embedding and the output head
-    embed_scale: Optional[float] = None  # factor on embeddings (None: as in the paper of the mode)
+    embed_scale: Optional[float] = None  # factor on embeddings (None: that of `ponder`'s class)
     init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(0.4 / n_embd))
     dropout: float = 0.0                 # on embeddings, attention weights and both branches
 
@@ -82,17 +82,17 @@ class GPTConfig:
     ponder: str = 'none'                 # embedding, latent, feedback, chain, loop or pause
     ponder_steps: int = 3                # K: extra passes, or slots, per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R, which training draws from R and R - 1
+    jacobi_iters: int = 3                # Latent: R further sweeps; training has R or R - 1
     loop_norm: bool = False              # Loop: the final norm after every pass, as Ouro
 
     # halting
     halting: str = 'none'                # gate, mask, router, exit or ouro
-    halt_tau: float = 1e-4               # below this probability a pass is not taken
-    halt_lambda: Optional[float] = None  # weight of the loss that halting adds (None: by class)
-    halt_start: Optional[float] = None   # share of the run at which it begins (None: by class)
-    halt_full: Optional[float] = None    # share at which it counts in full (None: by class)
+    halt_tau: float = 1e-4               # a token stops where its class's score is below
+    halt_lambda: Optional[float] = None  # weight of what the class adds to the loss (None: its own)
+    halt_start: Optional[float] = None   # share of the run at which that begins (None: its own)
+    halt_full: Optional[float] = None    # share at which it counts in full (None: its own)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
-    halt_beta: float = 10.0              # Router: going on costs g p^beta
+    halt_beta: float = 10.0              # Router: the exponent in what going on costs
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
     ouro_stage: int = 1                  # Ouro: 1 trains all, 2 the gate alone
 
@@ -112,7 +112,7 @@ class GPTConfig:
         if self.init_std is None:
             self.init_std = math.sqrt(0.4 / self.n_embd)  # 0.02 at width 960
         if self.embed_scale is None:
-            self.embed_scale = PONDER[self.ponder].embed_scale(self.n_embd)
+            self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
         if self.halting != 'none':
@@ -136,7 +136,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         weight = self.weight.to(x.dtype)  # on mixed dtypes PyTorch would drop its fused kernel
-        return F.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)    # autocast gives fp32
 
 
 def rope_table(pos, head_dim, theta, dtype):
@@ -171,8 +171,8 @@ class Memory:
         self.tokens = 0             # N: that were read, with those of this pass
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # of each layer that this pass went through: (k, v) of it alone
-        self.loops = ()             # part 3: memories of the loops before this one
+        self.made = {}              # for part 3: (k, v) of each layer, of this pass alone
+        self.loops = ()             # for Loop with part 3: memories of the loops before this one
 
     def begin(self, B, T, device):
         """T more tokens go through the blocks, in each of B rows; returns their positions (T,)."""
@@ -186,9 +186,9 @@ class Memory:
         Which of N keys each of the newest S tokens reads: (S,N), True for those up to itself. None
         stands for plain causal attention, which needs no mask and is faster.
         """
-        if self.tokens == S:
-            return None
         before = self.tokens - S
+        if before == 0:
+            return None
         return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
 
     def update(self, layer, k, v):
@@ -208,8 +208,10 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.below = [*range(0, layer, config.depth_stride)] if config.depth_attn else []   # part 3
         self.config = config
+        self.sources = []           # part 3: the earlier layers whose values are mixed in
+        if config.depth_attn:
+            self.sources = [*range(0, layer, config.depth_stride)]
         heads = config.n_head + 2 * config.n_kv_head  # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, heads * config.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
@@ -223,12 +225,12 @@ class Attention(nn.Module):
         x (B,S,C) -> (B,S,C)
         rope        cos and sin of their positions
         memory      takes the keys and values, and has those that came before
-        mask        which keys each slot reads, see Memory.mask
+        mask        which keys each position reads, see Memory.mask
         """
         q, k, v = self.project(x, rope)
         if self.config.depth_attn:                                      # part 3
-            sources = depth_sources(self.layer, self.below, memory)
-            v = depth_attention(q, k, v, sources, self.config.depth_mode)
+            made = depth_sources(self.layer, self.sources, memory)
+            v = depth_attention(q, k, v, made, self.config.depth_mode)
         keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd)
         dropout = self.config.dropout if self.training else 0.0
         y = self.attend(q, keys, values, mask, dropout)                 # (B, nh, S, hd)
@@ -246,8 +248,8 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys that each slot reads. Where heads share keys,
-        PyTorch holds all scores, (B, nh, S, N), unless on CUDA, in bf16 and without a mask.
+        softmax(q k^T / sqrt(hd)) v over the keys that each position reads. With shared keys PyTorch
+        builds all scores, (B, nh, S, N), but on CUDA in 16 bits without a mask.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -294,34 +296,27 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT it does nothing
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT it has nothing
         self.init_weights()
 
     def init_weights(self):
-        """Gaussian matrices; pondering models, as in their papers, have small residual branches."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        if self.config.ponder != 'none':
-            for block in self.h:
-                block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
-                block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
-        self.mechanism.init_weights()
+        self.mechanism.init_weights(self)       # parts 4 and 5; in a plain GPT it does nothing
 
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats, in training with what the mechanism adds. Negative targets
+        the mean cross-entropy in nats; in training what the mechanism minimises. Negative targets
         do not count.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if self.training:
-            return None, self.mechanism.loss(self, h, targets)          # in a plain GPT the same
-        return None, self.loss(h, targets)
+        if self.config.ponder == 'none' or not self.training:
+            return None, self.loss(h, targets)
+        return None, self.mechanism.loss(self, h, targets)              # parts 4 and 5
 
     def hidden(self, idx, memory=None):
         """
@@ -331,7 +326,8 @@ class GPT(nn.Module):
         """
         if memory is None:
             memory = self.new_memory()
-        pos = memory.begin(*idx.shape, idx.device)                      # (T,)
+        B, T = idx.shape
+        pos = memory.begin(B, T, idx.device)                            # (T,)
         assert memory.tokens <= self.config.block_size, "the text is longer than block_size"
         x = self.embed(idx)
         if self.config.ponder == 'none':
@@ -345,10 +341,9 @@ class GPT(nn.Module):
     def trunk(self, x, pos, memory=None, layers=None, norm=True):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
-        Positions may repeat.
-        memory      what else there is to read. None: each slot reads itself and all before it
-        layers      the blocks to go through (None: all), for mechanisms that repeat only some, as
-                    that of docs/architecture.md; each time with a memory of its own
+        memory      what else there is to read. None: each position reads itself and all before it
+        For mechanisms: positions may repeat, as a token's thoughts share its own.
+        layers      the blocks to go through (None: all), each time with a memory of its own
         norm        False: without the final norm
         """
         if memory is None:
@@ -356,12 +351,14 @@ class GPT(nn.Module):
             memory.begin(*x.shape[:2], x.device)
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        for layer in range(self.config.n_layer) if layers is None else layers:
+        if layers is None:
+            layers = range(self.config.n_layer)
+        for layer in layers:
             x = self.h[layer](x, rope, memory, mask)
         return self.ln_f(x) if norm else x
 
     def head(self, h):
-        """Hidden states (B,S,C) -> logits (B,S,V), -inf for rows of the table that are padding."""
+        """Hidden states (B,S,C) -> logits (B,S,V), -inf for rows of the table that are not used."""
         logits = self.lm_head(h)
         if self.config.n_tokens < self.config.vocab_size:
             logits[..., self.config.n_tokens:] = -math.inf
@@ -375,7 +372,7 @@ class GPT(nn.Module):
     def nats(self, h, targets):
         """Cross-entropy (B,T) of the next tokens; 0 where the target is negative."""
         logits = at_least_fp32(self.head(h)).flatten(0, -2)             # (B T, V)
-        target = targets.flatten().clamp(min=-1)
+        target = targets.flatten().clamp(min=-1)                        # all negative ones are -1
         nats = F.cross_entropy(logits, target, ignore_index=-1, reduction='none')
         return nats.view_as(targets)
 
@@ -391,8 +388,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, pad=None):
         """
-        Append tokens, one by one, to idx (B,T); block_size is the most there can be. For a model in
-        eval mode.
+        Append tokens, one by one, to idx (B,T). For a model in eval mode; block_size tokens is the
+        most that it can read.
         temperature     0 takes the likeliest token
         top_k           only the k likeliest are drawn from
         pad             (B,): so many on the left of each row are padding (None: no padding)
@@ -401,7 +398,7 @@ class GPT(nn.Module):
         new = idx
         for _ in range(max_new_tokens):
             h = self.hidden(new, memory)[:, -1]                         # only what is new
-            logits = self.head(h).float()                               # (B,V)
+            logits = at_least_fp32(self.head(h))                        # (B,V)
             if top_k is not None:
                 logits = likeliest(logits, top_k)
             if temperature == 0:
@@ -414,10 +411,6 @@ class GPT(nn.Module):
     def num_params(self):
         """Parameters, each counted once."""
         return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self, T=None, training=True):
-        """FLOPs of one token in a text of T (None: block_size), see part 6."""
-        return flops_per_token(self, T or self.config.block_size, training)
 
 
 def at_least_fp32(x):
@@ -454,13 +447,13 @@ def likeliest(logits, k):
 # counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
 
 
-def depth_sources(layer, below, memory):
+def depth_sources(layer, sources, memory):
     """
-    [(k_j, v~_j), ..] of the layers in S(l), `below`, as far as this pass went through them. In
-    `loop` what layer l itself made in the loops before comes first.
+    [(k_j, v~_j), ..] of the layers j in S(l), `sources`, as far as this pass went through them.
+    With `loop`, part 4, what layer l itself made in the loops before comes first.
     """
     earlier = [loop.made[layer] for loop in memory.loops]
-    return earlier + [memory.made[j] for j in below if j in memory.made]
+    return earlier + [memory.made[j] for j in sources if j in memory.made]
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -492,11 +485,16 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 @dataclass
 class Cost:
-    """What a mechanism costs for each token, which is how flops_per_token asks for it."""
+    """What a mechanism costs for each token: engine/flops.py asks for it."""
     slots: int          # that go through the blocks
     keys: float         # that these read, in multiples of T
-    other: int = 0      # multiply-adds outside of the blocks, but for the head that predicts
-    no_grad: int = 0    # the same, of training alone and without a backward pass
+    other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
+    no_grad: int = 0    # those of training alone that have no backward pass
+
+
+def linear_weights(module):
+    """Multiply-adds of a module's matrix products with its weights, for each slot."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 class Mechanism(nn.Module):
@@ -517,7 +515,7 @@ class Mechanism(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # who trains sets these two before each optimizer step
+        # train.py sets these two before each optimizer step
         self.progress = 1.0             # the share of the run that is done
         self.drawn = self.draws()[0]    # one of `draws`
         self.passes = None              # halting: what each token took in the last call, (B,T)
@@ -532,15 +530,21 @@ class Mechanism(nn.Module):
         return self.K + 1
 
     @staticmethod
-    def embed_scale(C):
+    def default_embed_scale(C):
         """
         The default of GPTConfig.embed_scale. Here scaled embeddings begin with RMS 1, like hidden
         states: sqrt(2.5 C) times an init_std of sqrt(0.4 / C).
         """
         return math.sqrt(2.5 * C)
 
-    def init_weights(self):
-        """Overrides the initial values of its own weights, where GPT.init_weights is not right."""
+    def init_weights(self, gpt):
+        """Pondering models begin with small residual branches, as in their papers."""
+        for block in gpt.h:
+            block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
+            block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
 
     def draws(self):
         """
@@ -556,8 +560,7 @@ class Mechanism(nn.Module):
 
     def cost(self, gpt, drawn, training):
         """
-        Its Cost, with what was `drawn`; a class that does not say is counted by PyTorch, as is one
-        that inherits from another class.
+        Its Cost, with what was `drawn`. A class without a `cost` of its own is counted by PyTorch.
         """
 
     def forward(self, gpt, x, pos, memory):
@@ -610,8 +613,11 @@ class Plain(Mechanism):
     settings = ()
 
     @staticmethod
-    def embed_scale(C):
+    def default_embed_scale(C):
         return 1.0
+
+    def init_weights(self, gpt):
+        """As they are."""
 
     def cost(self, gpt, drawn, training):
         return Cost(slots=1, keys=1)
@@ -636,7 +642,7 @@ class Embedding(Mechanism):
     settings = ('ponder_steps', 'ponder_topk')
 
     @staticmethod
-    def embed_scale(C):
+    def default_embed_scale(C):
         return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
 
     def forward(self, gpt, x, pos, memory):
@@ -677,7 +683,8 @@ class Loop(Mechanism):
         for k in range(self.K + 1):
             if self.config.depth_attn:
                 memory[k].loops = [memory[i] for i in range(k)]     # for depth_sources
-            x = gpt.trunk(x, pos, memory[k], norm=self.config.loop_norm or k == self.K)
+            normed = self.config.loop_norm or k == self.K
+            x = gpt.trunk(x, pos, memory[k], norm=normed)
         return x
 
     def cost(self, gpt, drawn, training):
@@ -739,7 +746,7 @@ class Padded(Memory):
         self.pad = pad
 
     def mask(self, S, device):
-        """(B,1,S,N), as there. Padding reads all there is: a softmax needs something."""
+        """As Memory.mask, (B,1,S,N). Padding reads all there is: a softmax needs something."""
         time = times(torch.arange(self.tokens, device=device), len(self.pad), self.pad)     # (B,N)
         return (time[:, None, :] <= time[:, -S:, None])[:, None]
 
@@ -860,8 +867,7 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        sweeps_before_last = self.K + self.R if self.K > 0 else 0
-        for _ in range(sweeps_before_last):
+        for _ in range(self.K + self.R if self.K > 0 else 0):           # all but the last
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
             thoughts = h[:self.K]                       # z_{k+1} is what came out of slot k
         return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
@@ -878,7 +884,9 @@ class Latent(Mechanism):
 
     def slots_of_sweeps(self, R):
         """The slots of a token in each sweep: 1, 2, .. K, and then R + 1 times K + 1."""
-        return [*range(1, self.K + 1), *[self.K + 1] * (R + 1 if self.K > 0 else 1)]
+        if self.K == 0:
+            return [1]
+        return [*range(1, self.K + 1), *[self.K + 1] * (R + 1)]
 
     def cost(self, gpt, drawn, training):
         slots = self.slots_of_sweeps(drawn)
@@ -977,7 +985,7 @@ class Pause(Mechanism):
             self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
 
     @staticmethod
-    def embed_scale(C):
+    def default_embed_scale(C):
         return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
 
     def forward(self, gpt, x, pos, memory):
@@ -997,16 +1005,16 @@ PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'feedback': F
 
 
 # -------------------------------------------------------------------------------------------------
-# 5  Halting: four of these modes, where each token takes as many passes as it needs
+# 5  Halting: four of these mechanisms, where each token takes as many passes as it needs
 
 
 @dataclass
-class Thinking:
+class TokenState:
     """What tokens carry from pass to pass, (B,T,..) each."""
     x: torch.Tensor         # (B,T,C)  what the input of its next pass is made from
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
-    need: torch.Tensor      # (B,T)    of another pass: it stops if that is below halt_tau
+    score: torch.Tensor     # (B,T)    of its last pass: the token stops if it is below halt_tau
 
     def where(self, taken, other):
         """These fields where taken (B,T), else those of `other`: as torch.where."""
@@ -1021,13 +1029,14 @@ class Thinking:
 class Halting(Mechanism):
     """
     A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
-    pass and what is made of its output, and what training adds to the loss; the loop is here. In it
-    tokens that stopped go through the blocks all the same, and nobody reads them; with `fast`,
-    engine/ leaves them out, and the costs below count it so.
+    pass and what is made of its output, and what training adds to the loss; the loop, `forward`, is
+    here. In it tokens that stopped go through the blocks all the same, and what they make there
+    nobody reads. With `fast` generation leaves them out, as the costs below have it; in training
+    Router's tokens alone are left out.
     """
     halts = True
-    norm = True             # whether a pass ends with the final norm
-    needs = None            # the setting of `ponder` that it works on
+    final_norm = True       # whether a pass ends with it
+    works_on = None         # the setting of `ponder`
     defaults = {}           # of its settings in GPTConfig
     decides = None          # tools/explain.py: what is compared with halt_tau, in words
 
@@ -1052,7 +1061,7 @@ class Halting(Mechanism):
         raise NotImplementedError
 
     def penalty(self, gpt, targets):
-        """What training adds to the loss, after `forward`; targets (B,T) as in GPT.forward."""
+        """What `loss` adds to cross-entropy, after `forward`; targets (B,T) as in GPT.forward."""
         raise NotImplementedError
 
     def loss(self, gpt, h, targets):
@@ -1066,7 +1075,7 @@ class Halting(Mechanism):
             taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
             reads = memory.for_pass(k, visible=taken, **self.labels(state, k))
             x = self.before(gpt, state, k)
-            h = gpt.trunk(x, pos, reads, norm=self.norm)
+            h = gpt.trunk(x, pos, reads, norm=self.final_norm)
             new = self.after(gpt, state, x, h, k)
             state = new.where(taken, state)
             self.trace.append((taken, new))
@@ -1076,8 +1085,8 @@ class Halting(Mechanism):
         return state.out.to(x.dtype)
 
     def decisions(self):
-        """What was compared with halt_tau, (B,T) each, after the passes 0, 1, .. of a text."""
-        return [new.need for _, new in self.trace[:self.K]]
+        """The scores (B,T) after the passes 0, 1, .. K - 1 of the last text."""
+        return [new.score for _, new in self.trace[:self.K]]
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
@@ -1093,10 +1102,7 @@ class Halting(Mechanism):
 
 
 def without_autocast(module, h):
-    """
-    module(h) in the precision of its weights; what comes out, at least fp32, is compared with
-    halt_tau, 1e-4.
-    """
+    """module(h) in the precision of its weights, at least fp32: halt_tau may be as low as 1e-4."""
     device = 'cpu' if h.is_meta else h.device.type      # autocast knows no meta
     with torch.autocast(device, enabled=False):
         weight_dtype = next(module.parameters()).dtype
@@ -1127,7 +1133,7 @@ class Gate(Halting):
         s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
         m^{i+1} = m^i and s^i >= tau             who takes another pass                    (4), (5)
         E^{i+1} = E^i + m^{i+1} s^i P^i W        PonderLM's step, scaled by the gate     (6) to (9)
-        a token with m^i = 0 keeps the K, V of its last pass, in every layer                   (10)
+        a token with m^i = 0 keeps the keys and values of its last pass, in every layer        (10)
 
     The loss gains halt_lambda times the mean of the lowest gates (13), a share of all that grows to
     halt_share from halt_start to halt_full (14). Before halt_start nobody halts in training:
@@ -1141,7 +1147,7 @@ class Gate(Halting):
     """
     rule = staticmethod(newest)     # (10)
     settings = Embedding.settings
-    needs = 'embedding'
+    works_on = 'embedding'
     defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
     decides = 'gate'
 
@@ -1152,29 +1158,30 @@ class Gate(Halting):
         for _ in range(config.ponder_steps):
             self.gates.append(nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1)))
 
-    def init_weights(self):
+    def init_weights(self, gpt):
+        super().init_weights(gpt)
         for gate in self.gates:
             nn.init.constant_(gate[-1].bias, 4.0)
 
     def start(self, x, go_on):
         s = at_least_fp32(x.new_zeros(go_on.shape))
-        return Thinking(x=x, out=torch.zeros_like(x), go_on=go_on, need=s)
+        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=s)
 
     def before(self, gpt, state, k):
         if k == 0:
             return state.x
-        m, s = state.go_on, state.need
+        m, s = state.go_on, state.score
         step = (m * s)[..., None] * self.by_rows(mixture, gpt, state.out)
         return state.x + step.to(state.x.dtype)                         # (6) to (9)
 
     def after(self, gpt, state, x, h, k):
-        m, s = state.go_on, state.need
+        m, s = state.go_on, state.score
         if k == self.K:                                                 # nothing comes after it
-            return Thinking(x=x, out=h, go_on=torch.zeros_like(m), need=s)
+            return TokenState(x=x, out=h, go_on=torch.zeros_like(m), score=s)
         s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()    # (2), (3)
         if not self.training or self.progress >= self.config.halt_start:
             m = m & (s >= self.config.halt_tau)                         # (4), (5)
-        return Thinking(x=x, out=h, go_on=m, need=s)
+        return TokenState(x=x, out=h, go_on=m, score=s)
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
@@ -1198,7 +1205,7 @@ def faded(query, key):
 
 
 @dataclass
-class MaskState(Thinking):
+class MaskState(TokenState):
     s: torch.Tensor         # (B,T,K+1)  probability that it needs exactly k thoughts
     log_w: torch.Tensor     # (B,T,K+1)  log of the probability that it needs at least k
 
@@ -1226,7 +1233,7 @@ class Mask(Halting, Latent):
     Drawn in docs/drawings/mask.svg.
     """
     rule = staticmethod(faded)
-    needs = 'latent'
+    works_on = 'latent'
     defaults = dict(halt_lambda=0.01, halt_start=0.4, halt_full=0.48)
     decides = 'probability of another thought'
 
@@ -1267,7 +1274,7 @@ class Mask(Halting, Latent):
     def start(self, x, go_on):
         zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
         out = torch.zeros_like(x, dtype=zero.dtype)
-        return MaskState(x=x, out=out, go_on=go_on, need=zero[..., 0], s=zero, log_w=zero)
+        return MaskState(x=x, out=out, go_on=go_on, score=zero[..., 0], s=zero, log_w=zero)
 
     def labels(self, state, k):
         return dict(log_w=state.log_w[..., k].to(state.x.dtype))
@@ -1277,11 +1284,11 @@ class Mask(Halting, Latent):
         if k == 0:                                                      # the router is asked once
             s, log_w = self.route(h)
         out = state.out + s[..., k, None] * h
-        need, go_on = state.need, torch.zeros_like(state.go_on)
+        score, go_on = state.score, torch.zeros_like(state.go_on)
         if k < self.K:
-            need = log_w[..., k + 1].exp()
-            go_on = state.go_on & (need >= self.config.halt_tau)
-        return MaskState(x=h, out=out, go_on=go_on, need=need, s=s, log_w=log_w)
+            score = log_w[..., k + 1].exp()
+            go_on = state.go_on & (score >= self.config.halt_tau)
+        return MaskState(x=h, out=out, go_on=go_on, score=score, s=s, log_w=log_w)
 
     def decisions(self):
         _, first = self.trace[0]
@@ -1300,7 +1307,7 @@ class Mask(Halting, Latent):
 
 
 @dataclass
-class RouterState(Thinking):
+class RouterState(TokenState):
     g: torch.Tensor         # (B,T)    probability of going on after its last pass
 
 
@@ -1322,12 +1329,12 @@ class Router(Halting, Chain):
     With halt_start the last term waits until the model has learned something; the paper has it from
     the first optimizer step on.
 
-    Cost: the passes of Chain that are taken, in training too, where p_k takes a head per pass. No
-    public code. Where the paper is silent: tau is 1e-4 as in the others, embeddings are scaled as
-    in PonderLM-2, the router starts around 1/2, and we average over t.
+    Cost: the passes of Chain that are taken, with `fast` in training too, where p_k takes a head
+    per pass. No public code. Where the paper is silent: tau is 1e-4 as in the others, embeddings
+    are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     Drawn in docs/drawings/router.svg.
     """
-    needs = 'chain'
+    works_on = 'chain'
     defaults = dict(halt_lambda=0.4, halt_start=0.0, halt_full=0.0)     # the whole run
     decides = 'probability of getting further'
     skips = True
@@ -1339,22 +1346,22 @@ class Router(Halting, Chain):
     def start(self, x, go_on):
         reach = at_least_fp32(x.new_ones(go_on.shape))
         out = torch.zeros_like(x, dtype=reach.dtype)
-        return RouterState(x=x, out=out, go_on=go_on, need=reach, g=torch.zeros_like(reach))
+        return RouterState(x=x, out=out, go_on=go_on, score=reach, g=torch.zeros_like(reach))
 
     def after(self, gpt, state, x, h, k):
-        reach = state.need
+        reach = state.score
         g = without_autocast(self.router, h).squeeze(-1).sigmoid()      # (3)
         next_reach = reach * g                                          # (4)
         go_on = state.go_on & (k < self.K) & (next_reach >= self.config.halt_tau)       # (6)
         weight = torch.where(go_on, reach * (1 - g), reach)             # (5), (7)
         out = state.out + weight[..., None] * h                         # (8)
-        return RouterState(x=h, out=out, go_on=go_on, need=next_reach, g=g)
+        return RouterState(x=h, out=out, go_on=go_on, score=next_reach, g=g)
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
         for taken, new in self.trace[:self.K]:
-            counted = targets.where(taken, -1)                             # (B,T)
+            counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
                 p = gpt.nats(new.x, counted).neg().exp()                # new.x is z
             total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
@@ -1389,38 +1396,38 @@ class Exit(Halting):
     count, such as questions, are taught to stay, as all that follows reads them and nothing else
     says what they should be sure of: with weight halt_lambda they are drawn to an even prediction.
 
-    Cost: K + 1 passes and a head after each but the last; in generation those that are taken.
+    Cost: K + 1 passes and, but with 'last', a head after each; in generation those that are taken.
     Unlike in the authors' code, a token that left costs nothing more: theirs takes all passes and
     then picks one. Sources of Depth-Attention are those of one pass.
     Drawn in docs/drawings/exit.svg.
     """
     rule = staticmethod(newest)
     settings = Loop.settings
-    needs = 'loop'
+    works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
     decides = 'doubt'
 
     def __init__(self, config):
         super().__init__(config)
-        self.norm = config.loop_norm
+        self.final_norm = config.loop_norm
 
     def start(self, x, go_on):
         one = at_least_fp32(x.new_ones(go_on.shape))
-        return Thinking(x=x, out=torch.zeros_like(x), go_on=go_on, need=one)
+        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=one)
 
     def after(self, gpt, state, x, h, k):
-        out = h if self.norm else gpt.ln_f(h)
-        go_on, need = state.go_on & (k < self.K), state.need
+        out = h if self.final_norm else gpt.ln_f(h)
+        go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            need = self.need(gpt, state, out)
-            go_on = go_on & (need >= self.config.halt_tau)
-        return Thinking(x=h, out=out, go_on=go_on, need=need)
+            score = self.doubt(gpt, state, out)
+            go_on = go_on & (score >= self.config.halt_tau)
+        return TokenState(x=h, out=out, go_on=go_on, score=score)
 
     def may_leave(self):
         return not self.training or self.progress >= self.config.halt_full
 
-    def need(self, gpt, state, out):
-        """The doubt (B,T) after a pass that made `out` (B,T,C)."""
+    def doubt(self, gpt, state, out):
+        """doubt^k (B,T) after a pass that made `out` (B,T,C)."""
         return 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
 
     def outputs(self):
@@ -1515,9 +1522,9 @@ class Ouro(Exit):
     def may_leave(self):
         return not self.training
 
-    def need(self, gpt, state, out):
-        """S_k, (B,T)."""
-        return state.need * (1 - self.lam(out))
+    def doubt(self, gpt, state, out):
+        """In its place S_k, (B,T)."""
+        return state.score * (1 - self.lam(out))
 
     def loss(self, gpt, h, targets):
         outs = self.outputs()                                           # h^k, (B,T,C) each
@@ -1574,7 +1581,7 @@ def new_mechanism(config):
 
 
 # -------------------------------------------------------------------------------------------------
-# 6  Accounts: which settings fit together, and what a token costs
+# 6  Which settings make sense, and fit together
 
 
 def require(ok, message):
@@ -1621,60 +1628,8 @@ def check_together(c):
     require(c.ponder_topk is None or 1 <= c.ponder_topk <= c.n_tokens,
             f"ponder_topk={c.ponder_topk} must be between 1 and n_tokens={c.n_tokens}")
     if c.halting != 'none':
-        needs = HALTING[c.halting].needs
+        needs = HALTING[c.halting].works_on
         require(c.ponder == needs, f"halting={c.halting!r} does not work with "
                                    f"ponder={c.ponder!r}: set ponder={needs!r}")
         require(c.halt_start <= c.halt_full,
                 f"halt_start={c.halt_start} must not be above halt_full={c.halt_full}")
-
-
-def flops_per_token(gpt, T, training=True):
-    """
-    FLOPs of one token in a text of T, forward and backward, or forward alone: 2 for each
-    multiply-add of a matrix product, as PyTorch's own counter has them. In training the mean over
-    what is drawn; nobody halts. Attention counts all T keys, read or not, as is usual. Left out:
-    norms, activations, sources of earlier loops, what backward computes once more, the heads by
-    which Exit trains to leave and to stay.
-    """
-    c, mechanism = gpt.config, gpt.mechanism
-    per_slot = linear_weights(gpt.h)                        # multiply-adds, as all that follow
-    for block in gpt.h:
-        if block.attn.below:
-            per_slot += 2 * (len(block.attn.below) + 1) * c.n_kv_head * c.head_dim
-    per_key = 2 * c.n_layer * c.n_head * c.head_dim         # q k^T, and its weight times v
-    counts_itself = 'cost' in vars(type(mechanism))     # what is inherited is not believed
-    draws = mechanism.draws() if training else mechanism.draws()[:1]
-    total = 0
-    for drawn in draws:
-        if not counts_itself:
-            total += counted_flops(gpt, T, training, drawn)
-            continue
-        cost = mechanism.cost(gpt, drawn, training)
-        forward = cost.slots * per_slot + cost.keys * T * per_key
-        forward += gpt.lm_head.weight.numel() + cost.other
-        if training:
-            # backward takes twice what forward takes
-            forward = cost.no_grad + (1 if mechanism.trains_alone else 3) * forward
-        total += 2 * forward
-    return total / len(draws)
-
-
-def linear_weights(module):
-    """Multiply-adds of a module's matrix products with its weights, for each slot."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
-
-
-def counted_flops(gpt, T, training, drawn):
-    """flops_per_token as PyTorch counts it, on a model without numbers."""
-    with torch.device('meta'):
-        twin = GPT(replace(gpt.config, block_size=T))       # in training mode, where nobody halts
-        idx = torch.zeros(1, T, dtype=torch.long)
-    twin.mechanism.drawn = drawn
-    if twin.mechanism.halts:
-        twin.mechanism.progress = 0.0
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        if training:
-            twin(idx, idx)[1].backward()
-        else:
-            twin(idx)
-    return counter.get_total_flops() / T

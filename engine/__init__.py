@@ -11,6 +11,7 @@ what is computed: model.py does, which imports nothing of this folder, and this 
                 generate.py     token by token, in batches, past the context
                 hardware.py     device, precision, the processes of a run
                 checkpoint.py   checkpoints: complete or absent
+                flops.py        what a token costs
                 run.py          what a run says and leaves behind, and what ends it early
                 plan.py         what it would take
     pages       page.py         what tools/explain.py draws, with page.html

@@ -36,7 +36,7 @@ PARTS = {
         'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': '85ee6a6b5b99',
+        'Memory': 'e45f47de4571',
         'Slots': 'b0b1c8c4ed26',
         'Padded': '47c22ab34b42',
         'slots_of': '2630fb41f1be',
@@ -57,11 +57,11 @@ PARTS = {
         'Mechanism.by_rows': '3401a9524d1c',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
-        'Halting.forward': '1b9249808238',
-        'Thinking.where': '50da37f5fc56',
+        'Halting.forward': '484b092fe4ea',
+        'TokenState.where': '50da37f5fc56',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
-        'GPT.hidden': 'a590982965fe',
+        'GPT.hidden': '369d5b9596ee',
         'Mask.forward': '5468cf76106d',
     },
 }
@@ -217,7 +217,7 @@ def think(mechanism, gpt, x, pos, memory):
         part = each(chosen.take, state)
         reads = memory.for_pass_of_some(chosen.t(pos), k, mechanism.labels(part, k))
         x = mechanism.before(gpt, part, k)                              # (B,n,C)
-        h = gpt.trunk(x, chosen.take(pos), reads, norm=mechanism.norm)
+        h = gpt.trunk(x, chosen.take(pos), reads, norm=mechanism.final_norm)
         state = each(chosen.put, state, mechanism.after(gpt, part, x, h, k))
         mechanism.trace.append((taken, state))
         if not state.go_on.any():

@@ -302,7 +302,7 @@ class Rows:
         joined = {name: join(back, *[some[name] for some in labels]) for name in labels[0]}
         numbers = torch.tensor(self.k, device=t.device)[:, None]        # (r,1)
         reads = self.cache.for_pass_of_some(t, numbers, joined)
-        h = gpt.trunk(join(back, *inputs), t, reads, norm=mechanism.norm)   # (r,1,C)
+        h = gpt.trunk(join(back, *inputs), t, reads, norm=mechanism.final_norm)   # (r,1,C)
 
         news = []
         for (k, rows), state, x in zip(groups, states, inputs):

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine import loss
 from engine.fast import new_model, pick_fast, without_numbers
+from engine.flops import flops_per_token
 from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
 from engine.shards import read_meta
 from engine.start import asked_of_model, old_config, start_config
@@ -155,7 +156,7 @@ def print_plan(settings, given, builtin, state):
     settings.accumulation(config.block_size, 1)  # UserError if not even one GPU could do it
 
     model = without_numbers(config)
-    per_token = model.flops_per_token()
+    per_token = flops_per_token(model)
     tokens = settings.max_steps * settings.batch_tokens
     flops = per_token * tokens
     print(f"parameters  {model.num_params() / 1e6:,.2f}M, vocabulary {config.vocab_size:,} "

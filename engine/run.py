@@ -21,6 +21,7 @@ from engine.answers import answer_problems
 from engine.checkpoint import CHECKPOINTS
 from engine.fast import FastGPT
 from engine.files import UserError, alone, whole
+from engine.flops import flops_per_token
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
 
@@ -140,7 +141,7 @@ class Log:
         """
         s = self.settings
         parameters = self.model.num_params() / 1e6
-        self.flops = self.model.flops_per_token()
+        self.flops = flops_per_token(self.model)
         world = self.ranks.world
         precision = f"{str(dtype).removeprefix('torch.')} ({why})"
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']

@@ -94,6 +94,8 @@ def main(toggles):
         gpt = gpt.double()
         longest = max(map(len, PROMPTS)) + NEW
         gpt.config.jacobi_iters = longest * gpt.mechanism.K     # exact
+        if gpt.config.ponder == 'feedback':
+            gpt.config.ponder_steps = longest                   # the same
         found[name] = dict(before=before, after=after, **generate(gpt))
     return found
 

@@ -348,7 +348,7 @@ def test_exit_compares_what_the_papers_say(mode, idx):
         chance = 1 - model.head(new.out).softmax(-1).amax(-1)
         if mode == 'ouro':
             chance = survival = survival * (1 - model.mechanism.gate(new.out)[..., 0].sigmoid())
-        close(new.need[on], chance[on])
+        close(new.score[on], chance[on])
 
 
 @pytest.mark.parametrize('how, weights', [

@@ -53,7 +53,7 @@ def test_wrong_readings_of_the_papers_are_told_apart(settings, wrong):
 def test_there_are_as_many_sources_as_in_the_paper(n_layer, stride, total):
     """A layer's own entry included; None: the default, half of the layers."""
     model = make(n_layer=n_layer, n_embd=8, n_head=1, depth_attn=True, depth_stride=stride)
-    counts = [len(block.attn.below) for block in model.h]
+    counts = [len(block.attn.sources) for block in model.h]
     assert sum(n + 1 for n in counts if n > 0) == total
 
 

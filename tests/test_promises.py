@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.generate import left_pad
 from engine.compile import compile_blocks
 from engine.fast import FastGPT, new_model
+from engine.flops import flops_per_token
 from engine.loss import recompute_blocks
 from model import HALTING, NEVER, PONDER, GPT, GPTConfig, Memories
 
@@ -171,7 +172,7 @@ def test_flops_agree_with_torch(toggle, training):
             else:
                 model(idx)
         counts.append(counter.get_total_flops() / idx.numel())
-    said = model.flops_per_token(None, training)
+    said = flops_per_token(model, None, training)
     assert sum(counts) / len(counts) == pytest.approx(said, rel=0.03)
 
 
@@ -335,6 +336,7 @@ def test_a_toggle_adds_no_parameters_but_its_own(name):
 @pytest.mark.parametrize('ponder, halting', [
     ('embedding', 'none'),
     ('latent', 'none'),
+    ('feedback', 'none'),
     ('chain', 'none'),
     ('loop', 'none'),
     ('pause', 'none'),
@@ -350,7 +352,7 @@ def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx,
     plain = make(embed_scale=model.config.embed_scale, **shared)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(idx)[0], plain(idx)[0])
-    assert model.flops_per_token() == plain.flops_per_token()
+    assert flops_per_token(model) == flops_per_token(plain)
     for prompts in idx[:, :5].tolist(), [[3, 1, 4], [1], [5, 9]]:
         for a, b in zip(rows_of(model, prompts, 15), rows_of(plain, prompts, 15)):
             assert torch.equal(a, b)

@@ -14,6 +14,7 @@ from configurator import read
 from engine import tasks
 from engine.files import UserError
 from engine.fast import without_numbers
+from engine.flops import flops_per_token
 from model import HALTING, PONDER, GPTConfig
 from prepare_data import DataSettings
 from sample import SampleSettings
@@ -319,14 +320,14 @@ def test_the_table_of_toggles_says_what_is_counted():
     told = re.findall(ROW, README)
     assert {value for _, value, *_ in told} == {'True', *PONDER, *HALTING} - {'none'}
     for name, value, cost, weights in told:
-        toggle = {'ponder': HALTING[value].needs if value in HALTING else value, name: value}
+        toggle = {'ponder': HALTING[value].works_on if value in HALTING else value, name: value}
         if name == 'depth_attn':
             toggle = {'depth_attn': True}
         if value == 'exit':
             toggle['exit_loss'] = 'ramp'    # its file's
         model = without_numbers(GPTConfig(**toggle))
 
-        ratio = model.flops_per_token() / plain.flops_per_token()
+        ratio = flops_per_token(model) / flops_per_token(plain)
         digits = len(cost.partition('.')[2])
         assert f'{ratio:.{digits}f}' == cost, value
 

@@ -158,7 +158,7 @@ def test_a_rule_without_weights_can_be_asked_for(tmp_path):
 @pytest.mark.parametrize('halting', ['gate', 'mask', 'router', 'exit'])
 def test_steps_that_cannot_halt_are_refused(tmp_path, halting):
     """A model trained with ponder_steps=0 has no halting, whatever its settings ask for."""
-    ponder = HALTING[halting].needs
+    ponder = HALTING[halting].works_on
     folder = save(tmp_path / 'out', make(**SMALL, ponder=ponder, ponder_steps=0, halting=halting))
     for asked in (['--ponder_steps=3', '--halt_tau=1'], ['--ponder_steps=1']):
         with pytest.raises(UserError, match='ponder_steps=[31]: .* trained with ponder_steps=0'):

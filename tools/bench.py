@@ -34,6 +34,7 @@ from engine.answers import Progress
 from engine.compile import compile_blocks, compile_decoding
 from engine.fast import new_model, pick_fast
 from engine.files import UserError, run, table
+from engine.flops import flops_per_token
 from engine.generate import generate, stream
 from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
 from model import GPT, HALTING, GPTConfig, Mechanism
@@ -71,7 +72,7 @@ TOGGLES = {
     'pause': dict(ponder='pause'),
 }
 for name, kind in HALTING.items():
-    TOGGLES[name] = dict(ponder=kind.needs, ponder_steps=3, halting=name, halt_tau=0.5)
+    TOGGLES[name] = dict(ponder=kind.works_on, ponder_steps=3, halting=name, halt_tau=0.5)
 PROMPT = 8  # tokens before those that are decoded
 # passes per token on average, 1 + p + p^2 + p^3: p, the probability of each next one
 DEPTHS = {1.5: 0.34252, 2: 0.54369, 3: 0.81054}
@@ -200,7 +201,7 @@ def bench_toggles(setup, configs):
         if compiled:
             compile_blocks(model)
         steps[name] = partial(seconds, TrainingStep(model, idx, setup.dtype), setup.device)
-        work[name] = model.flops_per_token(T) * idx.numel() / flops
+        work[name] = flops_per_token(model, T) * idx.numel() / flops
     shape = f'{setup.train.micro_batch} x {T} tokens'
     print_times(f'step, {shape}', take_turns(steps, setup.own.repeats), work)
 

@@ -33,6 +33,7 @@ from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.fast import without_numbers
 from engine.files import UserError, run, table
+from engine.flops import flops_per_token
 from engine.hardware import pick_device
 from engine.shards import read_meta
 from engine.start import vocabulary_of
@@ -135,7 +136,7 @@ def make_plan(name, common):
     run = build(Settings, given)
     config = build(GPTConfig, {**vocabulary_of(read_meta(run.data_dir)['n_tokens']), **given})
     settings = {**asdict(run), **asdict(config)}
-    flops = without_numbers(config).flops_per_token()
+    flops = flops_per_token(without_numbers(config))
     if like:
         ratio = make_plan(like, common).flops / flops
         settings['max_steps'] = round(run.max_steps * ratio)

@@ -1,0 +1,61 @@
+"""
+What a token costs, in FLOPs: by what the mechanism's class says (`cost` in model.py), or counted by
+PyTorch where it says nothing.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import GPT, linear_weights
+
+
+def flops_per_token(gpt, T=None, training=True):
+    """
+    FLOPs of one token in a text of T (None: block_size), forward and backward, or forward alone: 2
+    for each multiply-add of a matrix product, as PyTorch's own counter has them. In training the
+    mean over what is drawn; nobody halts. Attention counts all T keys, read or not, as is usual.
+    Left out: norms, activations, sources of earlier loops, recomputation, the heads by which Exit
+    trains to leave and to stay.
+    """
+    c, mechanism = gpt.config, gpt.mechanism
+    T = T or c.block_size
+    per_slot = linear_weights(gpt.h)                        # multiply-adds, as all that follow
+    for block in gpt.h:
+        if block.attn.sources:
+            per_slot += 2 * (len(block.attn.sources) + 1) * c.n_kv_head * c.head_dim
+    per_key = 2 * c.n_layer * c.n_head * c.head_dim         # q k^T, and its weight times v
+    counts_itself = 'cost' in vars(type(mechanism))     # what is inherited is not believed
+    draws = mechanism.draws() if training else mechanism.draws()[:1]
+    total = 0
+    for drawn in draws:
+        if not counts_itself:
+            total += counted_flops(gpt, T, training, drawn)
+            continue
+        cost = mechanism.cost(gpt, drawn, training)
+        adds = cost.slots * per_slot + cost.keys * T * per_key
+        adds += gpt.lm_head.weight.numel() + cost.other
+        if training and not mechanism.trains_alone:
+            adds *= 3                                   # backward takes twice what forward takes
+        if training:
+            adds += cost.no_grad
+        total += 2 * adds
+    return total / len(draws)
+
+
+def counted_flops(gpt, T, training, drawn):
+    """flops_per_token as PyTorch counts it, on a model without numbers."""
+    with torch.device('meta'):
+        twin = GPT(replace(gpt.config, block_size=T))       # in training mode, where nobody halts
+        idx = torch.zeros(1, T, dtype=torch.long)
+    twin.mechanism.drawn = drawn
+    if twin.mechanism.halts:
+        twin.mechanism.progress = 0.0
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        if training:
+            twin(idx, idx)[1].backward()
+        else:
+            twin(idx)
+    return counter.get_total_flops() / T
