@@ -1042,7 +1042,8 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        self.trace = []     # of each pass over the last text: (who took it (B,T), what it made)
+        # of each pass over the last text (Mask: of the first): (who took it (B,T), what it made)
+        self.trace = []
 
     def start(self, x, go_on):
         """The state before pass 0, of embeddings x (B,T,C); go_on (B,T): who takes it."""

@@ -303,8 +303,8 @@ class Trainer:
     def evaluate(self):
         """
         Say the mean loss in nats per target, with halting also the mean passes, over the same
-        eval_tokens of the validation set each time, spread evenly over it. Nothing if the run is to
-        stop. Leaves the model in eval mode.
+        eval_tokens of the validation set each time, spread evenly over it; or that it is to stop
+        first. Leaves the model in eval mode.
         """
         self.model.eval()
         data, at_once = self.val_data, self.settings.micro_batch

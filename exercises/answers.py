@@ -144,9 +144,9 @@ def think(gpt, gates, x, pos, tau):
     readout = h = gpt.trunk(x, pos, memory)
     passes = m.long()
     for gate in gates:
-        g = gate(h).sigmoid().squeeze(-1)
-        m = m & (g >= tau)
-        x = x + (m * g)[..., None] * mixture(gpt, h)
+        s = gate(h).sigmoid().squeeze(-1)
+        m = m & (s >= tau)
+        x = x + (m * s)[..., None] * mixture(gpt, h)
         memory = Frozen(gpt.config.n_layer, m, memory)
         h = gpt.trunk(x, pos, memory)
         readout = torch.where(m[..., None], h, readout)
@@ -167,8 +167,8 @@ def trunk_and_head(c, T):
 
 def ponder_flops(c, T):
     trunk, head = trunk_and_head(c, T)
-    s = c.ponder_steps
-    return (s + 1) * (trunk + head) + s * head  # a mixture costs as much as a head
+    K = c.ponder_steps
+    return (K + 1) * (trunk + head) + K * head  # a mixture costs as much as a head
 
 
 def fair_tokens(c, T, tokens):

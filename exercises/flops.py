@@ -18,12 +18,12 @@ custom, though the causal mask hides half.
                MLP with a gate         C -> 2 mlp_hidden,  mlp_hidden -> C
     at the end, once:  the head        C -> V
 
-With ponder='embedding' and s steps (exercise 5), the trunk runs s + 1 times and the head after
-each of these passes; and s times, probabilities (V) meet the embedding table (V, C). Training: the
+With ponder='embedding' and K steps (exercise 5), the trunk runs K + 1 times and the head after
+each of these passes; and K times, probabilities (V) meet the embedding table (V, C). Training: the
 backward pass takes twice the FLOPs of the forward pass, so 3 times as many in all.
 
 The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv), head_dim (hd),
-mlp_hidden, vocab_size (V), ponder_steps (s). You are compared with engine/flops.py, which the
+mlp_hidden, vocab_size (V), ponder_steps (K). You are compared with engine/flops.py, which the
 tests compare with PyTorch's own counter.
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
@@ -63,8 +63,8 @@ HINTS = (
     "In each layer the weights are C (nh + 2 nkv) hd, nh hd C, and 3 C mlp_hidden. Attention adds "
     "2 T nh hd products: T keys and T values.",
 
-    "ponder_flops: take forward_flops apart into trunk and head. (s + 1) trunks, s + 1 heads, and "
-    "s mixtures of 2 V C.",
+    "ponder_flops: take forward_flops apart into trunk and head. (K + 1) trunks, K + 1 heads, and "
+    "K mixtures of 2 V C.",
 
     "fair_tokens: tokens times the training FLOPs of one is the work, the same for both models. So "
     "the one whose token costs less gets more of them, by the ratio of the two costs.",
@@ -193,24 +193,24 @@ def check_ponder(c, T):
 
 def ponder_mistakes(c, T, right):
     """{what ponder_flops() does: what it gives then}"""
-    s = c.ponder_steps
+    K = c.ponder_steps
     terms = parts(c, T)
     head = terms['the head']  # a mixture costs as much
     trunk = sum(terms.values()) - head
     return {
-        "forgets that s steps are s + 1 passes":
+        "forgets that K steps are K + 1 passes":
             right - trunk - 2 * head,
         "has a mixture after the last pass too; only steps mix":
             right + head,
-        "leaves out s matmuls of size V: every step needs the head, and then a mixture":
-            right - s * head,
-        "counts s heads; there is one after each of the s + 1 passes":
+        "leaves out K matmuls of size V: every step needs the head, and then a mixture":
+            right - K * head,
+        "counts K heads; there is one after each of the K + 1 passes":
             right - head,
         "leaves out heads and mixtures of the steps":
-            right - 2 * s * head,
+            right - 2 * K * head,
         "counts the trunk only once":
-            right - s * trunk,
-        "counts the trunk s times; it runs s + 1 times":
+            right - K * trunk,
+        "counts the trunk K times; it runs K + 1 times":
             right - trunk,
     }
 
@@ -225,7 +225,7 @@ def check_fair(c, T, tokens):
 
 def fair_mistakes(c, T, tokens, right):
     """{what fair_tokens() does: what it gives then}"""
-    plain, s = sum(parts(c, T).values()), c.ponder_steps
+    plain, K = sum(parts(c, T).values()), c.ponder_steps
     return {
         "compares training with the forward pass alone; both models are trained":
             3 * right,
@@ -234,7 +234,7 @@ def fair_mistakes(c, T, tokens, right):
         "gives the plain model as many tokens as the other: what about the work?":
             tokens,
         "counts passes only; steps have heads and mixtures too":
-            (s + 1) * tokens,
+            (K + 1) * tokens,
         "gives the FLOPs; asked for are tokens":
             3 * right * plain,
         "counts 3 steps; c.ponder_steps says how many":

@@ -4,15 +4,15 @@ Exercise 7 of 8: a halting gate. About 60 minutes.
     python exercises/halting.py            checks what you wrote and says what is not right yet
     python exercises/halting.py --hint     a hint; --hint=2 and --hint=3 say more
 
-Pondering (exercise 5) spends s + 1 passes on every token, on "the" as on the result of a sum.
+Pondering (exercise 5) spends K + 1 passes on every token, on "the" as on the result of a sum.
 AdaPonderLM (arXiv 2603.01914) puts a small gate after each pass: it reads a token's hidden state
-and says whether that token goes on. In pass i = 0 .. s, for every token:
+and says whether that token goes on. In pass i = 0 .. K, for every token:
 
     h        = trunk(E)                   E = embed(idx) at first, m = 1: all tokens are active
     readout  = h where m, else as before  a halted token's answer stays what it was
-    g        = sigmoid(gate_i(h))         one number per token; there is no gate after the last pass
-    m        = m and (g >= tau)           monotone: who has halted never wakes up again
-    E        = E + m g e                  e = mixture(gpt, h) is the mean embedding of exercise 5;
+    s        = sigmoid(gate_i(h))         one number per token; there is no gate after the last pass
+    m        = m and (s >= tau)           monotone: who has halted never wakes up again
+    E        = E + m s e                  e = mixture(gpt, h) is the mean embedding of exercise 5;
                                           the gate scales it too
 
 And in each layer a halted token keeps the keys and values of its last active pass, which active
@@ -65,7 +65,7 @@ def think(gpt, gates, x, pos, tau):
     """
     x (B, T, C) at positions pos (T,)
     -> (readout (B, T, C), passes (B, T): how many passes each token took).
-    gates: s functions from (B, T, C) to (B, T, 1).
+    gates: K functions from (B, T, C) to (B, T, 1).
     gpt.trunk(x, pos, Frozen(gpt.config.n_layer, ...)) is one pass.
     """
     raise NotImplementedError(
@@ -91,8 +91,8 @@ HINTS = (
     "over passes. Each pass adds m to passes.",
 
     "readout = h in the first pass, then torch.where(m[..., None], h, readout), with the m that "
-    "this pass began with. After the gate: m = m & (g >= tau), "
-    "x = x + (m * g)[..., None] * mixture(gpt, h).",
+    "this pass began with. After the gate: m = m & (s >= tau), "
+    "x = x + (m * s)[..., None] * mixture(gpt, h).",
 )
 AXES = ('row', 'position', 'channel')
 
@@ -186,10 +186,10 @@ def one_by_one(gpt, gates, x, pos, tau):
                 outputs.append(h[0, 0])
                 if i == len(gates):
                     break
-                g = gates[i](h).sigmoid()
-                if g < tau:
+                s = gates[i](h).sigmoid()
+                if s < tau:
                     break
-                e = e + g * mixture(gpt, h)
+                e = e + s * mixture(gpt, h)
             for later in caches[i + 1:]:  # which find the keys and values of its last pass
                 for layer, (k, v) in caches[i].made.items():
                     later.update(layer, k, v)
@@ -210,7 +210,7 @@ class Case:
 
 
 def gate_at(z):
-    """A gate that gives every token the same z, so that g = sigmoid(z)."""
+    """A gate that gives every token the same z, so that s = sigmoid(z)."""
     return lambda h: torch.full_like(h[..., :1], z)
 
 
@@ -226,23 +226,23 @@ def cases(gpt, idx):
     yield Case(
         what="all gates wide open",
         gates=[wide, wide, wide],
-        about_passes="s gates are s + 1 passes, the first one included; who has g >= tau goes on",
+        about_passes="K gates are K + 1 passes, the first one included; who has s >= tau goes on",
         mistakes={
             "with all gates wide open, think() scales by what gates return; the sigmoid of it is "
-            "g": always(gpt, idx, 30.0),
+            "s": always(gpt, idx, 30.0),
         })
     yield Case(
-        what="all gates at g = tau = 0.5",
+        what="all gates at s = tau = 0.5",
         gates=[half, half, half],
-        about_passes="nobody halts while g >= tau, and g = sigmoid(gate_i(h))",
+        about_passes="nobody halts while s >= tau, and s = sigmoid(gate_i(h))",
         mistakes={
-            "with all gates at g = 0.5, think() adds the whole mean embedding; the gate should "
+            "with all gates at s = 0.5, think() adds the whole mean embedding; the gate should "
             "scale it": always(gpt, idx, 1.0),
         })
     yield Case(
         what="all gates shut",
         gates=[shut, shut, shut],
-        about_passes="a token halts when g < tau, and the pass it halts after counts")
+        about_passes="a token halts when s < tau, and the pass it halts after counts")
     yield Case(
         what="gate 0 shut and the later ones open",
         gates=[shut, wide, wide],

@@ -15,14 +15,14 @@ the same model once more.
     E_{j+1}  = E_j + e_j                    the running sum: nothing is replaced
     result   = trunk(E_s)                   head() of this predicts; no loss reads the steps before
 
-With s steps the trunk runs s + 1 times. There is no new parameter, all positions ponder side by
+With K steps the trunk runs K + 1 times. There is no new parameter, all positions ponder side by
 side, and gradients flow back through all passes.
 
 In the model, gpt.embed(idx) is E_0, gpt.trunk(x, pos) runs all blocks and the final norm at
 positions pos (T,), gpt.head(h) gives logits, W is gpt.wte.weight (V, C), and its scale is
 gpt.config.embed_scale. Do not call model.mixture or gpt.hidden: you are compared with them.
 Afterwards, think about this: to generate with caches (exercise 3), how many caches does a model
-with s steps need?
+with K steps need?
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
@@ -82,9 +82,9 @@ def typical_mistakes(name, gpt, idx, steps):
     scale, rows_of_head = gpt.config.embed_scale, gpt.lm_head.weight
     table = gpt.wte.weight * scale
     return {
-        f"{name} ran one pass too few: s steps are s + 1 passes":
+        f"{name} ran one pass too few: K steps are K + 1 passes":
             walk(gpt, idx, max(0, steps - 1)),
-        f"{name} ran one pass too many: s steps are s + 1 passes":
+        f"{name} ran one pass too many: K steps are K + 1 passes":
             walk(gpt, idx, steps + 1),
         f"{name} reads gpt.config.ponder_steps, which is {NOT_STEPS} here; the argument `steps` "
         "says how many":

@@ -8,7 +8,7 @@ ANY = ''  # with any sentence: the numbers that are drawn tell it from a right o
 # what stands in answers.py several times over
 SHARED = 'k.repeat_interleave(g, dim=1), v.repeat_interleave(g, dim=1)'
 MIXED = 'x + p @ (gpt.wte.weight * gpt.config.embed_scale)'
-PONDER = '(s + 1) * (trunk + head) + s * head'
+PONDER = '(K + 1) * (trunk + head) + K * head'
 FAIR = 'tokens * ponder_flops(c, T) / forward_flops(c, T)'
 NEW_POS = 'pos = torch.arange(out.size(1) - new.size(1), out.size(1))'
 
@@ -206,11 +206,11 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('            k = torch.where(m, k, self.before.k[layer])\n',
          '            k = torch.where(m, k, self.before.k[layer])\n'
          '            self.before.k[layer].copy_(k)\n', 'writes into self.before'),
-        ('(g >= tau)', '(g >= 0.5)', 'tau is an argument'),
-        ('(g >= tau)', '(g > tau)', 'nobody halts while g >= tau'),
-        ('m = m & (g >= tau)', 'm = g >= tau', 'never wakes up again'),
-        ('(m * g)[..., None]', 'm[..., None]', 'the gate should scale it'),
-        ('gate(h).sigmoid()', 'gate(h)', 'the sigmoid of it is g'),
+        ('(s >= tau)', '(s >= 0.5)', 'tau is an argument'),
+        ('(s >= tau)', '(s > tau)', 'nobody halts while s >= tau'),
+        ('m = m & (s >= tau)', 'm = s >= tau', 'never wakes up again'),
+        ('(m * s)[..., None]', 'm[..., None]', 'the gate should scale it'),
+        ('gate(h).sigmoid()', 'gate(h)', 'the sigmoid of it is s'),
         ('passes = m.long()', 'passes = 0 * m.long()', 'the first one included'),
         ('passes = passes + m', 'passes = passes + m.float()', 'and not in torch.float32'),
         ('readout = torch.where(m[..., None], h, readout)', 'readout = h', 'moves on after'),
@@ -240,13 +240,13 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('return trunk + head\n', 'return trunk + 2 * head\n', 'it is a look-up'),
         ('return trunk + head\n', 'return 3 * (trunk + head)\n', 'is for training'),
         ('return trunk + head\n', 'return (trunk + head) / 2\n', 'half of what it should be'),
-        (PONDER, 's * (trunk + head) + s * head', 'should be forward_flops|forgets that s steps'),
-        (PONDER, '(s + 1) * (trunk + head) + (s + 1) * head', 'mixture after the last pass'),
-        (PONDER, '(s + 1) * (trunk + head)', 'and then a mixture'),
-        (PONDER, '(s + 1) * trunk + 2 * s * head', 'counts s heads'),
-        (PONDER, '(s + 1) * trunk + head', 'leaves out heads and mixtures'),
-        (PONDER, 'trunk + (2 * s + 1) * head', 'trunk only once'),
-        (PONDER, '(s + (s < 2)) * trunk + (2 * s + 1) * head', 'counts the trunk s times'),
+        (PONDER, 'K * (trunk + head) + K * head', 'should be forward_flops|forgets that K steps'),
+        (PONDER, '(K + 1) * (trunk + head) + (K + 1) * head', 'mixture after the last pass'),
+        (PONDER, '(K + 1) * (trunk + head)', 'and then a mixture'),
+        (PONDER, '(K + 1) * trunk + 2 * K * head', 'counts K heads'),
+        (PONDER, '(K + 1) * trunk + head', 'leaves out heads and mixtures'),
+        (PONDER, 'trunk + (2 * K + 1) * head', 'trunk only once'),
+        (PONDER, '(K + (K < 2)) * trunk + (2 * K + 1) * head', 'counts the trunk K times'),
         (FAIR, '3 * tokens * ponder_flops(c, T) / forward_flops(c, T)', 'forward pass alone'),
         (FAIR, 'tokens * forward_flops(c, T) / ponder_flops(c, T)', 'upside down'),
         (FAIR, 'tokens', 'what about the work'),
