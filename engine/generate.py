@@ -40,6 +40,7 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     that window ('latent', 'mask', 'feedback': with enough sweeps), and on average each is read
     about twice.
     """
+    require(top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1")
     device = gpt.wte.weight.device
     prompt, padding = left_pad(prompts, gpt.config, device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
@@ -52,8 +53,8 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 @torch.inference_mode()
 def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
     """What `stream` yields. prompt (B,n), with `padding` (B,) on the left of rows, or None."""
-    window, n = gpt.config.block_size, prompt.size(1)
-    tokens = torch.cat((prompt, prompt.new_zeros(len(prompt), max_new_tokens)), dim=1)
+    window, n, tokens = gpt.config.block_size, prompt.size(1), prompt
+    last = n + max_new_tokens
     longest_padding = 0 if padding is None else int(padding.max())
     decode = run_ahead if getattr(gpt, 'runs_ahead', False) else in_step
 
@@ -61,8 +62,9 @@ def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
     gpt.eval()
     try:
         first = 0                   # where the window begins
-        while n < tokens.size(1):
-            end = min(first + window + 1, tokens.size(1))   # the last token need not be read
+        while n < last:
+            end = min(first + window + 1, last)             # the last token need not be read
+            tokens = torch.cat((tokens, tokens.new_zeros(len(tokens), end - n)), dim=1)
             start = (padding - first).clamp(min=0) if longest_padding > first else None
             memory = gpt.new_memory(start)
             for part in tokens[:, first:n].split(1 if exact else n - first, dim=1):

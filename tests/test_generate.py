@@ -130,6 +130,19 @@ def test_sliding_past_block_size(name, kind):
     close_in_any_order(logits.flatten(0, -2), torch.cat(want))
 
 
+def test_a_stream_without_an_end_takes_memory_as_it_goes():
+    model = make(n_layer=2, block_size=8)
+    drawn = stream(model, torch.tensor([[3, 1]]), 10 ** 13, temperature=0)
+    got = [token.item() for (token, _), _ in zip(drawn, range(20))]
+    [row] = generate.generate(model, [[3, 1]], 20, temperature=0)
+    assert got == row[2:].tolist()
+
+
+def test_no_tokens_to_draw_from():
+    with pytest.raises(ValueError, match='top_k=0'):
+        next(stream(make(), torch.tensor([[3]]), 1, top_k=0))
+
+
 @pytest.mark.parametrize('name', ['depth', 'gate'])
 def test_stop_token_cuts_each_row(name, kind):
     """And a stream ends, and pays for nothing more, when all rows have had theirs."""

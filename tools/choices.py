@@ -66,6 +66,7 @@ class ChoiceSettings:
 
     def __post_init__(self):
         check_range(self, 1, 10 ** 9, 'lots', 'tokens', 'problems')
+        check_range(self, 0, 2 ** 63 - 1, 'seed')
         try:
             right = all(0 < float(tau) <= 1 for tau in self.taus.split(','))
         except ValueError:
