@@ -21,7 +21,7 @@ generates.
     3  Depth-Attention      inside the trunk: values are mixed over layers
     4  pondering            for each token the trunk is called several times, or on several slots
     5  halting              each token takes as many of these passes as it needs
-    6  checks               which settings make sense, and fit together
+    6  accounts             which settings make sense, and what a token costs
 
 train.py trains these classes as they stand here (on CUDA, or with --fast=True, with quicker parts
 for some, which refuse where one was edited). To train them with this file alone:
@@ -481,20 +481,6 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
-
-
-@dataclass
-class Cost:
-    """What a mechanism costs for each token: engine/flops.py asks for it."""
-    slots: int          # that go through the blocks
-    keys: float         # that these read, in multiples of T
-    other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
-    no_grad: int = 0    # those of training alone that have no backward pass
-
-
-def linear_weights(module):
-    """Multiply-adds of a module's matrix products with its weights, for each slot."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 class Mechanism(nn.Module):
@@ -1045,6 +1031,23 @@ class Halting(Mechanism):
         # of each pass over the last text (Mask: of the first): (who took it (B,T), what it made)
         self.trace = []
 
+    def forward(self, gpt, x, pos, memory):
+        """Passes until every token has had enough, K + 1 at most."""
+        state = self.start(x, go_on=memory.real())
+        self.trace = []
+        for k in range(self.K + 1):
+            taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
+            reads = memory.for_pass(k, visible=taken, **self.labels(state, k))
+            x = self.before(gpt, state, k)
+            h = gpt.trunk(x, pos, reads, norm=self.final_norm)
+            new = self.after(gpt, state, x, h, k)
+            state = new.where(taken, state)
+            self.trace.append((taken, new))
+            if not self.training and not state.go_on.any():
+                break
+        self.passes = torch.stack([taken for taken, _ in self.trace]).sum(0)  # (B,T)
+        return state.out.to(x.dtype)
+
     def start(self, x, go_on):
         """The state before pass 0, of embeddings x (B,T,C); go_on (B,T): who takes it."""
         raise NotImplementedError
@@ -1067,23 +1070,6 @@ class Halting(Mechanism):
 
     def loss(self, gpt, h, targets):
         return gpt.loss(h, targets) + self.penalty(gpt, targets)
-
-    def forward(self, gpt, x, pos, memory):
-        """Passes until every token has had enough, K + 1 at most."""
-        state = self.start(x, go_on=memory.real())
-        self.trace = []
-        for k in range(self.K + 1):
-            taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
-            reads = memory.for_pass(k, visible=taken, **self.labels(state, k))
-            x = self.before(gpt, state, k)
-            h = gpt.trunk(x, pos, reads, norm=self.final_norm)
-            new = self.after(gpt, state, x, h, k)
-            state = new.where(taken, state)
-            self.trace.append((taken, new))
-            if not self.training and not state.go_on.any():
-                break
-        self.passes = torch.stack([taken for taken, _ in self.trace]).sum(0)  # (B,T)
-        return state.out.to(x.dtype)
 
     def decisions(self):
         """The scores (B,T) after the passes 0, 1, .. K - 1 of the last text."""
@@ -1582,7 +1568,7 @@ def new_mechanism(config):
 
 
 # -------------------------------------------------------------------------------------------------
-# 6  Which settings make sense, and fit together
+# 6  Accounts: which settings make sense, and what a token costs
 
 
 def require(ok, message):
@@ -1634,3 +1620,17 @@ def check_together(c):
                                    f"ponder={c.ponder!r}: set ponder={needs!r}")
         require(c.halt_start <= c.halt_full,
                 f"halt_start={c.halt_start} must not be above halt_full={c.halt_full}")
+
+
+@dataclass
+class Cost:
+    """What a mechanism costs for each token: engine/flops.py asks for it."""
+    slots: int          # that go through the blocks
+    keys: float         # that these read, in multiples of T
+    other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
+    no_grad: int = 0    # those of training alone that have no backward pass
+
+
+def linear_weights(module):
+    """Multiply-adds of a module's matrix products with its weights, for each slot."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))

@@ -90,6 +90,13 @@ RUNS.update({
     # for config/tasks.py, whose models have one layer: as many layers as loop has passes
     'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
     'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
+    # for docs/claims.md, whose models have four layers: twice as many; fewer steps; both in a loop
+    'plain_scaled_2x': ('loop', '--ponder_steps=0', '--n_layer=8'),
+    'plain_ponderlm_2x': ('embedding', '--ponder_steps=0', '--n_layer=8'),
+    'embedding_1': ('embedding', '--ponder_steps=1'),
+    'embedding_2': ('embedding', '--ponder_steps=2'),
+    'embedding_5': ('embedding', '--ponder_steps=5'),
+    'loop+depth_attn': ('loop', '--depth_attn=True'),
     # the term for fewer steps waits
     'router_late': ('halting_router', '--halt_start=0.6', '--halt_full=0.8'),
     # as many passes for everyone, which exit has to beat
