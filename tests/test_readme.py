@@ -43,6 +43,7 @@ README = read_text('README.md')
 PAGES = (
     'README.md',
     'docs/architecture.md',
+    'docs/claims.md',
     'docs/decisions.md',
     'docs/modify.md',
     'docs/performance.md',
