@@ -57,7 +57,7 @@ class GPTConfig:
     the old head_dim.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
-    n_tokens: Optional[int] = None       # rows in use, up to a round number (None: all)
+    n_tokens: Optional[int] = None       # rows in use; the rest makes vocab_size round
     block_size: int = 2048               # longest context, in tokens
     n_layer: int = 24                    # blocks
     n_head: int = 15                     # query heads
@@ -907,6 +907,7 @@ class Feedback(Mechanism):
     iterates = True
 
     def draws(self):
+        """K or K - 1, as P2N."""
         return [self.K, self.K - 1] if self.K > 1 else [self.K]
 
     def forward(self, gpt, x, pos, memory):
@@ -1007,7 +1008,7 @@ class TokenState:
         merged = {}
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            chosen = taken.view(*taken.shape, *[1] * (ours.dim() - 2))        # (B,T), (B,T,1)
+            chosen = taken.view(*taken.shape, *[1] * (ours.dim() - 2))  # (B,T), (B,T,1)
             merged[field.name] = torch.where(chosen, ours.to(theirs.dtype), theirs)
         return type(self)(**merged)
 
@@ -1022,7 +1023,7 @@ class Halting(Mechanism):
     """
     halts = True
     final_norm = True       # whether a pass ends with it
-    works_on = None         # the setting of `ponder`
+    works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
     decides = None          # tools/explain.py: what is compared with halt_tau, in words
 

@@ -44,7 +44,7 @@ class SampleSettings:
     halting: Optional[str] = None       # 'exit': tokens leave a 'loop' when sure (None: as trained)
     halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
     show_steps: bool = False            # colour each token by its passes
-    exact: bool = False                 # read prompts token by token, not by iteration (latent)
+    exact: bool = False                 # read prompts token by token (latent, mask, feedback)
     compile: bool = False               # compile decoding: pays after some ten thousand tokens
     fast: Optional[bool] = None         # engine/'s parts (None: on CUDA, or as in training)
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)

@@ -149,7 +149,7 @@ def read_answers(model, exam, count):
     The same problems with their answers: inputs and targets, (count, T) each. Targets are -1, which
     do not count, but for the answer and the end of the text behind it. The model writes an answer
     right if and only if each of these targets is the likeliest token, as caches are exact (but
-    latent and mask read by iteration).
+    latent, mask and feedback read by iteration).
     """
     eot = exam['eot']
     texts = [(tokens, [*answer.encode(), eot]) for tokens, _, answer in ask(model, exam, count)]

@@ -215,7 +215,7 @@ def think(mechanism, gpt, x, pos, memory):
         taken = state.go_on                                             # (B,T)
         chosen = Chosen(taken)
         part = each(chosen.take, state)
-        reads = memory.for_pass_of_some(chosen.t(pos), k, mechanism.labels(part, k))
+        reads = memory.for_tokens(chosen.t(pos), k, mechanism.labels(part, k))
         x = mechanism.before(gpt, part, k)                              # (B,n,C)
         h = gpt.trunk(x, chosen.take(pos), reads, norm=mechanism.final_norm)
         state = each(chosen.put, state, mechanism.after(gpt, part, x, h, k))

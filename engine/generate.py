@@ -303,7 +303,7 @@ class Rows:
 
         joined = {name: join(back, *[some[name] for some in labels]) for name in labels[0]}
         numbers = torch.tensor(self.k, device=t.device)[:, None]        # (r,1)
-        reads = self.cache.for_pass_of_some(t, numbers, joined)
+        reads = self.cache.for_tokens(t, numbers, joined)
         h = gpt.trunk(join(back, *inputs), t, reads, norm=mechanism.final_norm)   # (r,1,C)
 
         news = []

@@ -149,6 +149,14 @@ def compute_dtype(h):
     return h.dtype
 
 
+def read(model, idx, exact):
+    """The hidden states (B,T,C) of idx (B,T). exact: token by token, where at once is iteration."""
+    if not exact:
+        return model.hidden(idx)
+    memory = model.new_memory()
+    return torch.cat([model.hidden(token, memory) for token in idx.split(1, dim=1)], dim=1)
+
+
 @torch.no_grad()
 def token_nats(model, rows, batch_size=16, exact=False):
     """
@@ -161,10 +169,7 @@ def token_nats(model, rows, batch_size=16, exact=False):
     at_once = max(1, LOGITS_AT_ONCE // (rows.size(1) * model.config.vocab_size))
     for part in rows.split(batch_size):
         part = part.to(model.wte.weight.device)
-        idx = part[:, :-1].clamp(min=0)
-        memory = model.new_memory() if exact else None
-        h = [model.hidden(some, memory) for some in idx.split(1 if exact else idx.size(1), dim=1)]
-        h = torch.cat(h, dim=1)
+        h = read(model, part[:, :-1].clamp(min=0), exact)
         for some, targets in zip(h.split(at_once), part[:, 1:].split(at_once)):
             losses.append(model.nats(some, targets))
     model.train(was_training)

@@ -211,7 +211,7 @@ class TextSlots:
         self.sources = sources
         self.tokens = 0
         self.last = None            # the pass before
-        self.state = None
+        self.state = None           # Feedback's
 
     def begin(self, B, T, device):
         pos = torch.arange(T, device=device)
@@ -245,7 +245,7 @@ class TextSlots:
             self.last = RulePass(self.sources, self.last, self.rule, query, key)
         return self.last
 
-    def for_pass_of_some(self, t, k, labels):
+    def for_tokens(self, t, k, labels):
         """Pass k of some tokens: t (B,n), NEVER for what fills up the rectangle."""
         slots = Slots(t=t, k=torch.full_like(t, k), **labels)
         causal = self.last is None and self.rule is by_pass     # one slot of each token
@@ -285,7 +285,7 @@ class Cache(Memory):
         self.time = None            # (B,T): of the tokens that are read now
         self.length = 0             # slots so far
         self.first = 0              # where this pass begins
-        self.n_before = 0            # where the tokens that are read now begin
+        self.n_before = 0           # where the tokens that are read now begin
         self.state = None           # Feedback's
         self.compiled = False       # whether the pass is one new token's, in compiled code
 
@@ -311,7 +311,7 @@ class Cache(Memory):
         query, key = slots_of(self.time, k, n, visible, labels)
         return self.append_slots(query, key.t, T == 1)
 
-    def for_pass_of_some(self, t, k, labels):
+    def for_tokens(self, t, k, labels):
         """
         A pass of some tokens: t (B,n), NEVER for what fills up the rectangle. k: its number; or
         (B,n), where rows of a batch write ahead of each other.

@@ -137,7 +137,7 @@ def test_every_setting_is_in_the_help(block):
                                   if name.endswith('.py')])
 def test_every_config_makes_a_model(name):
     given, _ = read([os.path.join(ROOT, 'config', name)], '', Settings, GPTConfig)
-    if 'ponder' in given or 'depth_attn' in given:
+    if name not in ('tasks.py', 'trees.py'):
         assert given['out_dir'] == 'out/' + name.removesuffix('.py')
     build(Settings, given)
     build(GPTConfig, given)

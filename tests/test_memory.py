@@ -117,7 +117,7 @@ def read_skipping(memory, pos, qkv, k, visible, **labels):
     """The same without the slots that are hidden, as in engine/fast.py."""
     chosen = Chosen(visible)
     labels = {name: chosen.take(label) for name, label in labels.items()}
-    opened = memory.for_pass_of_some(chosen.t(pos), k, labels)
+    opened = memory.for_tokens(chosen.t(pos), k, labels)
     got = read(opened, attend, chosen.take(qkv))
     return chosen.put(got.new_zeros(*qkv.shape[:2], *got.shape[2:]), got), opened
 
@@ -232,7 +232,7 @@ def write_ahead(cache, rows, name):
         place = torch.tensor([[t[row]] for row in left])
         number = torch.tensor([[k[row]] for row in left])
         own, qkv = labels(name, 1, len(left)), random_qkv(1, len(left))
-        got = read(cache.for_pass_of_some(place, number, own), attend, qkv)
+        got = read(cache.for_tokens(place, number, own), attend, qkv)
         for i, row in enumerate(left):
             alone = rows.rows[row]
             if k[row] == 0:

@@ -95,7 +95,6 @@ RUNS.update({
     'plain_ponderlm_2x': ('embedding', '--ponder_steps=0', '--n_layer=8'),
     'embedding_1': ('embedding', '--ponder_steps=1'),
     'embedding_2': ('embedding', '--ponder_steps=2'),
-    'embedding_5': ('embedding', '--ponder_steps=5'),
     'loop+depth_attn': ('loop', '--depth_attn=True'),
     # the term for fewer steps waits
     'router_late': ('halting_router', '--halt_start=0.6', '--halt_full=0.8'),
@@ -140,13 +139,13 @@ def make_plan(name, common):
     args = [path, *common, *options]
 
     given = for_this_machine(read(args, '', Settings, GPTConfig)[0])
-    run = build(Settings, given)
-    config = build(GPTConfig, {**vocabulary_of(read_meta(run.data_dir)['n_tokens']), **given})
-    settings = {**asdict(run), **asdict(config)}
+    s = build(Settings, given)
+    config = build(GPTConfig, {**vocabulary_of(read_meta(s.data_dir)['n_tokens']), **given})
+    settings = {**asdict(s), **asdict(config)}
     flops = flops_per_token(without_numbers(config))
     if like:
         ratio = make_plan(like, common).flops / flops
-        settings['max_steps'] = round(run.max_steps * ratio)
+        settings['max_steps'] = round(s.max_steps * ratio)
         args.append(f"--max_steps={settings['max_steps']}")
     return Plan(args, settings, flops)
 

@@ -34,7 +34,7 @@ from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
 from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device, tune_cpu
-from engine.loss import token_nats
+from engine.loss import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.tasks import TASKS, in_answers, task_of
 from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
@@ -239,11 +239,11 @@ def print_answers(model, exam, s):
 # ---- lm_eval's tasks -----------------------------------------------------------------------------
 
 @torch.inference_mode()
-def log_likelihoods(model, pairs, batch_size):
+def log_likelihoods(model, pairs, batch_size, exact=False):
     """
     For pairs[i] = (context, answer), lists of tokens, yields (i, sum of log p of the answer,
     whether each of its tokens was the likeliest), the longest first. A context that is too long
-    loses its beginning. UserError if an answer is too long.
+    loses its beginning. exact: as in nats. UserError if an answer is too long.
     """
     T = model.config.block_size
     device = model.wte.weight.device
@@ -258,7 +258,7 @@ def log_likelihoods(model, pairs, batch_size):
             rows.append(torch.tensor([*context, *answer][-T - 1:], device=device))
         inputs = [row[:-1] for row in rows]
         inputs = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B,S), padded behind
-        hidden = model.hidden(inputs)                                       # (B,S,C)
+        hidden = read_tokens(model, inputs, exact)                          # (B,S,C)
 
         for i, row, h in zip(chosen, rows, hidden):
             n = len(pairs[i][1])
@@ -272,7 +272,7 @@ def log_likelihoods(model, pairs, batch_size):
             yield i, right.sum().item(), bool((right >= logp.max(-1).values).all())
 
 
-def harness(model, tokenizer, batch_size):
+def harness(model, tokenizer, batch_size, exact):
     """The model as lm_eval wants it; UserError if lm_eval is missing."""
     try:
         from lm_eval.api.model import TemplateLM
@@ -289,7 +289,7 @@ def harness(model, tokenizer, batch_size):
             pairs = [(context, answer) for _, context, answer in requests]
             answers = [None] * len(requests)
             progress = Progress()
-            for done, (i, *answer) in enumerate(log_likelihoods(model, pairs, batch_size)):
+            for done, (i, *answer) in enumerate(log_likelihoods(model, pairs, batch_size, exact)):
                 answers[i] = tuple(answer)
                 progress(f"{done:,} of {len(pairs):,} questions")
             return answers
@@ -298,7 +298,7 @@ def harness(model, tokenizer, batch_size):
             answers = []
             for request in requests:
                 tokens = [tokenizer.eot_token, *self.tok_encode(request.args[0])]
-                answers.append(-nats(model, np.array(tokens), batch_size))
+                answers.append(-nats(model, np.array(tokens), batch_size, exact=exact))
             return answers
 
         def generate_until(self, requests, disable_tqdm=False):
@@ -310,7 +310,7 @@ def harness(model, tokenizer, batch_size):
 
 def print_tasks(model, tokenizer, s):
     """lm_eval's table for the tasks; UserError if there is no such task, or no way to its data."""
-    lm = harness(model, tokenizer, s.batch_size)
+    lm = harness(model, tokenizer, s.batch_size, s.exact)
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table

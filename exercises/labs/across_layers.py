@@ -2,7 +2,7 @@
 Lab: four other ways to mix over depth, beside Depth-Attention.
 
     python exercises/labs/across_layers.py
-        each of them on text, three seeds: --help lists the settings
+        each of them on text, three seeds, 15 minutes: --help lists the settings
     python exercises/labs/across_layers.py --names=plain,denseformer --seeds=1 --steps=100
 
 A plain GPT adds what each branch makes to one stream, and the next branch reads the sum. All of
@@ -33,17 +33,17 @@ The table: nats per byte of validation text after --steps steps of tools/compare
 text, mean and spread of the seeds; the time of a step over the plain model's; what a step keeps for
 backward, over the plain model's; weights that it adds.
 
-Recipe as it stands, one thread of an AMD EPYC beside other programs, 2026-11-25 (step times are
-rough); in brackets lowest to highest of seeds 1337, 1 and 2:
+One thread of an AMD EPYC, 2026-11-25; step times of seed 1; in brackets the lowest to highest of
+seeds 1337, 1 and 2:
 
     way             nats per byte                minus plain  step time  kept  weights
     plain                  1.8621                                  1.00  1.00        0
-    depth_attn             1.8348  -0.027 (-0.071 to +0.015)       1.09  1.03        0
-    depth_uniform          1.7715  -0.091 (-0.106 to -0.069)       0.99  1.03        0
-    denseformer            1.8517  -0.010 (-0.015 to -0.004)       1.01  1.04       14
-    attnres                1.8164  -0.046 (-0.047 to -0.045)       1.21  1.80    2,048
-    attnres_biased         1.8108  -0.051 (-0.076 to -0.031)       1.19  1.45    2,056
-    mhc                    1.8497  -0.013 (-0.018 to -0.003)       2.29  2.55  102,620
+    depth_attn             1.8348  -0.027 (-0.071 to +0.015)       1.05  1.03        0
+    depth_uniform          1.7715  -0.091 (-0.106 to -0.069)       1.00  1.03        0
+    denseformer            1.8517  -0.010 (-0.015 to -0.004)       1.04  1.04       14
+    attnres                1.8164  -0.046 (-0.047 to -0.045)       1.23  1.80    2,048
+    attnres_biased         1.8108  -0.051 (-0.076 to -0.031)       1.13  1.45    2,056
+    mhc                    1.8497  -0.013 (-0.018 to -0.003)       2.33  2.55  102,620
 
 In the mean both Attention Residuals are ahead of Depth-Attention here, and a plain average of the
 values is ahead of all. With four layers and 600 steps, `attnres_biased` never takes a snapshot.
