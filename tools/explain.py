@@ -112,10 +112,11 @@ class Recorder:
             shares = self.shares[-1].clone()
         self.shares.append(shares)
 
-    def depth_sources(self, layer, below, memory):
+    def depth_sources(self, config, layer, memory):
         """In the place of model.depth_sources."""
-        self.layers = layer, len(memory.loops), [j for j in below if j in memory.made]
-        return self.find(layer, below, memory)
+        below = [j for j in range(0, layer, config.depth_stride) if j in memory.made]
+        self.layers = layer, len(memory.loops), below
+        return self.find(config, layer, memory)
 
     def depth_attention(self, q, k, v, sources, mode):
         """
