@@ -2,37 +2,42 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
 which needs PyTorch and nothing else: copy it.
 
-    B batch   T tokens   S positions in one call of the trunk: T in the plain GPT   C n_embd
-    V vocab_size   nh query heads   nkv key/value heads   hd head dimension   K ponder_steps
+    B batch   T tokens   S vectors in one call of the trunk: T in the plain GPT   C n_embd
+    V vocab_size   nh query heads   nkv key/value heads   hd head dimension
+    K ponder_steps: how many extra passes a token takes
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
-QK-norm, SwiGLU, no biases; heads can share keys (n_kv_head). It is three functions, one after the
-other. Depth-Attention works inside the second; every other mechanism is a way to call it:
+QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
+the other (GPT.hidden calls the first two, GPT.forward the third):
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C), pos = 0 .. T - 1
     z = gpt.head(h)             hidden states         -> logits (B,T,V)
 
-Read from top to bottom. After part 2 you have read a complete, ordinary GPT, which trains and
-generates.
+Depth-Attention works inside the trunk. Every other mechanism takes the place of the one call of the
+trunk, and calls it several times. Read from top to bottom: parts 1 and 2 are an ordinary GPT, in
+which what is marked with a later part does nothing.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
-    3  Depth-Attention      inside the trunk: values are mixed over layers
-    4  pondering            for each token the trunk is called several times, or on several slots
+    3  Depth-Attention      values are mixed over layers
+    4  pondering            several passes for each token
     5  halting              each token takes as many of these passes as it needs
-    6  accounts             which settings make sense, and what a token costs
+    6  checks and costs     which settings make sense, and what a token costs
 
-train.py trains these classes as they stand here (on CUDA, or with --fast=True, with quicker parts
-for some, which refuse where one was edited). To train them with this file alone:
+train.py trains these classes. On CUDA, or with --fast=True, it puts quicker ones in the place of
+some, and refuses to where you edited the original. To train with this file alone:
 
-    gpt = GPT(GPTConfig(ponder='loop', ..))
+    gpt = GPT(GPTConfig())                          # or GPTConfig(ponder='loop'), ..
     for step in range(steps):
-        gpt.mechanism.progress = step / steps                           # halting begins late
-        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())      # some draw their passes
         _, loss = gpt(idx, targets)
         ..                                          # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
+
+Two things more, before each step, for mechanisms that halt and for those that draw their passes:
+
+        gpt.mechanism.progress = step / steps
+        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
 """
 
 import math
@@ -53,46 +58,47 @@ import torch.nn.functional as F
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. What
-    is left at None is derived from the others here, once: dataclasses.replace(c, n_embd=..) keeps
-    the old head_dim.
+    is left at None is derived from the others when a config is made.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
-    n_tokens: Optional[int] = None       # rows in use; the rest makes vocab_size round
+    n_tokens: Optional[int] = None       # rows in use (None: all); the rest makes a round number
     block_size: int = 2048               # longest context, in tokens
     n_layer: int = 24                    # blocks
     n_head: int = 15                     # query heads
     n_kv_head: Optional[int] = None      # key/value heads (None: n_head)
     n_embd: int = 960                    # width of the residual stream
     head_dim: Optional[int] = None       # width of a head (None: n_embd / n_head)
-    mlp_hidden: Optional[int] = 2560     # width inside the MLP (None: 8/3 n_embd, in steps of 64)
+    mlp_hidden: Optional[int] = None     # width inside the MLP (None: 8/3 n_embd, in full 64s)
     rope_theta: float = 1e4              # base of the rotary frequencies
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
     tie_embeddings: bool = False         # one table for the embedding and the output head
-    embed_scale: Optional[float] = None  # factor on embeddings (None: that of `ponder`'s class)
+    embed_scale: Optional[float] = None  # factor on embeddings (None: 1, or the mechanism's)
     init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(0.4 / n_embd))
-    dropout: float = 0.0                 # on embeddings, attention weights and both branches
+    dropout: float = 0.0                 # on embeddings, attention weights, attention, MLP
+
+    # a plain GPT needs nothing below
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # the sources are layers 0, s, 2s, .. (None: n_layer / 2)
+    depth_stride: Optional[int] = None   # s: with those of layers 0, s, 2s, .. (None: n_layer / 2)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
-    ponder: str = 'none'                 # embedding, latent, feedback, chain, loop or pause
-    ponder_steps: int = 3                # K: extra passes, or slots, per token (0: one plain pass)
+    ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
+    ponder_steps: int = 3                # K: extra passes per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R further sweeps; training has R or R - 1
-    loop_norm: bool = False              # Loop: the final norm after every pass, as Ouro
+    jacobi_iters: int = 3                # Latent: R more iterations; training has R or R - 1
+    loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
     # halting
-    halting: str = 'none'                # gate, mask, router, exit or ouro
-    halt_tau: float = 1e-4               # a token stops where its class's score is below
-    halt_lambda: Optional[float] = None  # weight of what the class adds to the loss (None: its own)
-    halt_start: Optional[float] = None   # share of the run at which that begins (None: its own)
-    halt_full: Optional[float] = None    # share at which it counts in full (None: its own)
+    halting: str = 'none'                # gate, mask, router, exit or ouro, each for one `ponder`
+    halt_tau: float = 1e-4               # a token stops once its score is below this
+    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's default)
+    halt_start: Optional[float] = None   # share of the run at which it sets in (None: likewise)
+    halt_full: Optional[float] = None    # share from which on it counts in full (None: likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
-    halt_beta: float = 10.0              # Router: the exponent in what going on costs
+    halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
     ouro_stage: int = 1                  # Ouro: 1 trains all, 2 the gate alone
 
@@ -126,6 +132,11 @@ class GPTConfig:
 # 2  The plain GPT
 
 
+def at_least_fp32(x):
+    """x in fp32, or in float64 if it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis."""
 
@@ -135,7 +146,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        weight = self.weight.to(x.dtype)  # on mixed dtypes PyTorch would drop its fused kernel
+        weight = self.weight.to(x.dtype)  # x may be bf16: PyTorch's fused kernel wants one dtype
         return F.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)    # autocast gives fp32
 
 
@@ -143,7 +154,7 @@ def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
     turns by the angle p theta^(-2i / hd). pos (S,) or (B,S) -> cos and sin, each (.., S, 1, hd);
-    sin has its sign already, minus for the first channel of a pair.
+    sin carries the minus of the first channel of a pair, as apply_rope needs it.
     """
     wide_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     channel = torch.arange(0, head_dim, 2, device=pos.device, dtype=wide_dtype)
@@ -156,26 +167,24 @@ def rope_table(pos, head_dim, theta, dtype):
 def apply_rope(x, cos, sin):
     """Turn x (B,S,heads,hd): each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    swapped = x.roll(x.size(-1) // 2, -1)  # (b, a): half as expensive as cutting and joining
-    return torch.addcmul(x * cos, swapped, sin)  # x cos + swapped sin
+    swapped = x.roll(x.size(-1) // 2, -1)           # (b, a): cheaper than split and cat
+    return torch.addcmul(x * cos, swapped, sin)     # x cos + swapped sin, in one kernel
 
 
 class Memory:
     """
-    What attention reads: the keys and values of the tokens that go through the blocks now, and of
-    all that went through before. In training the text is there at once and nothing came before:
-    `mask` is None, and `update` gives back what it takes.
+    The KV cache: of each layer the keys and values of all tokens so far. In training the text is
+    there at once and nothing came before: then `mask` returns None, and `update` what it was given.
     """
 
     def __init__(self):
-        self.tokens = 0             # N: that were read, with those of this pass
+        self.tokens = 0             # N: so far, those of this pass included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # for part 3: (k, v) of each layer, of this pass alone
-        self.loops = ()             # for Loop with part 3: memories of the loops before this one
+        self.made = {}              # of each layer: (k, v) of this pass alone; part 3 asks for them
 
     def begin(self, B, T, device):
-        """T more tokens go through the blocks, in each of B rows; returns their positions (T,)."""
+        """T more tokens begin a pass through the blocks; returns their positions (T,)."""
         pos = torch.arange(self.tokens, self.tokens + T, device=device)
         self.tokens += T
         self.made = {}
@@ -183,8 +192,8 @@ class Memory:
 
     def mask(self, S, device):
         """
-        Which of N keys each of the newest S tokens reads: (S,N), True for those up to itself. None
-        stands for plain causal attention, which needs no mask and is faster.
+        Which of N keys each of the newest S tokens attends to: (S,N), True for those up to itself.
+        None stands for plain causal attention, which needs no mask and is faster.
         """
         before = self.tokens - S
         if before == 0:
@@ -200,6 +209,21 @@ class Memory:
             v = torch.cat((self.values[layer], v), dim=2)
         self.keys[layer], self.values[layer] = k, v
         return k, v
+
+
+class Padded(Memory):
+    """A Memory of prompts of unequal lengths, with padding (B,) on the left of each row."""
+
+    def __init__(self, pad):
+        super().__init__()
+        self.pad = pad
+
+    def mask(self, S, device):
+        """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
+        pos = torch.arange(self.tokens, device=device)                  # (N,)
+        real = pos >= self.pad[:, None]                                 # (B,N)
+        causal = real[:, None] & (pos <= pos[-S:, None])                # (B,S,N)
+        return (causal | ~real[:, -S:, None])[:, None]
 
 
 class Attention(nn.Module):
@@ -221,8 +245,8 @@ class Attention(nn.Module):
         """
         x (B,S,C) -> (B,S,C)
         rope        cos and sin of their positions
-        memory      takes the keys and values, and has those that came before
-        mask        which keys each position reads, see Memory.mask
+        memory      takes the keys and values, and has those of before
+        mask        which keys each position attends to, see Memory.mask
         """
         q, k, v = self.project(x, rope)
         if self.config.depth_attn:                                      # part 3
@@ -245,8 +269,8 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys that each position reads. With shared keys PyTorch
-        builds all scores, (B, nh, S, N), but on CUDA in 16 bits without a mask.
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask. With shared keys PyTorch builds all
+        scores, (B, nh, S, N), except on CUDA in 16 bits without a mask.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -281,6 +305,12 @@ class Block(nn.Module):
         return x
 
 
+def likeliest(logits, k):
+    """Logits (B,V) with -inf in the place of all but the k largest of a row."""
+    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
+    return logits.masked_fill(logits < kth, -math.inf)
+
+
 class GPT(nn.Module):
 
     def __init__(self, config):
@@ -288,25 +318,26 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
+        # the blocks; everywhere else h is hidden states
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT it has nothing
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT without weights
         self.init_weights()
 
     def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # parts 4 and 5; in a plain GPT it does nothing
+        self.mechanism.init_weights(self)       # a plain GPT stays as it is, without 1 / sqrt(2 L)
 
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats; in training what the mechanism minimises. Negative targets
-        do not count.
+        the mean cross-entropy in nats over the targets that are not negative. In training a
+        mechanism may add to it.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -318,14 +349,13 @@ class GPT(nn.Module):
     def hidden(self, idx, memory=None):
         """
         Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens.
-        memory      from new_memory: these tokens follow those that it was given before. None: they
-                    are the whole text
+        memory      from new_memory: idx goes on where it ends. None: idx is the whole text
         """
         if memory is None:
             memory = self.new_memory()
         B, T = idx.shape
+        assert memory.tokens + T <= self.config.block_size, "the text is longer than block_size"
         pos = memory.begin(B, T, idx.device)                            # (T,)
-        assert memory.tokens <= self.config.block_size, "the text is longer than block_size"
         x = self.embed(idx)
         if self.config.ponder == 'none':
             return self.trunk(x, pos, memory)
@@ -338,9 +368,9 @@ class GPT(nn.Module):
     def trunk(self, x, pos, memory=None, layers=None, norm=True):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
-        memory      what else there is to read. None: each position reads itself and all before it
-        For mechanisms: positions may repeat, as a token's thoughts share its own.
-        layers      the blocks to go through (None: all), each time with a memory of its own
+        memory      the KV cache. None: nothing came before
+        For mechanisms, which may also give several vectors of x one position:
+        layers      the blocks to go through (None: all)
         norm        False: without the final norm
         """
         if memory is None:
@@ -362,25 +392,22 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets, weights=1.0):
-        """The mean of `nats` over the targets that count, each times its weight (B,T)."""
-        total = (self.nats(h, targets) * weights).sum()
+        """The mean of `token_losses`, times weights (B,T), over targets that are not negative."""
+        total = (self.token_losses(h, targets) * weights).sum()
         return total / (targets >= 0).sum().clamp(min=1)
 
-    def nats(self, h, targets):
-        """Cross-entropy (B,T) of the next tokens; 0 where the target is negative."""
+    def token_losses(self, h, targets):
+        """Cross-entropy (B,T) of each next token in nats; 0 where the target is negative."""
         logits = at_least_fp32(self.head(h)).flatten(0, -2)             # (B T, V)
-        target = targets.flatten().clamp(min=-1)                        # all negative ones are -1
-        nats = F.cross_entropy(logits, target, ignore_index=-1, reduction='none')
-        return nats.view_as(targets)
+        target = targets.flatten().clamp(min=-1)                        # any negative one is -1
+        losses = F.cross_entropy(logits, target, ignore_index=-1, reduction='none')
+        return losses.view_as(targets)
 
     def new_memory(self, pad=None):
-        """
-        A memory that has read nothing. pad (B,): tokens of padding on the left of each row (None:
-        all prompts have one length).
-        """
+        """An empty Memory. pad (B,): so many tokens on the left of each row are padding."""
         if self.config.ponder == 'none':
-            return Memory() if pad is None else Padded(pad)             # part 4
-        return self.mechanism.new_memory(pad)
+            return Memory() if pad is None else Padded(pad)
+        return self.mechanism.new_memory(pad)                           # parts 4 and 5
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, pad=None):
@@ -410,17 +437,6 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-def at_least_fp32(x):
-    """x in fp32, or in float64 if it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def likeliest(logits, k):
-    """Logits (B,V) with -inf in the place of all but the k largest of a row."""
-    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
-    return logits.masked_fill(logits < kth, -math.inf)
-
-
 # -------------------------------------------------------------------------------------------------
 # 3  Depth-Attention: Cross-Layer Value Mixing for Language Models (arXiv 2606.05014)
 #
@@ -432,12 +448,12 @@ def likeliest(logits, k):
 #     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j     earlier ones mixed already   (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)           keys stay as they are        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s, by default n_layer / 2. Layer 0
-# has no source. q and k are those of sequence attention, after norm and rotation: at one position
+# S(l) is every layer below l that is a multiple of the stride s (depth_stride). Layer 0 has no
+# source. q and k are those of sequence attention, after norm and rotation: at one position
 # both are turned alike, so the rotation cancels.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter. The
-# cache stores v~ in the place of v, so it does not grow.
+# KV cache holds v~ in the place of v, so it does not grow.
 # Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
 # after, so that weights depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
@@ -449,7 +465,7 @@ def depth_sources(config, layer, memory):
     [(k_j, v~_j), ..] of the layers j in S(l), as far as this pass went through them. With `loop`,
     part 4, what layer l itself made in the loops before comes first.
     """
-    loops = [loop.made[layer] for loop in memory.loops]
+    loops = [loop.made[layer] for loop in getattr(memory, 'loops', ())]
     below = range(0, layer, config.depth_stride)                    # S(l)
     return loops + [memory.made[j] for j in below if j in memory.made]
 
@@ -480,9 +496,11 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
 #
-# A mechanism calls the trunk where GPT.hidden would have called it once. The first two, Embedding
-# and Loop, call it K + 1 times, and each pass reads only itself. In the others passes read each
-# other, or a token has several slots: what they need for it, rules and a SlotMemory, follows them.
+# A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
+# K + 1 times, and attention in a pass finds the keys of that pass alone. In Latent, Chain and Pause
+# what is called a slot finds others, by a rule: see there. Feedback has one slot for each token.
+#
+# To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig.
 
 
 class Mechanism(nn.Module):
@@ -491,22 +509,22 @@ class Mechanism(nn.Module):
     gpt.trunk, and has its own weights, its rule of who reads whom, its term of the loss. Passes are
     numbered from 0 to K.
     """
-    rule = None                     # who reads whom, see Slots; None: passes read only themselves
-    halts = False                   # tokens stop by themselves: part 5
-    trains_alone = False            # engine/fast.py: all other weights stay what they are
+    rule = None     # which keys a slot attends to, a function, see `flat`; None: those of its pass
 
-    # not read in this file
-    skips = False                   # engine/fast.py: training may leave stopped tokens out
-    settings = ('ponder_steps',)    # engine/start.py: it warns of others that were set
-    iterates = False                # tools/evaluate.py: a text at once is read by iteration
+    # engine/ and tools/ ask for these, nothing in this file does
+    halts = False                   # tokens stop by themselves: part 5
+    trains_alone = False            # training changes the mechanism's own weights alone
+    skips = False                   # training may leave stopped tokens out
+    iterates = False                # a text that is read at once is read by iteration
+    settings = ('ponder_steps',)    # those of GPTConfig that it has
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         # train.py sets these two before each optimizer step
         self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]    # one of `draws`
-        self.passes = None              # halting: what each token took in the last call, (B,T)
+        self.drawn = self.draws()[0]
+        self.passes = None              # where tokens halt: how many each took last, (B,T)
 
     @property
     def K(self):
@@ -514,7 +532,7 @@ class Mechanism(nn.Module):
 
     @property
     def slots(self):
-        """That a new token takes in generation, one in each pass; where tokens halt, at most."""
+        """How many a new token leaves in generation; where tokens halt, at most."""
         return self.K + 1
 
     @staticmethod
@@ -531,13 +549,13 @@ class Mechanism(nn.Module):
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
             block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def draws(self):
         """
-        What training draws anew for each optimizer step: values that are equally likely, the one
-        that costs most first.
+        What `drawn` is drawn from, evenly, for each optimizer step; first what costs most. Most
+        mechanisms have nothing to draw.
         """
         return [None]
 
@@ -548,7 +566,7 @@ class Mechanism(nn.Module):
 
     def cost(self, gpt, drawn, training):
         """
-        Its Cost, with what was `drawn`. A class without a `cost` of its own is counted by PyTorch.
+        Its Cost (part 6), with what was `drawn`. A class without one is counted by PyTorch.
         """
 
     def forward(self, gpt, x, pos, memory):
@@ -679,10 +697,11 @@ class Loop(Mechanism):
         return Cost(slots=self.K + 1, keys=self.K + 1)
 
 
-# Where passes read each other, or a token has several slots, it takes a rule. A slot is one vector
-# that goes through the blocks in one pass: a token, or one of its thoughts. It has labels: t, the
-# time of its token, and k, the number of its pass or its place among the slots of its token. A rule
-# says by the labels of a query and of a key whether the one reads the other.
+# A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts.
+# Where slots of several passes, or several of one token, attend to each other, it takes a rule. A
+# slot has labels: t, the time of its token, and k, the number of its pass or its place among the
+# slots of its token. A rule says by the labels of a query and of a key whether the one reads the
+# other, that is, attends to it.
 
 
 NEVER = 2 ** 40  # the time of what nobody reads
@@ -707,7 +726,7 @@ class Slots(SimpleNamespace):
 
 
 def times(pos, B, pad):
-    """(B,T): the times of tokens at pos (T,), their places in the text; of padding NEVER."""
+    """(B,T): the times of tokens at pos (T,), their places in the text; NEVER for padding."""
     if pad is None:
         return pos.expand(B, -1)
     return torch.where(pos < pad[:, None], NEVER, pos)
@@ -726,27 +745,20 @@ def slots_of(time, k, n, visible, labels):
     return reading, Slots(**{**vars(reading), 't': t.where(visible, NEVER)})
 
 
-class Padded(Memory):
-    """A Memory of texts with padding (B,) on the left of each row: prompts of unequal lengths."""
-
-    def __init__(self, pad):
-        super().__init__()
-        self.pad = pad
-
-    def mask(self, S, device):
-        """As Memory.mask, (B,1,S,N). Padding reads all there is: a softmax needs something."""
-        time = times(torch.arange(self.tokens, device=device), len(self.pad), self.pad)     # (B,N)
-        return (time[:, None, :] <= time[:, -S:, None])[:, None]
-
-
 class SlotMemory(Memory):
-    """A Memory of slots. rule(query, key): who reads whom, for labels (B,S,1) and (B,1,N)."""
+    """
+    A Memory of slots. rule(query, key) says who reads whom, of labels (B,S,1) and (B,1,N): (B,S,N),
+    as booleans, or as numbers to add to the scores.
+
+    GPT.hidden calls `begin`. A mechanism calls `for_pass` before each call of the trunk, and before
+    that `rewind`, where what the pass before left is to be replaced.
+    """
 
     def __init__(self, rule, pad=None):
         super().__init__()
         self.rule = rule
         self.pad = pad              # as in Padded, or None
-        self.time = None            # (B,T): of the tokens that are read now
+        self.time = None            # (B,T): of the tokens of this call
         self.n_before = 0           # slots of the tokens before these
         self.key_labels = None      # of all slots so far, if there are some
         self.query_labels = None    # of those of this pass
@@ -770,14 +782,14 @@ class SlotMemory(Memory):
         self.query_labels, new = slots_of(self.time, k, n, visible, labels)
         self.key_labels = new if first else self.key_labels.joined(new)
         self.made = {}
-        # With nothing before and nothing hidden, flat is plain causal attention, which is faster;
-        # so is by_pass, where tokens have one slot each.
+        # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
+        # So is by_pass, if each token has one slot in this pass.
         in_a_row = self.rule is flat or (self.rule is by_pass and n == 1)
         self.causal = first and in_a_row and self.pad is None and visible is None
         return self
 
     def mask(self, S, device):
-        """Which keys each slot of this pass reads, (B,1,S,N): True, or a number for the score."""
+        """As Memory.mask, by the rule: (B,1,S,N)."""
         if self.causal:
             return None
         return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
@@ -855,7 +867,7 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        for _ in range(self.K + self.R if self.K > 0 else 0):           # all but the last
+        for _ in self.slots_of_sweeps(self.R)[:-1]:                     # all but the last
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
             thoughts = h[:self.K]                       # z_{k+1} is what came out of slot k
         return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
@@ -883,11 +895,11 @@ class Latent(Mechanism):
 
 class Feedback(Mechanism):
     """
-    Latent feedback: what the trunk made of a token joins the input of the next one. So does P2N, in
-    the code of Depth-Attention's authors (not announced, no paper), and, behind a gate, the
+    Latent feedback: what the trunk made of a token joins the input of the next one. P2N, in the
+    code of Depth-Attention's authors (not announced, no paper), does so, and behind a gate the
     Full-bandwidth Transformer (arXiv 2608.08888).
 
-        h_t     = trunk at t, of x_t + h_{t-1}, behind those of all tokens before        h_{-1} = 0
+        h_t     = trunk(x_t + h_{t-1}), which attends to all tokens before it            h_{-1} = 0
 
     Thinking is carried along the text instead of being repeated in one place: a new token takes one
     pass and leaves one slot, as in the plain model. Exactly this is sequential. Training, and a
@@ -904,7 +916,7 @@ class Feedback(Mechanism):
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
     cached decoding is not implemented. Drawn in docs/drawings/feedback.svg.
     """
-    rule = staticmethod(flat)
+    rule = staticmethod(flat)       # plain causal attention; a SlotMemory can be rewound
     slots = 1
     iterates = True
 
@@ -1105,11 +1117,11 @@ def newest(query, key):
     token's last pass if it stopped before.
     """
     N = key.t.size(-1)
-    token = key.t.clamp(max=N)                                  # (B,1,N): its t, or N for NEVER
-    # largest k of token 0, 1, .. N; in floats, as MPS has no amax of integers
+    token = key.t.clamp(max=N)      # (B,1,N): which one a key is of, as t; N for NEVER
+    # of each token the largest k among its keys; in floats, as MPS has no amax of integers
     last_pass = torch.zeros(len(token), 1, N + 1, device=token.device)
     last_pass = last_pass.scatter_reduce(-1, token, key.k.float(), 'amax')
-    last = last_pass.gather(-1, token)                          # (B,1,N), of the token of each key
+    last = last_pass.gather(-1, token)                          # (B,1,N): of each key's own token
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
@@ -1185,7 +1197,7 @@ class Gate(Halting):
         return self.config.halt_lambda * mean
 
     def cost(self, gpt, drawn, training):
-        steps = Embedding.cost(self, gpt, drawn, training)
+        steps = Embedding.cost(self, gpt, drawn, training)  # its passes are Embedding's
         return replace(steps, other=steps.other + linear_weights(self))
 
 
@@ -1353,7 +1365,7 @@ class Router(Halting, Chain):
         for taken, new in self.trace[:self.K]:
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
-                p = gpt.nats(new.x, counted).neg().exp()                # new.x is z
+                p = gpt.token_losses(new.x, counted).neg().exp()                # new.x is z
             total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
         return self.config.halt_lambda * self.onset() * mean            # (9), (10)
@@ -1386,7 +1398,8 @@ class Exit(Halting):
     count, such as questions, are taught to stay, as all that follows reads them and nothing else
     says what they should be sure of: with weight halt_lambda they are drawn to an even prediction.
 
-    Cost: K + 1 passes and, but with 'last', a head after each; in generation those that are taken.
+    Cost: K + 1 passes, and a head after each except with 'last'; in generation those that are
+    taken.
     Unlike in the authors' code, a token that left costs nothing more: theirs takes all passes and
     then picks one. Sources of Depth-Attention are those of one pass.
     Drawn in docs/drawings/exit.svg.
@@ -1525,8 +1538,8 @@ class Ouro(Exit):
         losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        certain = mean_where(targets >= 0, entropy)
-        return losses - self.config.halt_lambda * certain + self.stay(lams, targets)    # (4)
+        entropy = mean_where(targets >= 0, entropy)
+        return losses - self.config.halt_lambda * entropy + self.stay(lams, targets)    # (4)
 
     def leaving(self, lams):
         """p_k, (B,T) each."""
@@ -1544,7 +1557,7 @@ class Ouro(Exit):
     def gate_loss(self, gpt, outs, targets):
         """What the gate alone learns: whether the next pass gains."""
         with torch.no_grad():
-            nats = [gpt.nats(out, targets) for out in outs]             # L^k, (B,T) each
+            nats = [gpt.token_losses(out, targets) for out in outs]             # L^k, (B,T) each
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
@@ -1571,7 +1584,7 @@ def new_mechanism(config):
 
 
 # -------------------------------------------------------------------------------------------------
-# 6  Accounts: which settings make sense, and what a token costs
+# 6  Checks and costs: which settings make sense, and what a token costs
 
 
 def require(ok, message):
@@ -1629,11 +1642,11 @@ def check_together(c):
 class Cost:
     """What a mechanism costs for each token: engine/flops.py asks for it."""
     slots: int          # that go through the blocks
-    keys: float         # that these read, in multiples of T
+    keys: float         # that these attend to, in all, in multiples of T
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 
 
 def linear_weights(module):
-    """Multiply-adds of a module's matrix products with its weights, for each slot."""
+    """How many weights a module's matrices have: the multiply-adds of one vector's products."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))

@@ -36,9 +36,9 @@ PARTS = {
         'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': 'e45f47de4571',
+        'Memory': 'd796a47fc10e',
         'Slots': 'b0b1c8c4ed26',
-        'Padded': '47c22ab34b42',
+        'Padded': '91c083cb72b0',
         'slots_of': '2630fb41f1be',
         'times': 'a8f5f8e6102b',
         'SlotMemory': '9af184829133',
@@ -51,9 +51,9 @@ PARTS = {
     },
     'engine/loss.py': {                 # never all logits at once
         'GPT.head': 'd6fdd657411d',
-        'GPT.loss': '4efc4a2fb3de',
+        'GPT.loss': '78b54aafc03d',
         'at_least_fp32': '8a483de1ada9',
-        'GPT.nats': 'b9f50705824f',
+        'GPT.token_losses': 'b103239eb83b',
         'Mechanism.by_rows': '3401a9524d1c',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
@@ -61,7 +61,7 @@ PARTS = {
         'TokenState.where': '50da37f5fc56',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
-        'GPT.hidden': '369d5b9596ee',
+        'GPT.hidden': '45bd24d57d48',
         'Mask.forward': '5468cf76106d',
     },
 }
@@ -94,9 +94,9 @@ class FastGPT(GPT):
     def loss(self, h, targets, weights=1.0):
         return chunked_cross_entropy(h, self.lm_head.weight, targets, weights, self.config.n_tokens)
 
-    def nats(self, h, targets):
+    def token_losses(self, h, targets):
         if torch.is_grad_enabled() and h.requires_grad:
-            return super().nats(h, targets)
+            return super().token_losses(h, targets)
         return nats_in_parts(self.head, h, targets, self.config.vocab_size)
 
 

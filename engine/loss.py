@@ -69,7 +69,7 @@ def in_parts(function, gpt, h):
 
 @torch.no_grad()
 def nats_in_parts(head, h, targets, width):
-    """GPT.nats of model.py without gradients, some rows at a time: only where targets count."""
+    """GPT.token_losses of model.py without gradients, in parts, and only where targets count."""
     result = h.new_zeros(targets.numel(), dtype=torch.promote_types(h.dtype, torch.float32))
     for some in rows_that_count(targets.flatten()).split(max(1, LOGITS_AT_ONCE // width)):
         logits = head(h.flatten(0, -2)[some]).to(result.dtype)          # (n,V)
@@ -171,6 +171,6 @@ def token_nats(model, rows, batch_size=16, exact=False):
         part = part.to(model.wte.weight.device)
         h = read(model, part[:, :-1].clamp(min=0), exact)
         for some, targets in zip(h.split(at_once), part[:, 1:].split(at_once)):
-            losses.append(model.nats(some, targets))
+            losses.append(model.token_losses(some, targets))
     model.train(was_training)
     return torch.cat(losses)

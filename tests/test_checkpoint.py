@@ -254,7 +254,7 @@ def test_nobody_reads_a_number_that_is_none(spoiled, small_data, tmp_path):
 
 
 def test_the_log_is_json_whatever_happens(run_train, monkeypatch, tmp_path):
-    loss = GPT.nats
+    loss = GPT.token_losses
     monkeypatch.setattr(train, 'BAD_STEPS', 100)
     monkeypatch.setattr('model.GPT.loss',
                         lambda self, h, y, weights=1.0: loss(self, h, y).sum() * math.nan)

@@ -47,7 +47,7 @@ def test_all_passes_are_threshold_0_and_one_is_the_plain_gpt(model):
     everything = choices.see(model, X, Y)[0]
     torch.testing.assert_close(losses[-1], everything, rtol=0, atol=1e-9)
     h = model.trunk(model.embed(X), torch.arange(T))
-    torch.testing.assert_close(losses[0], model.nats(h, Y), rtol=0, atol=1e-9)
+    torch.testing.assert_close(losses[0], model.token_losses(h, Y), rtol=0, atol=1e-9)
     assert torch.equal(right[0], model.head(h).argmax(-1) == Y)
 
 

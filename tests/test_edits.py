@@ -234,10 +234,10 @@ EDITS = {
     return (key.t <= query.t) & ((key.k == 0) | ((key.t == query.t) & (key.k <= query.k)))
 """),
     'a loss without the first letter of a line': ('train', {}, """\
-        total = (self.nats(h, targets) * weights).sum()
+        total = (self.token_losses(h, targets) * weights).sum()
 """, """\
         targets = targets.masked_fill(F.pad(targets, (1, -1)) == 10, -1)
-        total = (self.nats(h, targets) * weights).sum()
+        total = (self.token_losses(h, targets) * weights).sum()
 """),
     'a cache without every second key': ('sample', {}, """\
         return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)

@@ -101,8 +101,8 @@ def test_nats_in_parts_are_those_of_the_model(at_once, monkeypatch):
     targets = torch.randint(0, 50, (2, 5))
     targets[0, :3] = -1
     h = torch.randn(2, 5, 32).double()
-    want = GPT.nats(model, h, targets)
-    close(model.nats(h, targets), want.detach(), 1e-13)
+    want = GPT.token_losses(model, h, targets)
+    close(model.token_losses(h, targets), want.detach(), 1e-13)
     assert (want == 0).tolist() == (targets < 0).tolist()
 
 
@@ -110,7 +110,7 @@ def test_nats_of_a_model_in_bf16_are_fp32(kind):
     """Or the rounding of each of them, 0.4 %, would be in every score."""
     model = make(kind=kind).bfloat16()
     with torch.no_grad():
-        nats = model.nats(torch.randn(2, 5, 32).bfloat16(), torch.randint(0, 50, (2, 5)))
+        nats = model.token_losses(torch.randn(2, 5, 32).bfloat16(), torch.randint(0, 50, (2, 5)))
     assert nats.dtype == torch.float32
 
 

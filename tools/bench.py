@@ -239,7 +239,7 @@ def without(part, config):
     gpt = new_model(config, True)
     mechanism = gpt.mechanism
     if part == 'loss':
-        gpt.loss, gpt.nats = partial(GPT.loss, gpt), partial(GPT.nats, gpt)
+        gpt.loss, gpt.token_losses = partial(GPT.loss, gpt), partial(GPT.token_losses, gpt)
         mechanism.by_rows = partial(Mechanism.by_rows, mechanism)
     else:
         mechanism.forward = partial(type(mechanism).forward, mechanism)

@@ -123,7 +123,7 @@ def see(model, inputs, targets, passes=None, progress=Progress()):
         some = slice(i, i + rows)
         with told(model, passes[some]) if passes is not None else contextlib.nullcontext():
             h = model.hidden(inputs[some])
-        losses.append(model.nats(h, targets[some]))
+        losses.append(model.token_losses(h, targets[some]))
         right.append(in_parts(best, model, h)[..., 0] == targets[some])
         if model.mechanism.halts:
             taken.append(model.mechanism.passes)

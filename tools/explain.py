@@ -116,7 +116,7 @@ class Recorder:
     def depth_sources(self, config, layer, memory):
         """In the place of model.depth_sources."""
         below = [j for j in range(0, layer, config.depth_stride) if j in memory.made]
-        self.layers = layer, len(memory.loops), below
+        self.layers = layer, len(getattr(memory, 'loops', ())), below
         return self.find(config, layer, memory)
 
     def depth_attention(self, q, k, v, sources, mode):
