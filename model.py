@@ -54,6 +54,11 @@ import torch.nn.functional as F
 # 1  Settings
 
 
+def require(ok, message):
+    if not ok:
+        raise ValueError(message)
+
+
 @dataclass
 class GPTConfig:
     """
@@ -103,7 +108,7 @@ class GPTConfig:
     ouro_stage: int = 1                  # Ouro: 1 trains all, 2 the gate alone
 
     def __post_init__(self):
-        check_values(self)      # ValueError: what is wrong, and what to do; see part 6
+        check_values(self)          # of each by itself: part 6
         if self.n_tokens is None:
             self.n_tokens = self.vocab_size
         if self.n_kv_head is None:
@@ -125,7 +130,7 @@ class GPTConfig:
             for name, value in HALTING[self.halting].defaults.items():
                 if getattr(self, name) is None:
                     setattr(self, name, value)
-        check_together(self)
+        check_together(self)        # and of all: part 6
 
 
 # -------------------------------------------------------------------------------------------------
@@ -233,13 +238,14 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        heads = config.n_head + 2 * config.n_kv_head  # q, k and v in one matmul
-        self.c_attn = nn.Linear(config.n_embd, heads * config.head_dim, bias=False)
+        qkv_heads = config.n_head + 2 * config.n_kv_head                # q, k and v in one matmul
+        self.c_attn = nn.Linear(config.n_embd, qkv_heads * config.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
-        self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x, rope, memory, mask):
         """
@@ -261,7 +267,8 @@ class Attention(nn.Module):
         """x (B,S,C) -> q (B, nh, S, hd), k and v (B, nkv, S, hd); q and k normed and rotated."""
         B, S, _ = x.shape
         nh, nkv, hd = self.config.n_head, self.config.n_kv_head, self.config.head_dim
-        q, k, v = self.c_attn(x).view(B, S, nh + 2 * nkv, hd).split((nh, nkv, nkv), dim=2)
+        qkv = self.c_attn(x).view(B, S, nh + 2 * nkv, hd)
+        q, k, v = qkv.split((nh, nkv, nkv), dim=2)
         q = apply_rope(self.q_norm(q), *rope)
         k = apply_rope(self.k_norm(k), *rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -348,7 +355,8 @@ class GPT(nn.Module):
 
     def hidden(self, idx, memory=None):
         """
-        Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens.
+        Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens: embed and trunk, or
+        a mechanism in the place of the trunk.
         memory      from new_memory: idx goes on where it ends. None: idx is the whole text
         """
         if memory is None:
@@ -925,15 +933,15 @@ class Feedback(Mechanism):
         return [self.K, self.K - 1] if self.K > 1 else [self.K]
 
     def forward(self, gpt, x, pos, memory):
-        K = self.drawn if self.training else self.K
+        steps = self.drawn if self.training else self.K
         real = memory.real()[..., None]                                 # (B,T,1)
         last = torch.zeros_like(x[:, :1]) if memory.state is None else memory.state     # (B,1,C)
         before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}, as far as known
-        for _ in range(min(K + 1, x.size(1))):
+        for _ in range(min(steps + 1, x.size(1))):
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + before, pos, memory.for_pass()).where(real, 0.0)  # 0 of padding
             before = torch.cat((last, h[:, :-1]), dim=1)
-        memory.state = h[:, -1:] if K > 0 else None
+        memory.state = h[:, -1:] if steps > 0 else None
         return h
 
     def cost(self, gpt, drawn, training):
@@ -1100,7 +1108,7 @@ class Halting(Mechanism):
         return (self.progress - start) / (full - start)
 
     def __getstate__(self):
-        return {**self.__dict__, 'trace': []}   # a copy of a model takes no graph along
+        return {**self.__dict__, 'trace': []}   # deepcopy refuses tensors that have a graph
 
 
 def without_autocast(module, h):
@@ -1255,7 +1263,8 @@ class Mask(Halting, Latent):
 
         real = memory.real()
         first = self.start(x, real)
-        log_w, needed = first.log_w, real[..., None].expand_as(first.log_w)     # (B,T,K+1) both
+        log_w = first.log_w                                             # (B,T,K+1)
+        needed = real[..., None].expand_as(log_w)
         thoughts = []
         for _ in range(self.K + self.R + 1):
             n = len(thoughts) + 1
@@ -1430,7 +1439,7 @@ class Exit(Halting):
         return not self.training or self.progress >= self.config.halt_full
 
     def doubt(self, gpt, state, out):
-        """doubt^k (B,T) after a pass that made `out` (B,T,C)."""
+        """doubt^k (B,T) after a pass that made `out` (B,T,C). state: for Ouro."""
         return 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
 
     def outputs(self):
@@ -1585,11 +1594,6 @@ def new_mechanism(config):
 
 # -------------------------------------------------------------------------------------------------
 # 6  Checks and costs: which settings make sense, and what a token costs
-
-
-def require(ok, message):
-    if not ok:
-        raise ValueError(message)
 
 
 def check_values(c):
