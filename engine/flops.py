@@ -63,9 +63,8 @@ def counted_flops(gpt, T, training, drawn):
 
 def flops_of_new_token(gpt, T=None):
     """
-    FLOPs of token number T (None: block_size) in generation, through the memory, as PyTorch counts
-    them: without what Depth-Attention mixes. Not for models that halt: what they take depends on
-    the text.
+    FLOPs of token number T (None: block_size) in generation, as PyTorch counts them: without what
+    Depth-Attention mixes. Not for models that halt.
     """
     T = T or gpt.config.block_size
     with torch.device('meta'):

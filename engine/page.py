@@ -11,7 +11,7 @@ template page.html. T tokens were read; n is the most steps that one of them too
                 (all but logits), whose docstring and comments say what they are
 
     name        the checkpoint's folder
-    about       the model's mechanisms, in words, and how the text was read, if not at once
+    about       the model's mechanisms, in words
     tau         what `compared` is compared with; null if nothing is
     after       n readings, one per step
     output      one more reading, of the model's own logits
@@ -76,8 +76,8 @@ def model_data(seen, config, name, tokens, top):
         about.append(f"halting={config.halting}")
     if config.depth_attn:
         about.append("depth_attn")
-    if seen.way != 'at once':
-        about.append(f"read {seen.way}")
+    if seen.kind == 'state':
+        about.append("read token by token")
     return dict(
         name=name,
         about=', '.join(about),

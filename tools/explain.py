@@ -77,7 +77,6 @@ class Seen:
     mixed: torch.Tensor             # (T,) bool     the output is not the last step's, but a mixture
     kind: str                       # what a step is: 'pass', 'slot' or, with Feedback, 'state'
     moved: Optional[torch.Tensor]   # (T,)          Feedback: nats, KL(with the state || without)
-    way: str                        # how the text was read: 'at once', 'by iteration', ..
 
 
 class Recorder:
@@ -176,20 +175,18 @@ def look(model, idx):
     last = after[steps - 1, position]                                       # (T,V)
     mixed = ~torch.isclose(last, logits, atol=1e-3).all(-1)
     kind = 'pass' if recorder.outputs[-1].size(1) == T else 'slot'
-    way = 'by iteration' if mechanism.iterates else 'at once'
     moved = None
     if feeds_back:
-        kind, way = 'state', 'token by token'
+        kind = 'state'
         without, given = after[..., :model.config.n_tokens].log_softmax(-1)
         moved = (given.exp() * (given - without)).sum(-1)                   # (T,)
-    return Seen(steps, logits, compared, after, values, mixed, kind, moved, way)
+    return Seen(steps, logits, compared, after, values, mixed, kind, moved)
 
 
 def read_without_and_with_state(model, idx):
     """
-    Read idx (T,) token by token; returns the logits (T,V). Each goes through the trunk twice: first
-    without the state, which leaves nothing behind, as Feedback begins by forgetting what this token
-    left before.
+    The logits (T,V) of idx (T,), read token by token. Each is read twice: first without the state,
+    which leaves nothing behind, as Feedback then forgets what this token left.
     """
     memory = model.new_memory()
     hidden = []
@@ -219,8 +216,8 @@ def by_token(passes, T):
 def show(seen, mechanism, idx, tokenizer, top):
     """Print a paragraph for each position."""
     top = min(top, mechanism.config.n_tokens)
-    if seen.way != 'at once':
-        print(f"read {seen.way}")
+    if seen.kind == 'state':
+        print("read token by token")
     for t, token in enumerate(idx.tolist()):
         n = seen.steps[t].item()
         plural = '' if n == 1 else 'es' if seen.kind == 'pass' else 's'
@@ -230,12 +227,12 @@ def show(seen, mechanism, idx, tokenizer, top):
             chances = ' '.join(f'{chance[t]:.4f}' for chance in asked)
             decided = f"   {mechanism.decides} {chances}"
         title = f"{n} {seen.kind}{plural}{decided}"
-        if seen.moved is not None:
+        if seen.kind == 'state':
             title = f"the state moved it by {seen.moved[t]:.4f} nats"
         print(f"{t:4d} {word(token, tokenizer)}   {title}")
         for k in range(n):
             step = f"after {seen.kind} {k + 1}"
-            if seen.moved is not None:
+            if seen.kind == 'state':
                 step = f"{('state off', 'state on')[k]:12}"
             print(f"       {step}   {likeliest(seen.after[k, t], tokenizer, top)}")
         if seen.mixed[t]:
