@@ -209,9 +209,6 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        self.sources = []           # part 3: the earlier layers whose values are mixed in
-        if config.depth_attn:
-            self.sources = [*range(0, layer, config.depth_stride)]
         heads = config.n_head + 2 * config.n_kv_head  # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, heads * config.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
@@ -229,8 +226,8 @@ class Attention(nn.Module):
         """
         q, k, v = self.project(x, rope)
         if self.config.depth_attn:                                      # part 3
-            made = depth_sources(self.layer, self.sources, memory)
-            v = depth_attention(q, k, v, made, self.config.depth_mode)
+            sources = depth_sources(self.config, self.layer, memory)
+            v = depth_attention(q, k, v, sources, self.config.depth_mode)
         keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd)
         dropout = self.config.dropout if self.training else 0.0
         y = self.attend(q, keys, values, mask, dropout)                 # (B, nh, S, hd)
@@ -447,13 +444,14 @@ def likeliest(logits, k):
 # counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
 
 
-def depth_sources(layer, sources, memory):
+def depth_sources(config, layer, memory):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), `sources`, as far as this pass went through them.
-    With `loop`, part 4, what layer l itself made in the loops before comes first.
+    [(k_j, v~_j), ..] of the layers j in S(l), as far as this pass went through them. With `loop`,
+    part 4, what layer l itself made in the loops before comes first.
     """
-    earlier = [loop.made[layer] for loop in memory.loops]
-    return earlier + [memory.made[j] for j in sources if j in memory.made]
+    loops = [loop.made[layer] for loop in memory.loops]
+    below = range(0, layer, config.depth_stride)                    # S(l)
+    return loops + [memory.made[j] for j in below if j in memory.made]
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -481,6 +479,10 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
+#
+# A mechanism calls the trunk where GPT.hidden would have called it once. The first two, Embedding
+# and Loop, call it K + 1 times, and each pass reads only itself. In the others passes read each
+# other, or a token has several slots: what they need for it, rules and a SlotMemory, follows them.
 
 
 class Mechanism(nn.Module):

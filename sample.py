@@ -103,19 +103,20 @@ def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
     return model.to(device, dtype).eval(), tokenizer, {**state['settings'], **kept}
 
 
-def open_one(argv, description, block, example):
-    """
-    For a program that takes the settings of `block` and one checkpoint: (its settings, model,
-    tokenizer, train.py's settings).
-    """
+def read_one(argv, description, block, example):
+    """The arguments of a program that asks one checkpoint: (settings of `block`, folder)."""
     given, folders = read(argv, description, block)
     s = build(block, given)
     if len(folders) != 1:
         raise UserError(f"name one checkpoint folder, such as: {example}")
+    return s, folders[0]
+
+
+def open_as(s, folder):
+    """load_model on the device of s, and as its dtype, halting and fast say, if it has these."""
     dtype = getattr(torch, getattr(s, 'dtype', 'float32'))
     halting, fast = getattr(s, 'halting', None), getattr(s, 'fast', False)
-    model, tokenizer, settings = load_model(folders[0], pick_device(s.device), dtype, halting, fast)
-    return s, model, tokenizer, settings
+    return load_model(folder, pick_device(s.device), dtype, halting, fast)
 
 
 def data_dir_of(settings):
@@ -212,8 +213,8 @@ def print_sample(model, tokenizer, prompt, s, seed):
 
 
 def main(argv):
-    s, model, tokenizer, settings = open_one(argv, __doc__, SampleSettings,
-                                             "python sample.py out/depth_attn")
+    s, folder = read_one(argv, __doc__, SampleSettings, "python sample.py out/depth_attn")
+    model, tokenizer, settings = open_as(s, folder)
     override(model, s)
     prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
     given = '' if s.start is None else tokenizer.decode(prompt)

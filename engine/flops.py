@@ -23,9 +23,10 @@ def flops_per_token(gpt, T=None, training=True):
     c, mechanism = gpt.config, gpt.mechanism
     T = T or c.block_size
     per_slot = linear_weights(gpt.h)                        # multiply-adds, as all that follow
-    for block in gpt.h:
-        if block.attn.sources:
-            per_slot += 2 * (len(block.attn.sources) + 1) * c.n_kv_head * c.head_dim
+    if c.depth_attn:
+        for layer in range(1, c.n_layer):                   # layer 0 has no source
+            mixed = len(range(0, layer, c.depth_stride)) + 1
+            per_slot += 2 * mixed * c.n_kv_head * c.head_dim
     per_key = 2 * c.n_layer * c.n_head * c.head_dim         # q k^T, and its weight times v
     counts_itself = 'cost' in vars(type(mechanism))     # what is inherited is not believed
     draws = mechanism.draws() if training else mechanism.draws()[:1]

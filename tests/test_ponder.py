@@ -4,6 +4,7 @@ Jacobi iterations that are too few, prompts that are read exactly, steps that ch
 """
 
 import math
+from types import SimpleNamespace
 
 import naive
 import pytest
@@ -13,7 +14,7 @@ from test_halting import MODES
 from test_promises import differ
 
 from engine.generate import generate, left_pad
-from model import GPT, depth_attention
+from model import GPT, depth_attention, depth_sources
 
 TOKENS = [3, 14, 15, 9, 26]
 DEPTH = dict(depth_attn=True, n_layer=6)
@@ -53,7 +54,8 @@ def test_wrong_readings_of_the_papers_are_told_apart(settings, wrong):
 def test_there_are_as_many_sources_as_in_the_paper(n_layer, stride, total):
     """A layer's own entry included; None: the default, half of the layers."""
     model = make(n_layer=n_layer, n_embd=8, n_head=1, depth_attn=True, depth_stride=stride)
-    counts = [len(block.attn.sources) for block in model.h]
+    memory = SimpleNamespace(made={layer: None for layer in range(n_layer)}, loops=())
+    counts = [len(depth_sources(model.config, layer, memory)) for layer in range(n_layer)]
     assert sum(n + 1 for n in counts if n > 0) == total
 
 

@@ -1,6 +1,8 @@
 """What people start: each program's --help, from another folder, and every config."""
+import importlib
 import os
 import sys
+from dataclasses import fields, is_dataclass
 
 import pytest
 import test_plan
@@ -60,6 +62,23 @@ def test_each_program_says_what_it_does(tmp_path):
         assert ended.startswith('0\n'), path
         name = os.path.relpath(path, ROOT).replace(os.sep, '/')
         assert f'python {name}' in told, f"{name} --help has no line to copy"
+
+
+SEEDED = []     # PyTorch and numpy have bounds; prepare_data.py takes any
+for folder in ('.', 'tools', os.path.join('exercises', 'labs')):
+    for path in files(folder, having='    seed: int'):
+        if not path.endswith('prepare_data.py'):
+            SEEDED.append(path)
+
+
+@pytest.mark.parametrize('path', SEEDED)
+def test_a_seed_that_is_too_large_is_refused(path, monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(path))
+    program = importlib.import_module(os.path.basename(path).removesuffix('.py'))
+    [block] = [block for block in vars(program).values() if is_dataclass(block)
+               and 'seed' in [field.name for field in fields(block)]]
+    with pytest.raises(ValueError, match='seed=1.* must be between 0 and'):
+        block(seed=2 ** 64)
 
 
 dry_run = test_plan.dry_run     # the fixture

@@ -344,7 +344,7 @@ def test_the_library_lines_run(tmp_path):
     [code] = re.findall(r'```python\n(.*?)```', section, re.S)
 
     names = {}
-    exec(code.replace('out/depth_attn', folder).replace('100', '3'), names)
+    exec(code.replace('100', '3').replace('out/depth_attn', folder), names)
     assert names['tokens'].shape == (1, 12)
     assert names['h'].shape == (1, 9, 32)
     assert names['loss'].isfinite()

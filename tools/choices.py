@@ -38,14 +38,14 @@ import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
-from configurator import check_range, read
+from configurator import check_range
 from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
 from engine.loss import in_parts
 from engine.shards import read_meta
 from engine.windows import Windows
-from sample import data_dir_of, exam_of_run, open_one
+from sample import data_dir_of, exam_of_run, open_as, read_one
 
 
 TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048
@@ -271,8 +271,9 @@ def print_everyone(rows, oracle, text):
 
 
 def main(argv):
-    s, model, tokenizer, settings = open_one(argv, __doc__, ChoiceSettings,
-                                             "python tools/choices.py out/halting_router")
+    s, folder = read_one(argv, __doc__, ChoiceSettings,
+                         "python tools/choices.py out/halting_router")
+    model, tokenizer, settings = open_as(s, folder)
     if s.json is not None:
         open(s.json, 'a').close()   # an error now, and not when all is computed
     config = model.config
@@ -289,7 +290,6 @@ def main(argv):
     rows, oracle = everyone(*after_each_pass(model, text), text)
     print_everyone(rows, oracle, text)
     if s.json is not None:
-        _, [folder] = read(argv, '', ChoiceSettings)
         record = {'checkpoint': folder, 'halting': config.halting,
                   'data': s.data_dir or settings['data_dir'],
                   'answers': text.answers, 'taus': found, 'everyone': rows, 'oracle': oracle}

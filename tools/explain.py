@@ -30,13 +30,14 @@ import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
 import model as library
-from configurator import check_range, read
+from configurator import check_range
 from engine.answers import behind_solved
 from engine.files import UserError, run
 from engine.page import model_data, write_page
 from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, in_answers
-from sample import data_dir_of, encode_prompt, exam_for_prompt, load_model, open_one, read_start
+from sample import (data_dir_of, encode_prompt, exam_for_prompt, load_model, open_as, read_one,
+                    read_start)
 from tools.evaluate import token_arrays
 
 
@@ -121,10 +122,11 @@ class Recorder:
             passes = getattr(self, name)
             setattr(self, name, [torch.cat(passes[k::n], dim=1) for k in range(n)])
 
-    def depth_sources(self, layer, below, memory):
+    def depth_sources(self, config, layer, memory):
         """In the place of model.depth_sources."""
-        self.layers = layer, len(memory.loops), [j for j in below if j in memory.made]
-        return self.find(layer, below, memory)
+        below = [j for j in range(0, layer, config.depth_stride) if j in memory.made]
+        self.layers = layer, len(memory.loops), below
+        return self.find(config, layer, memory)
 
     def depth_attention(self, q, k, v, sources, mode):
         """
@@ -349,12 +351,11 @@ def second_model(s, tokenizer, idx):
 
 
 def main(argv):
-    s, model, tokenizer, settings = open_one(argv, __doc__, ExplainSettings,
-                                             "python tools/explain.py out/embedding")
+    s, folder = read_one(argv, __doc__, ExplainSettings, "python tools/explain.py out/embedding")
+    model, tokenizer, settings = open_as(s, folder)
     tokens, counts = what_to_read(s.start, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(tokens, device=model.wte.weight.device)      # (T,)
     if s.html is not None:
-        _, [folder] = read(argv, '', ExplainSettings)
         show_page(s, folder, model, idx, counts, tokenizer)
     else:
         show(look(model, idx), model.mechanism, idx, tokenizer, s.top)

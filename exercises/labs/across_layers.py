@@ -301,16 +301,17 @@ def main(argv):
     settings, _ = common.start(argv, __doc__, LayersSettings, folders=0)
     names = list(WAYS) if settings.names == 'all' else settings.names.split(',')
     unknown = [name for name in names if name not in WAYS]
-    if unknown or not all(seed.isdecimal() for seed in settings.seeds.split(',')):
+    seeds = settings.seeds.split(',')
+    if unknown or not all(seed.isdecimal() and int(seed) < 2 ** 31 for seed in seeds):
         raise UserError(f"--names={settings.names} --seeds={settings.seeds}: names are "
-                        f"{', '.join(WAYS)}, seeds whole numbers")
+                        f"{', '.join(WAYS)}, seeds whole numbers below 2^31")
     tune_cpu()
     prepare_data.prepare_builtin('data/python')
     meta = read_meta('data/python')
     data = {'meta': meta, **{part: Windows('data/python', part, meta, 128)
                              for part in ('train', 'val')}}
     runs = {name: [] for name in names}
-    for seed in map(int, settings.seeds.split(',')):
+    for seed in map(int, seeds):
         for name in names:
             runs[name].append(trained(name, seed, settings, data))
             print(f"{name}, seed {seed}: {runs[name][-1].nats:.4f} nats per byte", file=sys.stderr)

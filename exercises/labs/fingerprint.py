@@ -89,6 +89,7 @@ class FingerprintSettings:
     def __post_init__(self):
         check_range(self, 2, math.inf, 'K')
         check_range(self, 0, math.inf, 'steps')
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
 
 
 # ---- what both methods read ----------------------------------------------------------------------

@@ -77,6 +77,7 @@ class FreqKVSettings:
     def __post_init__(self):
         check_range(self, 0, math.inf, 'sinks', 'steps')
         check_range(self, 1, math.inf, 'windows')
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
 
 
 # ---- the filter ----------------------------------------------------------------------------------

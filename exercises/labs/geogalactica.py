@@ -89,6 +89,7 @@ class Settings:
     def __post_init__(self):
         check_range(self, 1, math.inf, 'steps', 'batch', 'sft_steps')
         check_range(self, 2, 200, 'minerals')
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
         n_old = self.batch * self.replay
         if not 0 < n_old < self.batch or abs(n_old - round(n_old)) > 1e-9:
             raise ValueError(f"batch={self.batch} times replay={self.replay} must be a whole "

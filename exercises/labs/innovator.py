@@ -102,6 +102,7 @@ class InnovatorSettings:
 
     def __post_init__(self):
         check_range(self, 1, math.inf, 'shards', 'induce_steps', 'route_steps', 'joint_steps')
+        check_range(self, 0, 2 ** 31 - 1, 'seed')
         if self.batch_size % 4:
             raise ValueError(
                 f"batch_size={self.batch_size} must be a multiple of 4: a mix is quarters")
