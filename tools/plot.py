@@ -94,8 +94,9 @@ def add_legend(figure, order=()):
     for ax in figure.axes:
         handles.update(zip(*reversed(ax.get_legend_handles_labels())))
     names = [name for name in order or handles if name in handles]
-    figure.legend([handles[name] for name in names], names, loc='outside lower center', ncols=4,
-                  frameon=False, fontsize=TEXT)
+    columns = 4 if len(figure.axes) > 1 else 2
+    figure.legend([handles[name] for name in names], names, loc='outside lower center',
+                  ncols=columns, frameon=False, fontsize=TEXT)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -107,6 +108,7 @@ PLAIN_WORDS = {
     'plain_scaled_as_loop': ('one pass, trained longer', BLUE, 's'),
     'plain_deep': ('four layers', '#009e73', 'o'),      # a ring, around loop's mark
     'loop': ('four passes', ORANGE, 'D'),
+    'feedback': ('feedback', '#cc79a7', 'P'),
 }
 MARKS = 'v^<>pPX*hd'    # of the others, in grey
 
