@@ -60,3 +60,19 @@ def counted_flops(gpt, T, training, drawn):
         else:
             twin(idx)
     return counter.get_total_flops() / T
+
+
+def flops_of_new_token(gpt, T=None):
+    """
+    FLOPs of token number T (None: block_size) in generation, as PyTorch counts them: without what
+    Depth-Attention mixes. Not for models that halt.
+    """
+    T = T or gpt.config.block_size
+    with torch.device('meta'):
+        twin = GPT(gpt.config).eval()
+        idx = torch.zeros(1, T, dtype=torch.long)
+        memory = twin.new_memory()
+        twin.hidden(idx[:, 1:], memory)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            twin.head(twin.hidden(idx[:, :1], memory))
+    return counter.get_total_flops()

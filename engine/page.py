@@ -76,6 +76,8 @@ def model_data(seen, config, name, tokens, top):
         about.append(f"halting={config.halting}")
     if config.depth_attn:
         about.append("depth_attn")
+    if seen.kind == 'state':
+        about.append("read token by token")
     return dict(
         name=name,
         about=', '.join(about),
@@ -86,6 +88,7 @@ def model_data(seen, config, name, tokens, top):
         after=[reading(logits, tokens, top) for logits in seen.after],
         output=reading(seen.logits, tokens, top),
         mixed=seen.mixed.tolist(),
+        moved=None if seen.moved is None else rounded(seen.moved, 4),
         values=None if seen.values is None else rounded(seen.values, 3),
     )
 

@@ -129,6 +129,16 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
     assert len(records_in(tmp_path)) == 4
 
 
+def test_the_loss_of_feedback_is_measured_token_by_token_too(common, in_process, tmp_path):
+    for steps, as_exact in (2, False), (31, True):      # in windows of 32 tokens
+        out = tmp_path / str(steps)
+        compare.main([*common, '--init_std=0.2', f'--ponder_steps={steps}', '--names=feedback',
+                      '--seeds=1', f'--out={out}'])
+        [r] = records_in(out)
+        near = r['exact_nats_per_byte'] == pytest.approx(r['val_nats_per_byte'], abs=1e-4)
+        assert near == as_exact
+
+
 def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(common, tmp_path):
     """From a shell."""
     folder = tmp_path / 'loop-s3'

@@ -12,7 +12,7 @@ import prepare_data
 from engine import page
 from engine.files import UserError
 from engine.shards import get_tokenizer
-from model import PONDER, Loop, Memory, apply_rope, rope_table
+from model import PONDER, Feedback, Loop, Memory, apply_rope, rope_table
 from prepare_data import DataSettings
 from tools import explain
 
@@ -42,7 +42,8 @@ def test_steps_end_in_the_models_output(toggle):
     if config.halting in ('none', 'gate', 'exit'):      # the others mix their steps
         assert_equal(seen.after[seen.steps - 1, torch.arange(7)], want)
     if config.halting == 'none':
-        assert seen.steps.tolist() == [min(model.mechanism.K + 1, 7)] * 7   # feedback: as exact
+        steps = 2 if config.ponder == 'feedback' else model.mechanism.K + 1
+        assert seen.steps.tolist() == [steps] * 7
         assert not seen.compared
     else:
         go_on = torch.stack(seen.compared, -1) >= config.halt_tau       # (7,n)
@@ -80,6 +81,37 @@ def test_a_pass_is_a_pass_in_however_many_calls(monkeypatch):
     assert seen.steps.tolist() == [3] * 7
     assert_equal(seen.after[-1], output(model))
     assert_equal(seen.values.sum(-1), torch.ones(7, 5).double())
+
+
+def test_feedback_without_and_with_the_state():
+    model = make(ponder='feedback')
+    seen = explain.look(model, IDX)
+    x = model.embed(IDX[None])
+    before, state = x[:, :0], torch.zeros_like(x[:, :1])
+    for t in range(7):      # over the whole text each time: no memory
+        pos = torch.arange(t + 1)
+        off = model.trunk(torch.cat((before, x[:, t:t + 1]), 1), pos)[:, -1:]
+        before = torch.cat((before, x[:, t:t + 1] + state), 1)
+        state = model.trunk(before, pos)[:, -1:]
+        off, on = model.head(off)[0, 0], model.head(state)[0, 0]
+        assert_equal(seen.after[:, t], torch.stack((off, on)))
+        p, q = on[:50].softmax(0), off[:50].softmax(0)      # the tokens in use
+        assert_equal(seen.moved[t], sum(p * (p / q).log()))
+    assert seen.moved[0] == 0 and seen.moved[1:].min() > 0.01
+
+
+class Forgets(Feedback):
+
+    def forward(self, gpt, x, pos, memory):
+        h = super().forward(gpt, x, pos, memory)
+        memory.state = None
+        return h
+
+
+def test_a_state_that_does_not_come_in_moves_nothing(monkeypatch):
+    monkeypatch.setitem(PONDER, 'feedback', Forgets)
+    seen = explain.look(make(ponder='feedback'), IDX)
+    assert_equal(seen.moved, torch.zeros(7).double())
 
 
 def test_values_by_hand():
@@ -135,6 +167,17 @@ def test_prints_what_halting_compares(tmp_path, capsys):
     assert len(set(taken)) > 1
     for n, line in zip(taken, titles):      # the last pass there can be decides nothing
         assert len(re.findall(r'0\.\d{4}', line)) == min(n, settings['ponder_steps'])
+
+
+def test_prints_what_the_state_does(tmp_path, capsys):
+    model = make(**SIZE, ponder='feedback')
+    explain.main([save(tmp_path, model), '--start=de', '--top=1', '--device=cpu'])
+    way, *lines = capsys.readouterr().out.splitlines()
+    assert way == 'read token by token'
+    assert [line.split("'")[0].strip() for line in lines] == ['0', 'state off', 'state on',
+                                                              '1', 'state off', 'state on']
+    moved = explain.look(model, torch.tensor([*b'de'])).moved.tolist()
+    assert [float(line.split()[-2]) for line in lines[::3]] == pytest.approx(moved, abs=1e-3)
 
 
 def test_refusals(tmp_path):
@@ -303,6 +346,19 @@ def test_opens_on_an_answer_and_counts_answers_alone(tmp_path, browser, sums):
     assert int(title.split()[-1]) in answer
     rows = texts(browser, '.passes tbody tr')
     assert len(rows) == 3 and all('of 3' in row for row in rows)
+    assert_alive(browser)
+
+
+@needs_browser
+def test_feedback_beside_a_loop(tmp_path, browser):
+    other = save(tmp_path / 'other', make(**SIZE, **TOGGLES['loop']))
+    path, data = page_of(tmp_path, make(**SIZE, ponder='feedback'), TEXT, f'--against={other}')
+    browser.open(path, address='#t=5&tint=moved')
+    assert texts(browser, '.model:first-child .passes th:first-child')[1:3] == ['state off',
+                                                                                'state on']
+    assert 'pass 2' in texts(browser, '.model:last-child .passes th:first-child')
+    about, _ = texts(browser, '.card > .quiet')
+    assert f"the state moved it by {data['models'][0]['moved'][5]} nats" in about
     assert_alive(browser)
 
 

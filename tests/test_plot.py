@@ -1,6 +1,7 @@
 """tools/plot.py: a picture of each kind; and what is drawn are the numbers of the runs."""
 import json
 import os
+import shlex
 import statistics
 
 import pytest
@@ -77,6 +78,46 @@ def test_records_of_earlier_days(tmp_path, monkeypatch):
     assert (tmp_path / 'out' / 'records.png').read_bytes().startswith(b'\x89PNG')
 
 
+def record_of(name, seed, loss, *options, **more):
+    """A line of tools/compare.py, of a run on small_data."""
+    config = os.path.join(ROOT, 'config', 'loop.py')
+    settings = [f'--{key}={value}' for key, value in SIZE.items()]
+    return dict(name=name, seed=seed, val_nats_per_byte=loss, **more, command=shlex.join(
+        ['python', 'train.py', config, *settings, *options, f'--seed={seed}']))
+
+
+def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
+    data, zero = f'--data_dir={small_data}', '--ponder_steps=0'
+    feedback = data, '--ponder=feedback'
+    records = [record_of('plain', 1, 1.5, data, zero),
+               record_of('plain', 2, 1.7, data, zero),
+               record_of('plain_deep', 2, 1.4, data, zero, '--n_layer=10'),
+               record_of('loop', 2, 1.3, data),
+               record_of('feedback', 2, 1.0, *feedback, exact_nats_per_byte=1.2),
+               record_of('plain', 2, 0.1, data, zero, '--max_steps=9', right=1.0)]
+    paths = [tmp_path / 'a.jsonl', tmp_path / 'b.jsonl']
+    paths[0].write_text('\n'.join(map(json.dumps, records[:3])))
+    paths[1].write_text('\n'.join(map(json.dumps, records[3:])))
+    figure = plot.records(paths, PlotSettings(x='generated'))
+    marks = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+             for line in figure.axes[0].lines}
+    assert marks['feedback'] == ([1], [1.2])
+    assert marks['plain'] == ([1], [1.7])       # of seed 2 alone, which all have
+    [cost], y = marks['four passes']
+    assert 3 < cost < 4 and y == [1.3]
+    [deep], _ = marks['four layers']
+    assert 1.8 < deep < 2
+    assert ([1, deep], [1.7, 1.4]) in drawn(figure)
+
+    for more, words in [(record_of('loop', 2, 1, data, '--max_steps=9'), '2 recipes'),
+                        (record_of('chain', 3, 1, data, '--ponder=chain'), '0 shared'),
+                        (record_of('exit', 2, 1, data, '--halting=exit'), 'exit halts, or'),
+                        (record_of('latent', 2, 1, data, '--ponder=latent'), 'latent halts, or')]:
+        paths[1].write_text(json.dumps(more))
+        with pytest.raises(UserError, match=words):
+            plot.records(paths, PlotSettings(x='generated'))
+
+
 def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):
     """A line for each kind of model, of those that halt a dotted one."""
     lines = []
@@ -121,6 +162,7 @@ def test_whose_values_each_layer_mixes(tmp_path, small_data, capsys):
     (['curve', 'a'], 'name a picture'),
     (['curves', 'a', '--out=a.txt'], '.png, .svg or .pdf'),
     (['curves', 'a'], 'a: no log'),
+    (['curves', 'a', '--x=generated'], 'for records'),
     (['records', 'nowhere.jsonl'], 'no run'),
 ])
 def test_refusals(args, words):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.generate import left_pad
 from engine.compile import compile_blocks
 from engine.fast import FastGPT, new_model
-from engine.flops import flops_per_token
+from engine.flops import flops_of_new_token, flops_per_token
 from engine.loss import recompute_blocks
 from model import HALTING, NEVER, PONDER, GPT, GPTConfig, Memories
 
@@ -174,6 +174,20 @@ def test_flops_agree_with_torch(toggle, training):
         counts.append(counter.get_total_flops() / idx.numel())
     said = flops_per_token(model, None, training)
     assert sum(counts) / len(counts) == pytest.approx(said, rel=0.03)
+
+
+def test_flops_of_a_new_token():
+    size = dict(vocab_size=256, block_size=128, n_layer=3, n_head=4, n_embd=128, mlp_hidden=256)
+    layers = 3 * (4 * 128 * 128 + 3 * 128 * 256)        # q, k, v, their projection; the MLP
+    keys = 3 * 2 * 100 * 128                            # q k^T, and its weight times v
+    head = 128 * 256
+    for ponder, passes in ('none', 1), ('feedback', 1), ('loop', 4):
+        model = GPT(GPTConfig(**size, ponder=ponder, ponder_steps=3))
+        got = flops_of_new_token(model, 100)
+        assert got == 2 * (passes * (layers + keys) + head), ponder
+    # a slot of latent reads those of all four passes
+    got = flops_of_new_token(GPT(GPTConfig(**size, ponder='latent', ponder_steps=3)), 100)
+    assert got == pytest.approx(2 * (4 * (layers + 4 * keys) + head), rel=0.01)
 
 
 @pytest.mark.parametrize('name', [name for name in ONE_EACH if 'halting' not in TOGGLES[name]])

@@ -23,6 +23,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -35,9 +36,11 @@ from engine.fast import without_numbers
 from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.hardware import pick_device
+from engine.loss import token_nats
 from engine.shards import read_meta
 from engine.start import vocabulary_of
 from engine.tasks import task_of
+from engine.windows import Windows
 from model import GPTConfig
 from sample import exam_of_run, load_model
 from train import Settings, for_this_machine
@@ -90,8 +93,9 @@ RUNS.update({
     # for config/tasks.py, whose models have one layer: as many layers as loop has passes
     'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
     'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
-    # for docs/claims.md, whose models have four layers: twice as many; fewer steps; both in a loop
+    # for docs/claims.md, whose models have four layers: more; fewer steps; both in a loop
     'plain_scaled_2x': ('loop', '--ponder_steps=0', '--n_layer=8'),
+    'plain_scaled_4x': ('loop', '--ponder_steps=0', '--n_layer=16'),
     'plain_ponderlm_2x': ('embedding', '--ponder_steps=0', '--n_layer=8'),
     'embedding_1': ('embedding', '--ponder_steps=1'),
     'embedding_2': ('embedding', '--ponder_steps=2'),
@@ -113,6 +117,7 @@ RUNS.update({
 })
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # of train.py, but chosen here
 LOSS = 'val_nats_per_byte'
+EXACT = 'exact_nats_per_byte'   # read token by token, of a model that else reads by iteration
 LEARNED = 0.9       # of the answers right: this seed has learned the task
 
 
@@ -138,9 +143,7 @@ def make_plan(name, common):
     path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))
     args = [path, *common, *options]
 
-    given = for_this_machine(read(args, '', Settings, GPTConfig)[0])
-    s = build(Settings, given)
-    config = build(GPTConfig, {**vocabulary_of(read_meta(s.data_dir)['n_tokens']), **given})
+    s, config = configs_of(args)
     settings = {**asdict(s), **asdict(config)}
     flops = flops_per_token(without_numbers(config))
     if like:
@@ -148,6 +151,14 @@ def make_plan(name, common):
         settings['max_steps'] = round(s.max_steps * ratio)
         args.append(f"--max_steps={settings['max_steps']}")
     return Plan(args, settings, flops)
+
+
+def configs_of(args):
+    """(Settings, GPTConfig) of train.py's arguments."""
+    given = for_this_machine(read(args, '', Settings, GPTConfig)[0])
+    s = build(Settings, given)
+    config = build(GPTConfig, {**vocabulary_of(read_meta(s.data_dir)['n_tokens']), **given})
+    return s, config
 
 
 # -------------------------------------------------------------------------------------------------
@@ -207,12 +218,14 @@ def record_of(name, seed, args, folder, plan, problems):
     settings = plan.settings
     tokens = settings['max_steps'] * settings['batch_tokens']
     seconds = seconds_by_step(read_lines(os.path.join(folder, 'log.jsonl')))
-    answered = {}
+    model, _, kept = load_model(folder, pick_device(settings['device']))
+    more = {}
     if task_of(read_meta(settings['data_dir'])):
-        model, _, kept = load_model(folder, pick_device(settings['device']))
-        answered = summary(model, exam_of_run(kept, problems), problems)
+        more = summary(model, exam_of_run(kept, problems), problems)
+    elif model.mechanism.iterates:
+        more = {EXACT: exact_loss(model, settings)}
     return {
-        **answered,
+        **more,
         'name': name,
         'seed': seed,
         'command': shlex.join(['python', 'train.py', *args]),
@@ -226,6 +239,16 @@ def record_of(name, seed, args, folder, plan, problems):
         'hardware': hardware(settings['device']),
         'date': time.strftime('%Y-%m-%d'),
     }
+
+
+def exact_loss(model, settings):
+    """As final_loss, of the same windows read token by token."""
+    meta = read_meta(settings['data_dir'])
+    data = Windows(settings['data_dir'], 'val', meta, settings['block_size'])
+    n = min(data.n, max(1, settings['eval_tokens'] // data.T))
+    x, y = data.get(np.arange(n) * data.n // n, model.wte.weight.device)
+    losses = token_nats(model, torch.cat((x, y[:, -1:]), dim=1), exact=True)
+    return losses.mean().item() * meta['val']['tokens'] / meta['val']['bytes']
 
 
 def seconds_by_step(log):

@@ -9,6 +9,8 @@ after each, and the layers its values came from.
     python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=out/think.html
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
+Feedback is read token by token, as in generation: its two steps are with a zero in the place of the
+state that comes in, and with the state; the memory of earlier tokens is the same in both.
 Its line shows the likeliest next tokens, as if the model ended there: the last one is what it was
 trained for, unless it says "output" below. With --html it is a page to open in a browser, to point
 at and to click. Of a model of a made task, --start holds problems, with or without their answers;
@@ -74,7 +76,8 @@ class Seen:
     after: torch.Tensor             # (n,T,V)       logits after each step, as if it were the last
     values: Optional[torch.Tensor]  # (T,L,L+1)     whose values each layer mixed
     mixed: torch.Tensor             # (T,) bool     the output is not the last step's, but a mixture
-    kind: str                       # 'pass' or 'slot': what a step is
+    kind: str                       # what a step is: 'pass', 'slot' or, with Feedback, 'state'
+    moved: Optional[torch.Tensor]   # (T,)          Feedback: nats, KL(with the state || without)
 
 
 class Recorder:
@@ -113,6 +116,12 @@ class Recorder:
             shares = self.shares[-1].clone()
         self.shares.append(shares)
 
+    def join(self, n):
+        """Passes of single tokens, n of each: they become n passes of the text."""
+        for name in ('outputs', 'shares'):
+            passes = getattr(self, name)
+            setattr(self, name, [torch.cat(passes[k::n], dim=1) for k in range(n)])
+
     def depth_sources(self, config, layer, memory):
         """In the place of model.depth_sources."""
         below = [j for j in range(0, layer, config.depth_stride) if j in memory.made]
@@ -144,10 +153,15 @@ def look(model, idx):
     T = len(idx)
     recorder = Recorder(model)
     mechanism = model.mechanism
+    feeds_back = isinstance(mechanism, library.Feedback)
     with mock.patch.object(library, 'depth_attention', recorder.depth_attention), \
             mock.patch.object(library, 'depth_sources', recorder.depth_sources), \
             mock.patch.object(model, 'trunk', recorder.trunk):
-        logits = model(idx[None])[0][0]                                     # (T,V)
+        if feeds_back:
+            logits = read_without_and_with_state(model, idx)                # (T,V)
+            recorder.join(2)
+        else:
+            logits = model(idx[None])[0][0]
 
     after = model.head(by_token(recorder.outputs, T))                       # (n,T,V)
     steps = torch.full((T,), len(after), device=idx.device)
@@ -163,7 +177,29 @@ def look(model, idx):
     last = after[steps - 1, position]                                       # (T,V)
     mixed = ~torch.isclose(last, logits, atol=1e-3).all(-1)
     kind = 'pass' if recorder.outputs[-1].size(1) == T else 'slot'
-    return Seen(steps, logits, compared, after, values, mixed, kind)
+    moved = None
+    if feeds_back:
+        kind = 'state'
+        without, given = after[..., :model.config.n_tokens].log_softmax(-1)
+        moved = (given.exp() * (given - without)).sum(-1)                   # (T,)
+    return Seen(steps, logits, compared, after, values, mixed, kind, moved)
+
+
+def read_without_and_with_state(model, idx):
+    """
+    The logits (T,V) of idx (T,), read token by token. Each is read twice: first without the state,
+    which leaves nothing behind, as Feedback then forgets what this token left.
+    """
+    memory = model.new_memory()
+    hidden = []
+    for token in idx:
+        pos = memory.begin(1, 1, idx.device)
+        x = model.embed(token[None, None])
+        state, memory.state = memory.state, None
+        model.mechanism(model, x, pos, memory)
+        memory.state = state
+        hidden.append(model.mechanism(model, x, pos, memory))               # (1,1,C)
+    return model.head(torch.cat(hidden, dim=1))[0]
 
 
 def by_token(passes, T):
@@ -182,6 +218,8 @@ def by_token(passes, T):
 def show(seen, mechanism, idx, tokenizer, top):
     """Print a paragraph for each position."""
     top = min(top, mechanism.config.n_tokens)
+    if seen.kind == 'state':
+        print("read token by token")
     for t, token in enumerate(idx.tolist()):
         n = seen.steps[t].item()
         plural = '' if n == 1 else 'es' if seen.kind == 'pass' else 's'
@@ -190,10 +228,15 @@ def show(seen, mechanism, idx, tokenizer, top):
             asked = seen.compared[:n] if seen.kind == 'pass' else seen.compared
             chances = ' '.join(f'{chance[t]:.4f}' for chance in asked)
             decided = f"   {mechanism.decides} {chances}"
-        print(f"{t:4d} {word(token, tokenizer)}   {n} {seen.kind}{plural}{decided}")
+        title = f"{n} {seen.kind}{plural}{decided}"
+        if seen.kind == 'state':
+            title = f"the state moved it by {seen.moved[t]:.4f} nats"
+        print(f"{t:4d} {word(token, tokenizer)}   {title}")
         for k in range(n):
-            words = likeliest(seen.after[k, t], tokenizer, top)
-            print(f"       after {seen.kind} {k + 1}   {words}")
+            step = f"after {seen.kind} {k + 1}"
+            if seen.kind == 'state':
+                step = f"{('state off', 'state on')[k]:12}"
+            print(f"       {step}   {likeliest(seen.after[k, t], tokenizer, top)}")
         if seen.mixed[t]:
             print(f"       output         {likeliest(seen.logits[t], tokenizer, top)}")
         if seen.values is not None:

@@ -3,6 +3,8 @@ Pictures of runs and of a checkpoint. Needs: pip install matplotlib
 
     python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl
         what tools/compare.py's runs reached: a panel for each runs.jsonl, a dot for each seed
+    python tools/plot.py records docs/runs/claims.jsonl docs/runs/feedback.jsonl --x=generated
+        loss on text against what a new token costs, a line through the sizes of plain models
     python tools/plot.py halting docs/runs/halting.jsonl
         right answers against passes, of tools/choices.py --json: a line for each kind of model,
         dotted with the same passes dealt out at random
@@ -15,8 +17,9 @@ Pictures of runs and of a checkpoint. Needs: pip install matplotlib
 import math
 import os
 import re
+import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import numpy as np
@@ -24,16 +27,19 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, read
+from engine.fast import without_numbers
 from engine.files import UserError, run, whole
+from engine.flops import flops_of_new_token
 from engine.hardware import pick_device
 from sample import encode_prompt, exam_for_prompt, load_model
-from tools.compare import LEARNED, LOSS, read_lines, seconds_by_step
+from tools.compare import EXACT, LEARNED, LOSS, configs_of, read_lines, seconds_by_step
 from tools.explain import look, validation_tokens
 
 X = {
     'tokens': 'training tokens',
     'flops': 'training FLOPs',
     'seconds': 'seconds of training steps',
+    'generated': 'FLOPs of a new token in generation',
 }
 TEXT = 12   # size of all text in points: readable when a picture is shown at half its size
 
@@ -50,7 +56,7 @@ COLOURS = (ORANGE, BLUE, INK, '#009e73', GREY, '#cc79a7', '#56b4e9', '#e69f00', 
 class PlotSettings:
     """what to draw"""
     out: Optional[str] = None        # file to write: .png, .svg or .pdf (None: out/KIND.png)
-    x: str = 'flops'                 # of runs: against 'tokens', 'flops' or 'seconds'
+    x: str = 'flops'                 # against 'tokens', 'flops', 'seconds'; records: 'generated'
     names: Optional[str] = None      # records, halting: only these, with commas between
     start: Optional[str] = None      # depth: text, or FILE:path (None: the validation set)
     device: Optional[str] = None     # 'cpu', 'cuda', 'mps' (None: the best there is)
@@ -88,8 +94,9 @@ def add_legend(figure, order=()):
     for ax in figure.axes:
         handles.update(zip(*reversed(ax.get_legend_handles_labels())))
     names = [name for name in order or handles if name in handles]
-    figure.legend([handles[name] for name in names], names, loc='outside lower center', ncols=4,
-                  frameon=False, fontsize=TEXT)
+    columns = 4 if len(figure.axes) > 1 else 2
+    figure.legend([handles[name] for name in names], names, loc='outside lower center',
+                  ncols=columns, frameon=False, fontsize=TEXT)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -101,15 +108,18 @@ PLAIN_WORDS = {
     'plain_scaled_as_loop': ('one pass, trained longer', BLUE, 's'),
     'plain_deep': ('four layers', '#009e73', 'o'),      # a ring, around loop's mark
     'loop': ('four passes', ORANGE, 'D'),
+    'feedback': ('feedback', '#cc79a7', 'P'),
 }
 MARKS = 'v^<>pPX*hd'    # of the others, in grey
 
 
 def records(paths, s):
     """A panel for each runs.jsonl: right answers where the data is a made task, else the loss."""
-    rows, columns = math.ceil(len(paths) / 2), min(len(paths), 2)
-    figure, axes = new_figure(len(paths), size=(6 * columns, 4.2 * rows + 0.9))
     panels = [read_records(path, s) for path in paths]
+    if s.x == 'generated':
+        panels = [in_generation(panels)]
+    rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
+    figure, axes = new_figure(len(panels), size=(6 * columns, 4.2 * rows + 0.9))
     others = list(dict.fromkeys(name for runs in panels for name in runs
                                 if name not in PLAIN_WORDS))
     looks = {name: (name, GREY, MARKS[i % len(MARKS)]) for i, name in enumerate(others)}
@@ -130,6 +140,32 @@ def read_records(path, s):
     if not runs:
         raise UserError(f"{path}: missing, or no run of tools/compare.py with one of these names")
     return runs
+
+
+def in_generation(panels):
+    """
+    All runs on text, as one panel's, of the seeds that each name has. `generated` is what a new
+    token costs, and the loss that of reading token by token. UserError if recipes differ.
+    """
+    runs, recipes = {}, set()
+    for record in (r for panel in panels for found in panel.values() for r in found):
+        if 'right' in record:       # a made task
+            continue
+        s, config = configs_of(shlex.split(record['command'])[2:])      # python train.py ..
+        recipes.add(str(replace(s, seed=0, out_dir='', fast=None)) + str(config.block_size))
+        gpt, name = without_numbers(config), record['name']
+        if gpt.mechanism.halts or (gpt.mechanism.iterates and EXACT not in record):
+            raise UserError(f"x=generated: {name} halts, or its record has no {EXACT}: leave it "
+                            "out of --names")
+        loss = record.get(EXACT, record[LOSS])
+        runs.setdefault(name, []).append({**record, 'generated': flops_of_new_token(gpt),
+                                          LOSS: loss})
+    seeds = [{record['seed'] for record in found} for found in runs.values()]
+    shared = set.intersection(*seeds) if seeds else set()
+    if len(recipes) != 1 or not shared:
+        raise UserError(f"x=generated: {len(recipes)} recipes and {len(shared)} shared seeds of "
+                        "runs on text: choose some with --names")
+    return {name: [r for r in found if r['seed'] in shared] for name, found in runs.items()}
 
 
 def draw_records(ax, runs, looks, x):
@@ -155,6 +191,11 @@ def draw_records(ax, runs, looks, x):
             ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (13 * side, 0),
                         textcoords='offset points', color=colour, size=TEXT, va='center',
                         ha='left' if side > 0 else 'right')
+    if x == 'generated':
+        sizes = [(np.median([r[x] for r in runs[name]]) / least,
+                  np.median([r[LOSS] for r in runs[name]])) for name in runs
+                 if name.startswith('plain')]
+        ax.plot(*zip(*sorted(sizes)), color=INK, linewidth=1.2, zorder=0)
     ax.set_xscale('log', base=2)
     ax.xaxis.set_major_formatter('{x:g}')
     ax.xaxis.set_minor_formatter('')
@@ -264,6 +305,8 @@ def places(found, x, folder):
 
 def curves(paths, s):
     """A line for the training loss of each run, a mark for each validation loss."""
+    if s.x == 'generated':
+        raise UserError("x=generated is for records")
     figure, (ax,) = new_figure()
     colours = {}    # of a name, which its seeds share
     for path in paths:
