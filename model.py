@@ -8,15 +8,15 @@ which needs PyTorch and nothing else: copy it.
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
-the other (GPT.hidden calls the first two, GPT.forward the third):
+the other. GPT.hidden calls the first two; GPT.forward the third, with targets inside GPT.loss:
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C), pos = 0 .. T - 1
-    z = gpt.head(h)             hidden states         -> logits (B,T,V)
+    logits = gpt.head(h)        hidden states         -> (B,T,V)
 
 Depth-Attention works inside the trunk. Every other mechanism takes the place of the one call of the
-trunk, and calls it several times. Read from top to bottom: parts 1 and 2 are an ordinary GPT, in
-which what is marked with a later part does nothing.
+trunk. Read from top to bottom: parts 1 and 2 are an ordinary GPT; skip what is marked with a later
+part.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
@@ -25,8 +25,8 @@ which what is marked with a later part does nothing.
     5  halting              each token takes as many of these passes as it needs
     6  checks and costs     which settings make sense, and what a token costs
 
-train.py trains these classes. On CUDA, or with --fast=True, it puts quicker ones in the place of
-some, and refuses to where you edited the original. To train with this file alone:
+train.py trains these classes. On CUDA, or with --fast=True, it replaces some by faster ones, and
+stops with an error if you edited one of those. To train with this file alone:
 
     gpt = GPT(GPTConfig())                          # or GPTConfig(ponder='loop'), ..
     for step in range(steps):
@@ -34,7 +34,8 @@ some, and refuses to where you edited the original. To train with this file alon
         ..                                          # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
 
-Two things more, before each step, for mechanisms that halt and for those that draw their passes:
+Before each step some mechanisms want to know how far the run is (those that halt), or how many
+passes they take in it (those that vary them):
 
         gpt.mechanism.progress = step / steps
         gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
@@ -66,14 +67,14 @@ class GPTConfig:
     is left at None is derived from the others when a config is made.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
-    n_tokens: Optional[int] = None       # rows in use (None: all); the rest makes a round number
+    n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
     block_size: int = 2048               # longest context, in tokens
     n_layer: int = 24                    # blocks
     n_head: int = 15                     # query heads
     n_kv_head: Optional[int] = None      # key/value heads (None: n_head)
     n_embd: int = 960                    # width of the residual stream
     head_dim: Optional[int] = None       # width of a head (None: n_embd / n_head)
-    mlp_hidden: Optional[int] = None     # width inside the MLP (None: 8/3 n_embd, in full 64s)
+    mlp_hidden: Optional[int] = None     # width inside the MLP (None: 8/3 n_embd, a multiple of 64)
     rope_theta: float = 1e4              # base of the rotary frequencies
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
@@ -108,7 +109,7 @@ class GPTConfig:
     ouro_stage: int = 1                  # Ouro: 1 trains all, 2 the gate alone
 
     def __post_init__(self):
-        check_values(self)          # of each by itself: part 6
+        check_values(self)          # each setting alone: part 6
         if self.n_tokens is None:
             self.n_tokens = self.vocab_size
         if self.n_kv_head is None:
@@ -123,14 +124,15 @@ class GPTConfig:
         if self.init_std is None:
             self.init_std = math.sqrt(0.4 / self.n_embd)  # 0.02 at width 960
         if self.embed_scale is None:
+            # part 4; in a plain GPT 1
             self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
-        if self.halting != 'none':
+        if self.halting != 'none':  # part 5
             for name, value in HALTING[self.halting].defaults.items():
                 if getattr(self, name) is None:
                     setattr(self, name, value)
-        check_together(self)        # and of all: part 6
+        check_together(self)        # settings that clash: part 6
 
 
 # -------------------------------------------------------------------------------------------------
@@ -152,7 +154,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         weight = self.weight.to(x.dtype)  # x may be bf16: PyTorch's fused kernel wants one dtype
-        return F.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)    # autocast gives fp32
+        y = F.rms_norm(x, weight.shape, weight, self.eps)
+        return y.to(x.dtype)              # under autocast rms_norm returns fp32
 
 
 def rope_table(pos, head_dim, theta, dtype):
@@ -171,7 +174,7 @@ def rope_table(pos, head_dim, theta, dtype):
 
 def apply_rope(x, cos, sin):
     """Turn x (B,S,heads,hd): each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)     # under autocast x is bf16, the stream fp32
     swapped = x.roll(x.size(-1) // 2, -1)           # (b, a): cheaper than split and cat
     return torch.addcmul(x * cos, swapped, sin)     # x cos + swapped sin, in one kernel
 
@@ -189,7 +192,7 @@ class Memory:
         self.made = {}              # of each layer: (k, v) of this pass alone; part 3 asks for them
 
     def begin(self, B, T, device):
-        """T more tokens begin a pass through the blocks; returns their positions (T,)."""
+        """T more tokens of each of B rows begin a pass; returns their positions (T,)."""
         pos = torch.arange(self.tokens, self.tokens + T, device=device)
         self.tokens += T
         self.made = {}
@@ -217,7 +220,10 @@ class Memory:
 
 
 class Padded(Memory):
-    """A Memory of prompts of unequal lengths, with padding (B,) on the left of each row."""
+    """
+    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Positions
+    count it: rotary attention sees differences alone.
+    """
 
     def __init__(self, pad):
         super().__init__()
@@ -338,13 +344,13 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # a plain GPT stays as it is, without 1 / sqrt(2 L)
+        self.mechanism.init_weights(self)       # parts 4 and 5; in a plain GPT nothing
 
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
         the mean cross-entropy in nats over the targets that are not negative. In training a
-        mechanism may add to it.
+        mechanism may have another loss.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -376,10 +382,9 @@ class GPT(nn.Module):
     def trunk(self, x, pos, memory=None, layers=None, norm=True):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
-        memory      the KV cache. None: nothing came before
-        For mechanisms, which may also give several vectors of x one position:
-        layers      the blocks to go through (None: all)
-        norm        False: without the final norm
+        memory      the KV cache. None: nothing came before, as in the lines on top of this file
+        layers      for mechanisms: the blocks to go through (None: all)
+        norm        for mechanisms: False leaves out the final norm
         """
         if memory is None:
             memory = Memory()
@@ -456,8 +461,8 @@ class GPT(nn.Module):
 #     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j     earlier ones mixed already   (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)           keys stay as they are        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s (depth_stride). Layer 0 has no
-# source. q and k are those of sequence attention, after norm and rotation: at one position
+# S(l) is every layer below l that is a multiple of the stride s (depth_stride), so that layer 0 has
+# no source. q and k are those of sequence attention, after norm and rotation: at one position
 # both are turned alike, so the rotation cancels.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter. The
@@ -470,8 +475,8 @@ class GPT(nn.Module):
 
 def depth_sources(config, layer, memory):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), as far as this pass went through them. With `loop`,
-    part 4, what layer l itself made in the loops before comes first.
+    [(k_j, v~_j), ..] of the layers j in S(l), as far as this pass went through them. Loop, part
+    4, sets memory.loops: what layer l itself made in the loops before comes first.
     """
     loops = [loop.made[layer] for loop in getattr(memory, 'loops', ())]
     below = range(0, layer, config.depth_stride)                    # S(l)
@@ -506,7 +511,8 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 #
 # A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
 # K + 1 times, and attention in a pass finds the keys of that pass alone. In Latent, Chain and Pause
-# what is called a slot finds others, by a rule: see there. Feedback has one slot for each token.
+# a slot (one vector in one pass: a token, or one of its thoughts) finds others too, by a rule, a
+# function such as `flat`. Feedback has one slot for each token.
 #
 # To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig.
 
@@ -514,16 +520,15 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk, and has its own weights, its rule of who reads whom, its term of the loss. Passes are
-    numbered from 0 to K.
+    gpt.trunk, and has its own weights, its rule of who reads whom, its term of the loss.
     """
     rule = None     # which keys a slot attends to, a function, see `flat`; None: those of its pass
 
-    # engine/ and tools/ ask for these, nothing in this file does
+    # for engine/ and tools/; so are `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
     trains_alone = False            # training changes the mechanism's own weights alone
     skips = False                   # training may leave stopped tokens out
-    iterates = False                # a text that is read at once is read by iteration
+    iterates = False                # a whole text is read by iteration, not exactly
     settings = ('ponder_steps',)    # those of GPTConfig that it has
 
     def __init__(self, config):
@@ -540,7 +545,7 @@ class Mechanism(nn.Module):
 
     @property
     def slots(self):
-        """How many a new token leaves in generation; where tokens halt, at most."""
+        """How many a new token adds to the cache in generation, at most."""
         return self.K + 1
 
     @staticmethod
@@ -574,7 +579,8 @@ class Mechanism(nn.Module):
 
     def cost(self, gpt, drawn, training):
         """
-        Its Cost (part 6), with what was `drawn`. A class without one is counted by PyTorch.
+        Its Cost (part 6) with one `drawn`, in training or not. A class without `cost` of its own is
+        measured by PyTorch's counter.
         """
 
     def forward(self, gpt, x, pos, memory):
@@ -591,9 +597,9 @@ class Mechanism(nn.Module):
 
     def by_rows(self, function, gpt, h):
         """
-        function(gpt, h), (.., C) -> (.., D), for one that looks at each row by itself. Here it is
-        just the call; with `fast`, engine/loss.py takes some rows at a time: V logits for all may
-        be too many.
+        function(gpt, h), (.., C) -> (.., D), for one that treats each vector of h by itself. Here
+        it is just the call; with `fast`, engine/loss.py takes some vectors at a time: V logits of
+        all may be too many.
         """
         return function(gpt, h)
 
@@ -712,10 +718,10 @@ class Loop(Mechanism):
 # other, that is, attends to it.
 
 
-NEVER = 2 ** 40  # the time of what nobody reads
+NEVER = 2 ** 40  # the time of hidden slots: only padding reads them, as a softmax needs something
 
 
-class Slots(SimpleNamespace):
+class Labels(SimpleNamespace):
     """
     Labels of N slots in each of B rows, (B,N) each.
     t       the time of the token, or NEVER: padding, tokens that stopped, thoughts that are hidden
@@ -723,34 +729,34 @@ class Slots(SimpleNamespace):
     """
 
     def __getitem__(self, where):
-        return Slots(**{name: label[where] for name, label in vars(self).items()})
+        return Labels(**{name: label[where] for name, label in vars(self).items()})
 
     def joined(self, new):
-        """These slots, and in each row `new` ones behind them."""
+        """These, and in each row those of `new` slots behind them."""
         both = {}
         for name, label in vars(self).items():
             both[name] = torch.cat((label, getattr(new, name)), dim=1)
-        return Slots(**both)
+        return Labels(**both)
 
 
 def times(pos, B, pad):
-    """(B,T): the times of tokens at pos (T,), their places in the text; NEVER for padding."""
+    """(B,T): the label t of tokens at pos (T,): pos itself, but NEVER for padding."""
     if pad is None:
         return pos.expand(B, -1)
     return torch.where(pos < pad[:, None], NEVER, pos)
 
 
-def slots_of(time, k, n, visible, labels):
+def labels_of(time, k, n, visible, labels):
     """
-    (Slots as they read, Slots as they are read) of tokens with `time` (B,T), which have n slots
-    each, side by side, numbered from k on. visible: see SlotMemory.for_pass.
+    (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
+    by side, numbered from k on. They differ where `visible` hides a key: see SlotMemory.for_pass.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
     numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
-    reading = Slots(t=t, k=numbers.expand_as(t), **labels)
+    reading = Labels(t=t, k=numbers.expand_as(t), **labels)
     if visible is None:
         return reading, reading
-    return reading, Slots(**{**vars(reading), 't': t.where(visible, NEVER)})
+    return reading, Labels(**{**vars(reading), 't': t.where(visible, NEVER)})
 
 
 class SlotMemory(Memory):
@@ -787,7 +793,7 @@ class SlotMemory(Memory):
         labels      (B, T n) each, if the rule asks for more than t and k
         """
         first = self.key_labels is None
-        self.query_labels, new = slots_of(self.time, k, n, visible, labels)
+        self.query_labels, new = labels_of(self.time, k, n, visible, labels)
         self.key_labels = new if first else self.key_labels.joined(new)
         self.made = {}
         # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
@@ -875,7 +881,7 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        for _ in self.slots_of_sweeps(self.R)[:-1]:                     # all but the last
+        for _ in range(len(self.slots_of_sweeps(self.R)) - 1):          # all but the last
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
             thoughts = h[:self.K]                       # z_{k+1} is what came out of slot k
         return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
@@ -903,8 +909,8 @@ class Latent(Mechanism):
 
 class Feedback(Mechanism):
     """
-    Latent feedback: what the trunk made of a token joins the input of the next one. P2N, in the
-    code of Depth-Attention's authors (not announced, no paper), does so, and behind a gate the
+    Latent feedback: what the trunk made of a token joins the input of the next one. Two sources:
+    P2N, in the code of Depth-Attention's authors (not announced, no paper); and, with a gate, the
     Full-bandwidth Transformer (arXiv 2608.08888).
 
         h_t     = trunk(x_t + h_{t-1}), which attends to all tokens before it            h_{-1} = 0
@@ -1040,8 +1046,8 @@ class Halting(Mechanism):
     A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
     pass and what is made of its output, and what training adds to the loss; the loop, `forward`, is
     here. In it tokens that stopped go through the blocks all the same, and what they make there
-    nobody reads. With `fast` generation leaves them out, as the costs below have it; in training
-    Router's tokens alone are left out.
+    is hidden. With `fast` they are skipped in generation, and for Router in training too; the costs
+    below assume that.
     """
     halts = True
     final_norm = True       # whether a pass ends with it
@@ -1051,7 +1057,7 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        # of each pass over the last text (Mask: of the first): (who took it (B,T), what it made)
+        # (who took it (B,T), the state it made) of each pass over the last text; Mask: of pass 0
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1095,7 +1101,7 @@ class Halting(Mechanism):
         return gpt.loss(h, targets) + self.penalty(gpt, targets)
 
     def decisions(self):
-        """The scores (B,T) after the passes 0, 1, .. K - 1 of the last text."""
+        """The scores (B,T) after the passes 0, 1, .. K - 1 of the last text, or fewer."""
         return [new.score for _, new in self.trace[:self.K]]
 
     def onset(self):
@@ -1112,7 +1118,7 @@ class Halting(Mechanism):
 
 
 def without_autocast(module, h):
-    """module(h) in the precision of its weights, at least fp32: halt_tau may be as low as 1e-4."""
+    """module(h) in the precision of its weights, the result at least in fp32: halt_tau is small."""
     device = 'cpu' if h.is_meta else h.device.type      # autocast knows no meta
     with torch.autocast(device, enabled=False):
         weight_dtype = next(module.parameters()).dtype
@@ -1125,7 +1131,7 @@ def newest(query, key):
     token's last pass if it stopped before.
     """
     N = key.t.size(-1)
-    token = key.t.clamp(max=N)      # (B,1,N): which one a key is of, as t; N for NEVER
+    token = key.t.clamp(max=N)      # (B,1,N): each has a key, so t < N; N for NEVER
     # of each token the largest k among its keys; in floats, as MPS has no amax of integers
     last_pass = torch.zeros(len(token), 1, N + 1, device=token.device)
     last_pass = last_pass.scatter_reduce(-1, token, key.k.float(), 'amax')
@@ -1151,8 +1157,8 @@ class Gate(Halting):
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
-    last pass (training computes later ones, generation does not); (13) also averages the gates
-    that training still computes for it; GELU; gates start near sigmoid(4) = 0.98, as PonderLM.
+    last pass; (13) also averages the gates that training still computes for it; GELU; gates start
+    near sigmoid(4) = 0.98, as PonderLM.
     Drawn in docs/drawings/gate.svg.
     """
     rule = staticmethod(newest)     # (10)
@@ -1266,7 +1272,7 @@ class Mask(Halting, Latent):
         log_w = first.log_w                                             # (B,T,K+1)
         needed = real[..., None].expand_as(log_w)
         thoughts = []
-        for _ in range(self.K + self.R + 1):
+        for _ in range(len(self.slots_of_sweeps(self.R))):
             n = len(thoughts) + 1
             # a sweep computes hidden slots all the same: the next one may want them again
             visible = None if self.training else needed[..., :n].flatten(1)
@@ -1340,9 +1346,9 @@ class Router(Halting, Chain):
     With halt_start the last term waits until the model has learned something; the paper has it from
     the first optimizer step on.
 
-    Cost: the passes of Chain that are taken, with `fast` in training too, where p_k takes a head
-    per pass. No public code. Where the paper is silent: tau is 1e-4 as in the others, embeddings
-    are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
+    Cost: the passes of Chain that are taken (in training only with `fast`), and in training a head
+    for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in the others,
+    embeddings are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     Drawn in docs/drawings/router.svg.
     """
     works_on = 'chain'
@@ -1401,14 +1407,14 @@ class Exit(Halting):
         uniform     prior_k = 1 / (K + 1)
         ramp        prior_k = (k + 1) / sum_j (j + 1)
 
-    Three things are ours. uniform and ramp set in late: the prior is last's before halt_start, and
-    theirs from halt_full on. From halt_full on tokens leave in training too, and L^k is that of the
-    last pass a token took: later tokens learn to read early keys. And tokens whose targets do not
-    count, such as questions, are taught to stay, as all that follows reads them and nothing else
-    says what they should be sure of: with weight halt_lambda they are drawn to an even prediction.
+    Three things are ours. uniform and ramp set in late: before halt_start the prior is that of
+    'last', from halt_full on theirs. From halt_full on tokens leave in training too, and L^k is
+    that of the last pass a token took: later tokens learn to read early keys. And tokens with
+    negative targets, such as questions, learn to stay, since all that follows reads them:
+    halt_lambda pulls their predictions towards uniform ones.
 
-    Cost: K + 1 passes, and a head after each except with 'last'; in generation those that are
-    taken.
+    Cost: K + 1 passes and a head after each (in training with 'last' from halt_full on); in
+    generation those that are taken.
     Unlike in the authors' code, a token that left costs nothing more: theirs takes all passes and
     then picks one. Sources of Depth-Attention are those of one pass.
     Drawn in docs/drawings/exit.svg.
@@ -1431,7 +1437,8 @@ class Exit(Halting):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            score = self.doubt(gpt, state, out)
+            with torch.no_grad():
+                score = self.doubt(gpt, state, out)
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
 
@@ -1465,7 +1472,7 @@ class Exit(Halting):
         return losses + self.penalty(gpt, targets)
 
     def penalty(self, gpt, targets):
-        """halt_lambda times what it costs the tokens whose targets do not count to stay."""
+        """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
         given = targets < 0                                             # (B,T)
         weight = self.config.halt_lambda * self.onset()
         if weight == 0 or not given.any():
@@ -1514,9 +1521,9 @@ class Ouro(Exit):
         2   the gate alone  cross-entropy of 1 - lam_k with sigmoid(50 (I_k - 0.005)), where
                             I_k = max(0, L^k - L^{k+1}) is what the next pass gains         (5), (6)
 
-    Ours, as in Exit: tokens whose targets do not count are drawn to lam = 0, in stage 1 with weight
-    halt_lambda. In (6) the paper compares lam_k with the gain of pass k itself; but what lam_k
-    rules is the next one.
+    Ours, as in Exit: tokens with negative targets are pulled to lam = 0 (not to leave), in stage 1
+    with weight halt_lambda from halt_start on. In (6) the paper compares lam_k with the gain of
+    pass k itself; but what lam_k rules is the next one.
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     Drawn in docs/drawings/exit.svg.
@@ -1559,7 +1566,7 @@ class Ouro(Exit):
         return [*p, survival]                                           # (3)
 
     def stay(self, lams, targets):
-        """halt_lambda times what it costs the tokens whose targets do not count to stay."""
+        """As Exit.penalty: of lam, for tokens with negative targets."""
         nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in lams)    # (B,T)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
 

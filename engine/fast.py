@@ -37,11 +37,11 @@ PARTS = {
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
         'Memory': 'd796a47fc10e',
-        'Slots': 'b0b1c8c4ed26',
+        'Labels': '79400e806cf4',
         'Padded': '91c083cb72b0',
-        'slots_of': '2630fb41f1be',
+        'labels_of': '46dc8c8732b4',
         'times': 'a8f5f8e6102b',
-        'SlotMemory': '9af184829133',
+        'SlotMemory': '12bf27015d24',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': '8289296aca4e',
         'flat': '45cc7235f97c',
@@ -62,7 +62,7 @@ PARTS = {
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
         'GPT.hidden': '45bd24d57d48',
-        'Mask.forward': 'b1d530d020c8',
+        'Mask.forward': '03f0f77d4c3b',
     },
 }
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import Group, KeyBias
-from model import (NEVER, Memories, Memory, Slots, by_pass, faded, flat, newest, slots_of,
+from model import (NEVER, Labels, Memories, Memory, by_pass, faded, flat, labels_of, newest,
                    times)
 
 
@@ -241,13 +241,13 @@ class TextSlots:
         elif self.rule is newest and visible is not None and n == 1:
             self.last = FrozenPass(self.sources, self.last, visible)
         else:
-            query, key = slots_of(self.t, k, n, visible, labels)
+            query, key = labels_of(self.t, k, n, visible, labels)
             self.last = RulePass(self.sources, self.last, self.rule, query, key)
         return self.last
 
     def for_tokens(self, t, k, labels):
         """Pass k of some tokens: t (B,n), NEVER for what fills up the rectangle."""
-        slots = Slots(t=t, k=torch.full_like(t, k), **labels)
+        slots = Labels(t=t, k=torch.full_like(t, k), **labels)
         causal = self.last is None and self.rule is by_pass     # one slot of each token
         self.last = RulePass(self.sources, self.last, self.rule, slots, slots, causal)
         return self.last
@@ -280,7 +280,7 @@ class Cache(Memory):
         self.rule = rule
         self.ordered = pad is None and rule in (earlier, flat)
         self.places = capacity if static else 0     # there is room for so many now
-        self.key_labels = Slots()   # (B, places) each
+        self.key_labels = Labels()   # (B, places) each
         self.query_labels = None    # of this pass
         self.time = None            # (B,T): of the tokens that are read now
         self.length = 0             # slots so far
@@ -308,7 +308,7 @@ class Cache(Memory):
             assert T == 1 or self.length == self.n_before, 'flat: all slots of a text go at once'
             self.reserve(T * n, T == 1, self.time.device)
             return self
-        query, key = slots_of(self.time, k, n, visible, labels)
+        query, key = labels_of(self.time, k, n, visible, labels)
         return self.append_slots(query, key.t, T == 1)
 
     def for_tokens(self, t, k, labels):
@@ -317,7 +317,7 @@ class Cache(Memory):
         (B,n), where rows of a batch write ahead of each other.
         """
         numbers = torch.as_tensor(k, device=t.device).expand_as(t)
-        return self.append_slots(Slots(t=t, k=numbers, **labels), t, t.size(1) == 1)
+        return self.append_slots(Labels(t=t, k=numbers, **labels), t, t.size(1) == 1)
 
     def append_slots(self, query, key_t, one_token):
         """query: labels (B,S); key_t (B,S): t of the same slots as keys."""
