@@ -2,13 +2,13 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
 which needs PyTorch and nothing else: copy it.
 
-    B batch   T tokens   S vectors in one call of the trunk: T in the plain GPT   C n_embd
+    B batch   T tokens   S vectors that the blocks get at once: T in the plain GPT   C n_embd
     V vocab_size   nh query heads   nkv key/value heads   hd head dimension
-    K ponder_steps: how many extra passes a token takes
+    K ponder_steps: how many extra passes, or slots, a token takes
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
-the other. GPT.hidden calls the first two; GPT.forward the third, with targets inside GPT.loss:
+the other. GPT.hidden calls the first two, GPT.forward the third; given targets, GPT.loss calls it:
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C), pos = 0 .. T - 1
@@ -26,7 +26,8 @@ part.
     6  checks and costs     which settings make sense, and what a token costs
 
 train.py trains these classes. On CUDA, or with --fast=True, it replaces some by faster ones, and
-stops with an error if you edited one of those. To train with this file alone:
+stops with an error if you edited one of those: --fast=False runs what you wrote. To train with this
+file alone:
 
     gpt = GPT(GPTConfig())                          # or GPTConfig(ponder='loop'), ..
     for step in range(steps):
@@ -34,8 +35,8 @@ stops with an error if you edited one of those. To train with this file alone:
         ..                                          # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
 
-Before each step some mechanisms want to know how far the run is (those that halt), or how many
-passes they take in it (those that vary them):
+Before each step those mechanisms that halt want to know how far the run is, and those that vary
+their passes, how many to take:
 
         gpt.mechanism.progress = step / steps
         gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
@@ -81,7 +82,7 @@ class GPTConfig:
     tie_embeddings: bool = False         # one table for the embedding and the output head
     embed_scale: Optional[float] = None  # factor on embeddings (None: 1, or the mechanism's)
     init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(0.4 / n_embd))
-    dropout: float = 0.0                 # on embeddings, attention weights, attention, MLP
+    dropout: float = 0.0                 # on embeddings, attention weights, attention and MLP
 
     # a plain GPT needs nothing below
 
@@ -92,9 +93,9 @@ class GPTConfig:
 
     # pondering
     ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
-    ponder_steps: int = 3                # K: extra passes per token (0: one plain pass)
+    ponder_steps: int = 3                # K: extra passes or slots per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R more iterations; training has R or R - 1
+    jacobi_iters: int = 3                # Latent: R more sweeps over all slots; training R or R - 1
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
     # halting
@@ -161,8 +162,8 @@ class RMSNorm(nn.Module):
 def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
-    turns by the angle p theta^(-2i / hd). pos (S,) or (B,S) -> cos and sin, each (.., S, 1, hd);
-    sin carries the minus of the first channel of a pair, as apply_rope needs it.
+    turns by the angle p theta^(-2i / hd). pos (S,) or (B,S) -> cos and signed_sin, which is
+    (-sin, sin), each (.., S, 1, hd).
     """
     wide_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     channel = torch.arange(0, head_dim, 2, device=pos.device, dtype=wide_dtype)
@@ -172,11 +173,11 @@ def rope_table(pos, head_dim, theta, dtype):
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def apply_rope(x, cos, sin):
+def apply_rope(x, cos, signed_sin):
     """Turn x (B,S,heads,hd): each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)     # under autocast x is bf16, the stream fp32
-    swapped = x.roll(x.size(-1) // 2, -1)           # (b, a): cheaper than split and cat
-    return torch.addcmul(x * cos, swapped, sin)     # x cos + swapped sin, in one kernel
+    cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)  # autocast: x bf16, the stream fp32
+    swapped = x.roll(x.size(-1) // 2, -1)                       # (b, a): cheaper than split and cat
+    return torch.addcmul(x * cos, swapped, signed_sin)          # x cos + swapped signed_sin
 
 
 class Memory:
@@ -186,13 +187,15 @@ class Memory:
     """
 
     def __init__(self):
-        self.tokens = 0             # N: so far, those of this pass included
+        self.tokens = 0             # N: read so far, those of this pass included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # of each layer: (k, v) of this pass alone; part 3 asks for them
+        # for part 3
+        self.made = {}              # of each layer: (k, v) of this pass alone
+        self.loops = ()             # with Loop: the memories of the passes before
 
     def begin(self, B, T, device):
-        """T more tokens of each of B rows begin a pass; returns their positions (T,)."""
+        """T more tokens begin a pass; returns their positions (T,). B: rows, for SlotMemory."""
         pos = torch.arange(self.tokens, self.tokens + T, device=device)
         self.tokens += T
         self.made = {}
@@ -221,8 +224,8 @@ class Memory:
 
 class Padded(Memory):
     """
-    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Positions
-    count it: rotary attention sees differences alone.
+    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Padding has
+    positions too: rotary attention sees only differences.
     """
 
     def __init__(self, pad):
@@ -356,7 +359,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(h), None
         if self.config.ponder == 'none' or not self.training:
-            return None, self.loss(h, targets)
+            return None, self.loss(h, targets)                          # cross-entropy
         return None, self.mechanism.loss(self, h, targets)              # parts 4 and 5
 
     def hidden(self, idx, memory=None):
@@ -383,11 +386,11 @@ class GPT(nn.Module):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
         memory      the KV cache. None: nothing came before, as in the lines on top of this file
-        layers      for mechanisms: the blocks to go through (None: all)
-        norm        for mechanisms: False leaves out the final norm
+        layers      the blocks to go through (None: all); no mechanism of this file asks for some
+        norm        False leaves out the final norm, for mechanisms
         """
         if memory is None:
-            memory = Memory()
+            memory = Memory()           # hidden begins the one that it gives
             memory.begin(*x.shape[:2], x.device)
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
@@ -405,7 +408,7 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets, weights=1.0):
-        """The mean of `token_losses`, times weights (B,T), over targets that are not negative."""
+        """The sum of token_losses times weights (B,T), over the number of non-negative targets."""
         total = (self.token_losses(h, targets) * weights).sum()
         return total / (targets >= 0).sum().clamp(min=1)
 
@@ -468,7 +471,7 @@ class GPT(nn.Module):
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter. The
 # KV cache holds v~ in the place of v, so it does not grow.
 # Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
-# after, so that weights depend on no absolute position; and the cache holds v~, which makes
+# after, so that the weights a depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
 # counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
 
@@ -478,7 +481,7 @@ def depth_sources(config, layer, memory):
     [(k_j, v~_j), ..] of the layers j in S(l), as far as this pass went through them. Loop, part
     4, sets memory.loops: what layer l itself made in the loops before comes first.
     """
-    loops = [loop.made[layer] for loop in getattr(memory, 'loops', ())]
+    loops = [earlier.made[layer] for earlier in memory.loops]
     below = range(0, layer, config.depth_stride)                    # S(l)
     return loops + [memory.made[j] for j in below if j in memory.made]
 
@@ -510,11 +513,11 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
 #
 # A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
-# K + 1 times, and attention in a pass finds the keys of that pass alone. In Latent, Chain and Pause
-# a slot (one vector in one pass: a token, or one of its thoughts) finds others too, by a rule, a
-# function such as `flat`. Feedback has one slot for each token.
+# K + 1 times, with a KV cache for each pass. The others have one cache for all passes, and a rule
+# says who reads what: below Loop.
 #
-# To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig.
+# To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig
+# and in its `settings`.
 
 
 class Mechanism(nn.Module):
@@ -537,7 +540,7 @@ class Mechanism(nn.Module):
         # train.py sets these two before each optimizer step
         self.progress = 1.0             # the share of the run that is done
         self.drawn = self.draws()[0]
-        self.passes = None              # where tokens halt: how many each took last, (B,T)
+        self.passes = None              # where tokens halt: what each took in the last text, (B,T)
 
     @property
     def K(self):
@@ -552,7 +555,7 @@ class Mechanism(nn.Module):
     def default_embed_scale(C):
         """
         The default of GPTConfig.embed_scale. Here scaled embeddings begin with RMS 1, like hidden
-        states: sqrt(2.5 C) times an init_std of sqrt(0.4 / C).
+        states: sqrt(2.5 C) times the default init_std, sqrt(0.4 / C).
         """
         return math.sqrt(2.5 * C)
 
@@ -578,10 +581,8 @@ class Mechanism(nn.Module):
         return Memories(Memory if pad is None else partial(Padded, pad))
 
     def cost(self, gpt, drawn, training):
-        """
-        Its Cost (part 6) with one `drawn`, in training or not. A class without `cost` of its own is
-        measured by PyTorch's counter.
-        """
+        """Its Cost (part 6) with one `drawn`, in training or not."""
+        return None     # then PyTorch's counter measures it
 
     def forward(self, gpt, x, pos, memory):
         """
@@ -597,20 +598,20 @@ class Mechanism(nn.Module):
 
     def by_rows(self, function, gpt, h):
         """
-        function(gpt, h), (.., C) -> (.., D), for one that treats each vector of h by itself. Here
-        it is just the call; with `fast`, engine/loss.py takes some vectors at a time: V logits of
-        all may be too many.
+        Just function(gpt, h) here, (.., C) -> (.., D), for one that treats each vector by itself.
+        With `fast`, engine/loss.py takes some vectors at a time: V logits of all may be too many.
         """
         return function(gpt, h)
 
 
 class Memories(dict):
-    """A Memory for each pass, made when it is first asked for: passes do not read each other."""
+    """A Memory for each pass, made when it is first asked for: none attends to another."""
 
     def __init__(self, make):
         super().__init__()
         self.make = make
         self.tokens = 0             # read so far
+        self.begun = None           # arguments of `begin`, for passes not made yet
 
     def begin(self, B, T, device):
         """As Memory.begin, for all of them."""
@@ -628,7 +629,7 @@ class Memories(dict):
 
 
 class Plain(Mechanism):
-    """ponder='none': GPT.hidden calls the trunk once, without it; its defaults are here."""
+    """ponder='none': GPT does without it. It holds defaults alone."""
     K = 0  # whatever ponder_steps says
     settings = ()
 
@@ -683,7 +684,7 @@ def mixture(gpt, h):
     logits = gpt.head(h)                                                # (..,V)
     if config.ponder_topk is None:
         p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
-        return p @ table.to(p.dtype) * config.embed_scale  # scaled last: the table is far larger
+        return p @ table.to(p.dtype) * config.embed_scale  # the mean is scaled, not the table
     top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
     p = top.values.softmax(-1).to(table.dtype)
     mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
@@ -746,14 +747,14 @@ def times(pos, B, pad):
     return torch.where(pos < pad[:, None], NEVER, pos)
 
 
-def labels_of(time, k, n, visible, labels):
+def labels_of(time, k, n, visible, more):
     """
     (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
     by side, numbered from k on. They differ where `visible` hides a key: see SlotMemory.for_pass.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
     numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
-    reading = Labels(t=t, k=numbers.expand_as(t), **labels)
+    reading = Labels(t=t, k=numbers.expand_as(t), **more)
     if visible is None:
         return reading, reading
     return reading, Labels(**{**vars(reading), 't': t.where(visible, NEVER)})
@@ -881,7 +882,8 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        for _ in range(len(self.slots_of_sweeps(self.R)) - 1):          # all but the last
+        n_sweeps = len(self.slots_of_sweeps(self.R))    # each has a slot more, up to K + 1
+        for _ in range(n_sweeps - 1):
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
             thoughts = h[:self.K]                       # z_{k+1} is what came out of slot k
         return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
@@ -910,14 +912,14 @@ class Latent(Mechanism):
 class Feedback(Mechanism):
     """
     Latent feedback: what the trunk made of a token joins the input of the next one. Two sources:
-    P2N, in the code of Depth-Attention's authors (not announced, no paper); and, with a gate, the
-    Full-bandwidth Transformer (arXiv 2608.08888).
+    P2N, in the code of Depth-Attention's authors (not announced, no paper), and the Full-bandwidth
+    Transformer (arXiv 2608.08888), which adds a gate; not here.
 
         h_t     = trunk(x_t + h_{t-1}), which attends to all tokens before it            h_{-1} = 0
 
     Thinking is carried along the text instead of being repeated in one place: a new token takes one
-    pass and leaves one slot, as in the plain model. Exactly this is sequential. Training, and a
-    text that is read at once, solve it by iteration, as Latent does:
+    pass and leaves one slot, as in the plain model. Computed exactly, this is sequential. Training,
+    and a text that is read at once, solve it by iteration, as Latent does:
 
         h^(0)   = trunk(x)
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
@@ -925,8 +927,8 @@ class Feedback(Mechanism):
     h^(k)_t is exact once k >= t. The loss reads h^(K), and each optimizer step draws K or K - 1:
     with K alone what is learned holds after K passes, and not for the recursion.
 
-    Cost: K + 1 passes in training and to read a prompt; in generation one. A token's thinking is
-    never longer than the text before it.
+    Cost: K + 1 passes to read a text, in training K + 1 or K; in generation one. A token's thinking
+    is never longer than the text before it.
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
     cached decoding is not implemented. Drawn in docs/drawings/feedback.svg.
     """
@@ -1057,7 +1059,8 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        # (who took it (B,T), the state it made) of each pass over the last text; Mask: of pass 0
+        # what `forward` leaves for `loss`: (who took it (B,T), the state it made) of each pass;
+        # Mask: of pass 0 alone
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1135,7 +1138,7 @@ def newest(query, key):
     # of each token the largest k among its keys; in floats, as MPS has no amax of integers
     last_pass = torch.zeros(len(token), 1, N + 1, device=token.device)
     last_pass = last_pass.scatter_reduce(-1, token, key.k.float(), 'amax')
-    last = last_pass.gather(-1, token)                          # (B,1,N): of each key's own token
+    last = last_pass.gather(-1, token)  # (B,1,N): the largest k of the token that a key belongs to
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
@@ -1211,7 +1214,7 @@ class Gate(Halting):
         return self.config.halt_lambda * mean
 
     def cost(self, gpt, drawn, training):
-        steps = Embedding.cost(self, gpt, drawn, training)  # its passes are Embedding's
+        steps = Embedding.cost(self, gpt, drawn, training)  # borrowed: Gate takes its passes
         return replace(steps, other=steps.other + linear_weights(self))
 
 
@@ -1395,10 +1398,10 @@ class Exit(Halting):
     """
     Exits from the looped Transformer by confidence (arXiv 2607.20519)
 
-        h^k     = the final norm of what pass k makes; with loop_norm it goes on from there
+        h^k     = the final norm of what pass k makes; with loop_norm pass k + 1 starts from it
         doubt^k = 1 - the largest probability of head(h^k)              no weights
         L^k     = cross-entropy of head(h^k)
-        loss    = sum_k prior_k L^k             the prior makes every pass predict, see exit_loss
+        loss    = sum_k prior_k L^k             which passes must predict: exit_loss, below
 
     A token leaves when its doubt is below halt_tau. Its newest keys and values are read after it
     left, as in Gate. exit_loss is one of
@@ -1407,16 +1410,16 @@ class Exit(Halting):
         uniform     prior_k = 1 / (K + 1)
         ramp        prior_k = (k + 1) / sum_j (j + 1)
 
-    Three things are ours. uniform and ramp set in late: before halt_start the prior is that of
-    'last', from halt_full on theirs. From halt_full on tokens leave in training too, and L^k is
-    that of the last pass a token took: later tokens learn to read early keys. And tokens with
+    Three things are ours. (1) uniform and ramp set in late: before halt_start the prior is that of
+    'last', from halt_full on theirs. (2) From halt_full on tokens leave in training too, and L^k is
+    that of the last pass a token took: later tokens learn to read early keys. (3) Tokens with
     negative targets, such as questions, learn to stay, since all that follows reads them:
     halt_lambda pulls their predictions towards uniform ones.
 
-    Cost: K + 1 passes and a head after each (in training with 'last' from halt_full on); in
-    generation those that are taken.
-    Unlike in the authors' code, a token that left costs nothing more: theirs takes all passes and
-    then picks one. Sources of Depth-Attention are those of one pass.
+    Cost: K + 1 passes, in generation those that are taken; a head after each, in training for
+    uniform and ramp alone. Not counted: the doubts that training computes from halt_full on.
+    The authors' code takes all passes and then picks one. Here generation with `fast` skips tokens
+    that left. Sources of Depth-Attention are those of one pass.
     Drawn in docs/drawings/exit.svg.
     """
     rule = staticmethod(newest)
@@ -1453,7 +1456,8 @@ class Exit(Halting):
         """h^k of each pass, (B,T,C); of a token that left before, that of its last pass."""
         outs = []
         for taken, new in self.trace:
-            outs.append(torch.where(taken[..., None], new.out, outs[-1]) if outs else new.out)
+            previous = outs[-1] if outs else new.out
+            outs.append(torch.where(taken[..., None], new.out, previous))
         return outs
 
     def prior(self, n):
@@ -1462,7 +1466,7 @@ class Exit(Halting):
         if self.config.exit_loss != 'last':
             weights = [k + 1 if self.config.exit_loss == 'ramp' else 1 for k in range(n)]
             prior = [self.onset() * weight / sum(weights) for weight in weights]
-        prior[-1] += 1 - sum(prior)
+        prior[-1] += 1 - sum(prior)     # the last pass gets what is left
         return prior
 
     def loss(self, gpt, h, targets):
@@ -1542,7 +1546,7 @@ class Ouro(Exit):
         return not self.training
 
     def doubt(self, gpt, state, out):
-        """In its place S_k, (B,T)."""
+        """S_k (B,T): compared with halt_tau in the place of doubt^k."""
         return state.score * (1 - self.lam(out))
 
     def loss(self, gpt, h, targets):
@@ -1581,7 +1585,7 @@ class Ouro(Exit):
             lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
-        return total / (self.K + 1)                                     # as theirs
+        return total / (self.K + 1)                                     # not K, as in their code
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() * training
@@ -1652,7 +1656,7 @@ def check_together(c):
 @dataclass
 class Cost:
     """What a mechanism costs for each token: engine/flops.py asks for it."""
-    slots: int          # that go through the blocks
+    slots: int          # vectors that go through the blocks
     keys: float         # that these attend to, in all, in multiples of T
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass

@@ -36,10 +36,10 @@ PARTS = {
         'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': 'd796a47fc10e',
+        'Memory': 'e45f47de4571',
         'Labels': '79400e806cf4',
         'Padded': '91c083cb72b0',
-        'labels_of': '46dc8c8732b4',
+        'labels_of': 'fea33be959f8',
         'times': 'a8f5f8e6102b',
         'SlotMemory': '12bf27015d24',
         'GPT.new_memory': 'bf0e04f1f529',
