@@ -170,7 +170,7 @@ def describe(block):
     """A block's settings for --help: each with its default and the comment behind its field."""
     # text as it is typed: without quotes, and the value where the default is a constant's name
     texts = {field.name: field.default for field in fields(block) if type(field.default) is str}
-    rows = [f"{block.__name__}: {block.__doc__}"]
+    rows = [f"{block.__name__}: {inspect.getdoc(block)}"]
     for name, default, comment in FIELD.findall(inspect.getsource(block)):
         option = f"  --{name}={texts.get(name, default)}"
         rows.append(f"{option:34s} {comment}")

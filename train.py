@@ -5,14 +5,14 @@ Train a GPT on a laptop CPU, one GPU, or many.
         the paper's 360M on a GPU; without one config/size/tiny.py, 3 to 4 minutes on 2 CPU cores
     torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu
         eight GPUs, other data (python prepare_data.py fineweb-edu)
-    python train.py --init_from=resume --out_dir=out
+    python train.py --init_from=resume --out_dir=out/depth_attn
         go on after an interruption
     python train.py config/depth_attn.py --dry_run=True
         what it would take: memory, days
 
-Config files and --name=value apply from left to right. What none of them sets a new run takes from
-the defaults on a CUDA GPU (and in a dry_run), elsewhere from config/size/tiny.py. Ctrl-C, SIGTERM,
-SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
+Config files and --name=value apply from left to right. What none of them sets has its default; in
+a run from scratch without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C,
+SIGTERM, SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
 ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
 """
@@ -142,14 +142,14 @@ class Trainer:
     def __init__(self, settings, given, state, ranks, device):
         """
         given: what the user set, of the run and of the model. state: the checkpoint to go on from
-        or to evaluate, or None; weights of another run are start_model's. ranks: this process among
-        those of the run. device: what it computes on.
+        or to evaluate, else None (with --init_from=FOLDER start_model loads the weights). ranks:
+        this process among those of the run. device: what it computes on.
         """
         s = self.settings = settings
         self.ranks = ranks
         self.device = device
-        before = state.get('precision') if state and not s.eval_only else None
-        own, self.why = dtype_and_reason(s.dtype or before, device)     # a run keeps what it had
+        kept = state.get('precision') if state and not s.eval_only else None
+        own, self.why = dtype_and_reason(s.dtype or kept, device)       # a run keeps what it had
         self.dtype = ranks.first(own, device)
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
@@ -169,7 +169,7 @@ class Trainer:
         self.accumulation = None if s.eval_only else s.accumulation(T, ranks.world)
         self.train_data = Windows(s.data_dir, 'train', self.meta, T)
         self.val_data = Windows(s.data_dir, 'val', self.meta, T)
-        prepare(self.model, s, device)
+        prepare(self.model, s, device)          # moves it there; tunes, compiles, recomputes
 
         # the optimizer
         self.optimizer = make_optimizer(s, self.model, ranks, device)
@@ -216,7 +216,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         norm = float(norm)                  # waits for the GPU
         loss, targets = self.ranks.sum(total).tolist()
-        loss = loss / self.ranks.world if targets else math.nan
+        loss = loss / self.ranks.world if targets else math.nan     # each rank's is a mean already
         if not targets:
             self.log.say(f"step {self.step + 1}: no answer in its windows counts; step skipped "
                          "(raise block_size or batch_tokens)")
@@ -229,9 +229,8 @@ class Trainer:
 
     def by_targets(self, batches):
         """
-        What to divide each micro-batch's loss by, a mean over its targets, so that the sum over
-        them and the mean over ranks is the mean over the step's targets: a made task has more in
-        some windows than in others.
+        Divisors of the micro-batches' mean losses that make their sum, averaged over ranks, the
+        mean over all targets of the step: a made task has more in some windows than in others.
         """
         counts = torch.stack([(y >= 0).sum() for _, y in batches]).float()
         of_all = self.ranks.sum(counts.sum()).clamp(min=1)
@@ -383,7 +382,7 @@ class Trainer:
 # ---- main ----------------------------------------------------------------------------------------
 
 def for_this_machine(given):
-    """The settings `given`, and for a new run without a CUDA GPU what is not among them: tiny's."""
+    """The settings `given`, and for a run from scratch without a CUDA GPU tiny's behind them."""
     s = build(Settings, given)
     on_gpu = (s.device or best_device()).startswith('cuda')
     if on_gpu or s.dry_run or s.init_from != 'scratch':
@@ -398,7 +397,7 @@ def main(argv):
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
     given = for_this_machine(named)
-    state, before = checkpoint_of(build(Settings, given))
+    state, before = checkpoint_of(build(Settings, given))   # before: the settings of its run
     settings = build(Settings, {**before, **given})
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second
@@ -406,11 +405,11 @@ def main(argv):
         return
 
     with process_group(settings.device) as (ranks, device):
-        if 'n_embd' in given and 'n_embd' not in named and ranks.rank == 0:
+        if 'n_embd' in given and 'n_embd' not in named and ranks.rank == 0:     # tiny's came in
             print("no size named, and not on a CUDA GPU: config/size/tiny.py (the paper's: add "
                   "config/size/360m.py)", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
-        del state   # or its file, once it is replaced, stays on the disk
+        del state   # it keeps the old file open: replaced, that would still take disk space
         trainer.run()
         trainer.net = None  # it holds the process group
 

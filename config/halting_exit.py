@@ -1,7 +1,8 @@
 """
 The looped Transformer whose tokens leave when the model is confident (arXiv 2607.20519): a fixed
-prior makes each pass predict, so that any of them can be the last. That it begins late, and that
-tokens then leave in training too, is ours; the rest is config/loop.py's.
+prior makes each pass predict, so that any of them can be the last. Three things are ours: it sets
+in late, tokens then leave in training too, and questions learn to stay. The rest is as in
+config/loop.py.
 Cost: as config/loop.py in training, plus a head per pass; at inference only the passes that a token
 takes, plus a head for each.
 """

@@ -1,7 +1,10 @@
 """
 The looped Transformer with a gate that learns when to leave, as Ouro (arXiv 2510.25741). This is
-their first stage; the second, with --init_from=out/halting_ouro --ouro_stage=2, trains the gate
-alone on what a pass gains.
+their first stage; the second trains the gate alone on what a pass gains:
+
+    python train.py out/halting_ouro/settings.json --init_from=out/halting_ouro --ouro_stage=2 \
+      --out_dir=out/ouro_gate
+
 Cost: as config/loop.py in training, plus a head per pass; at inference only the passes that a token
 takes.
 """

@@ -241,9 +241,10 @@ def explain(error):
     no_memory = "can't allocate memory", 'not enough memory', 'out of memory'    # MPS: the last
     if isinstance(error, MemoryError) or any(words in text for words in no_memory):
         return ("out of memory: lower micro_batch (the result stays the same, but for dropout, "
-                "halting='gate', and 'exit' on made tasks), set checkpoint_activations=True, with "
-                "several GPUs shard_optimizer=True, or lower block_size (dry_run=True estimates "
-                "what that gives); in evaluate.py lower batch_size")
+                "halting='gate', and 'exit' and 'ouro' on made tasks), set "
+                "checkpoint_activations=True, with several GPUs shard_optimizer=True, or lower "
+                "block_size (dry_run=True estimates what that gives); in evaluate.py lower "
+                "batch_size")
     no_compiler = 'No working C++ compiler', 'Failed to find C compiler', 'cl is not found'
     if any(words in text for words in no_compiler):
         return ("compile=True needs a C++ compiler, and none was found: install one (such as g++), "
