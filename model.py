@@ -1441,7 +1441,7 @@ class Exit(Halting):
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
             with torch.no_grad():
-                score = self.doubt(gpt, state, out)
+                score = self.doubt(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
 
