@@ -8,7 +8,7 @@ which needs PyTorch and nothing else: copy it.
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
-the other. GPT.hidden calls the first two, GPT.forward the third; given targets, GPT.loss calls it:
+the other. GPT.hidden calls the first two, GPT.forward the third (with targets, GPT.token_losses):
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C), pos = 0 .. T - 1
@@ -35,8 +35,8 @@ file alone:
         ..                                          # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
 
-Before each step those mechanisms that halt want to know how far the run is, and those that vary
-their passes, how many to take:
+Before each step set these two; plain GPTs need neither. Unset, halting acts as at the end of a run,
+and a mechanism whose number of passes varies takes the most:
 
         gpt.mechanism.progress = step / steps
         gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
@@ -98,8 +98,8 @@ class GPTConfig:
     jacobi_iters: int = 3                # Latent: R more sweeps over all slots; training R or R - 1
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
-    # halting
-    halting: str = 'none'                # gate, mask, router, exit or ouro, each for one `ponder`
+    # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
+    halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's default)
     halt_start: Optional[float] = None   # share of the run at which it sets in (None: likewise)
@@ -166,8 +166,8 @@ def rope_table(pos, head_dim, theta, dtype):
     (-sin, sin), each (.., S, 1, hd).
     """
     wide_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
-    channel = torch.arange(0, head_dim, 2, device=pos.device, dtype=wide_dtype)
-    frequency = theta ** (-channel / head_dim)                          # (hd/2,)
+    twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=wide_dtype)
+    frequency = theta ** (-twice_i / head_dim)                          # (hd/2,)
     angle = pos.to(wide_dtype)[..., None, None] * frequency             # (.., S, 1 head, hd/2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
@@ -190,12 +190,11 @@ class Memory:
         self.tokens = 0             # N: read so far, those of this pass included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        # for part 3
-        self.made = {}              # of each layer: (k, v) of this pass alone
-        self.loops = ()             # with Loop: the memories of the passes before
+        self.made = {}              # of each layer: (k, v) of this pass alone; part 3 reads them
+        self.loops = ()             # part 4, with Loop: the memories of the passes before
 
     def begin(self, B, T, device):
-        """T more tokens begin a pass; returns their positions (T,). B: rows, for SlotMemory."""
+        """T more tokens begin a pass; returns their positions (T,). B is for part 4."""
         pos = torch.arange(self.tokens, self.tokens + T, device=device)
         self.tokens += T
         self.made = {}
@@ -285,8 +284,8 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask. With shared keys PyTorch builds all
-        scores, (B, nh, S, N), except on CUDA in 16 bits without a mask.
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask. With n_kv_head < n_head PyTorch
+        builds all scores, (B, nh, S, N); not so on CUDA in 16 bits without a mask.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -390,7 +389,7 @@ class GPT(nn.Module):
         norm        False leaves out the final norm, for mechanisms
         """
         if memory is None:
-            memory = Memory()           # hidden begins the one that it gives
+            memory = Memory()           # one from GPT.hidden has begun
             memory.begin(*x.shape[:2], x.device)
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
@@ -512,9 +511,10 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
 #
+# A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts.
 # A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
 # K + 1 times, with a KV cache for each pass. The others have one cache for all passes, and a rule
-# says who reads what: below Loop.
+# says which slots attend to which: below Loop.
 #
 # To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig
 # and in its `settings`.
@@ -525,7 +525,7 @@ class Mechanism(nn.Module):
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
     gpt.trunk, and has its own weights, its rule of who reads whom, its term of the loss.
     """
-    rule = None     # which keys a slot attends to, a function, see `flat`; None: those of its pass
+    rule = None     # which slots a slot attends to: a function, below Loop; None: those of its pass
 
     # for engine/ and tools/; so are `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
@@ -539,7 +539,7 @@ class Mechanism(nn.Module):
         self.config = config
         # train.py sets these two before each optimizer step
         self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]
+        self.drawn = self.draws()[0]    # Latent: R; Feedback: its passes; else None
         self.passes = None              # where tokens halt: what each took in the last text, (B,T)
 
     @property
@@ -629,7 +629,7 @@ class Memories(dict):
 
 
 class Plain(Mechanism):
-    """ponder='none': GPT does without it. It holds defaults alone."""
+    """ponder='none': GPT never calls its forward or loss. It holds defaults alone."""
     K = 0  # whatever ponder_steps says
     settings = ()
 
@@ -712,7 +712,6 @@ class Loop(Mechanism):
         return Cost(slots=self.K + 1, keys=self.K + 1)
 
 
-# A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts.
 # Where slots of several passes, or several of one token, attend to each other, it takes a rule. A
 # slot has labels: t, the time of its token, and k, the number of its pass or its place among the
 # slots of its token. A rule says by the labels of a query and of a key whether the one reads the
@@ -725,7 +724,8 @@ NEVER = 2 ** 40  # the time of hidden slots: only padding reads them, as a softm
 class Labels(SimpleNamespace):
     """
     Labels of N slots in each of B rows, (B,N) each.
-    t       the time of the token, or NEVER: padding, tokens that stopped, thoughts that are hidden
+    t       the time of the token, or NEVER: padding, and as keys tokens that stopped and thoughts
+            that are hidden
     k       the number of the pass, or of the slot
     """
 
@@ -927,8 +927,8 @@ class Feedback(Mechanism):
     h^(k)_t is exact once k >= t. The loss reads h^(K), and each optimizer step draws K or K - 1:
     with K alone what is learned holds after K passes, and not for the recursion.
 
-    Cost: K + 1 passes to read a text, in training K + 1 or K; in generation one. A token's thinking
-    is never longer than the text before it.
+    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. A token's
+    thinking is never longer than the text before it.
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
     cached decoding is not implemented. Drawn in docs/drawings/feedback.svg.
     """
@@ -944,7 +944,7 @@ class Feedback(Mechanism):
         steps = self.drawn if self.training else self.K
         real = memory.real()[..., None]                                 # (B,T,1)
         last = torch.zeros_like(x[:, :1]) if memory.state is None else memory.state     # (B,1,C)
-        before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}, as far as known
+        before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}: last, then zeros
         for _ in range(min(steps + 1, x.size(1))):
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + before, pos, memory.for_pass()).where(real, 0.0)  # 0 of padding
@@ -1022,7 +1022,7 @@ PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'feedback': F
 
 
 # -------------------------------------------------------------------------------------------------
-# 5  Halting: four of these mechanisms, where each token takes as many passes as it needs
+# 5  Halting: five classes over four of these mechanisms; each token takes the passes it needs
 
 
 @dataclass
@@ -1414,7 +1414,7 @@ class Exit(Halting):
     'last', from halt_full on theirs. (2) From halt_full on tokens leave in training too, and L^k is
     that of the last pass a token took: later tokens learn to read early keys. (3) Tokens with
     negative targets, such as questions, learn to stay, since all that follows reads them:
-    halt_lambda pulls their predictions towards uniform ones.
+    halt_lambda pulls their predictions towards equal probabilities.
 
     Cost: K + 1 passes, in generation those that are taken; a head after each, in training for
     uniform and ramp alone. Not counted: the doubts that training computes from halt_full on.
@@ -1585,7 +1585,7 @@ class Ouro(Exit):
             lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
-        return total / (self.K + 1)                                     # not K, as in their code
+        return total / (self.K + 1)     # K + 1 as in their code, though there are K terms
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() * training
