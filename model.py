@@ -475,14 +475,18 @@ class GPT(nn.Module):
 # counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
 
 
+def source_layers(config, layer):
+    """S(l): whose values are mixed into those of `layer`."""
+    return range(0, layer, config.depth_stride)
+
+
 def depth_sources(config, layer, memory):
     """
     [(k_j, v~_j), ..] of the layers j in S(l), as far as this pass went through them. Loop, part
     4, sets memory.loops: what layer l itself made in the loops before comes first.
     """
     loops = [earlier.made[layer] for earlier in memory.loops]
-    below = range(0, layer, config.depth_stride)                    # S(l)
-    return loops + [memory.made[j] for j in below if j in memory.made]
+    return loops + [memory.made[j] for j in source_layers(config, layer) if j in memory.made]
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -733,7 +737,7 @@ class Labels(SimpleNamespace):
         return Labels(**{name: label[where] for name, label in vars(self).items()})
 
     def joined(self, new):
-        """These, and in each row those of `new` slots behind them."""
+        """These labels, and in each row `new` ones behind them."""
         both = {}
         for name, label in vars(self).items():
             both[name] = torch.cat((label, getattr(new, name)), dim=1)
@@ -1383,7 +1387,7 @@ class Router(Halting, Chain):
         for taken, new in self.trace[:self.K]:
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
-                p = gpt.token_losses(new.x, counted).neg().exp()                # new.x is z
+                p = gpt.token_losses(new.x, counted).neg().exp()        # new.x is z
             total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
         return self.config.halt_lambda * self.onset() * mean            # (9), (10)
@@ -1558,8 +1562,8 @@ class Ouro(Exit):
         losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        entropy = mean_where(targets >= 0, entropy)
-        return losses - self.config.halt_lambda * entropy + self.stay(lams, targets)    # (4)
+        losses = losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)   # (4)
+        return losses + self.stay(lams, targets)
 
     def leaving(self, lams):
         """p_k, (B,T) each."""
@@ -1577,7 +1581,7 @@ class Ouro(Exit):
     def gate_loss(self, gpt, outs, targets):
         """What the gate alone learns: whether the next pass gains."""
         with torch.no_grad():
-            nats = [gpt.token_losses(out, targets) for out in outs]             # L^k, (B,T) each
+            nats = [gpt.token_losses(out, targets) for out in outs]     # L^k, (B,T) each
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)

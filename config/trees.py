@@ -1,7 +1,6 @@
 """
 Game trees of up to six levels, as often each, behind the other tasks' settings: what two passes
-for everyone cannot do, and so the task for halting. With eight passes 0.2 s a step on one core of
-an AMD EPYC (2026-11-25).
+for everyone cannot do. With eight passes 0.2 s a step on one core of an AMD EPYC (2026-11-25).
 
     python train.py config/halting_exit.py config/tasks.py config/trees.py
 """

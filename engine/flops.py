@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, linear_weights
+from model import GPT, linear_weights, source_layers
 
 
 def flops_per_token(gpt, T=None, training=True):
@@ -25,7 +25,7 @@ def flops_per_token(gpt, T=None, training=True):
     per_slot = linear_weights(gpt.h)                        # multiply-adds, as all that follow
     if c.depth_attn:
         for layer in range(1, c.n_layer):                   # layer 0 has no source
-            mixed = len(range(0, layer, c.depth_stride)) + 1
+            mixed = len(source_layers(c, layer)) + 1
             per_slot += 2 * mixed * c.n_kv_head * c.head_dim
     per_key = 2 * c.n_layer * c.n_head * c.head_dim         # q k^T, and its weight times v
     counts_itself = 'cost' in vars(type(mechanism))     # what is inherited is not believed

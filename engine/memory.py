@@ -280,7 +280,7 @@ class Cache(Memory):
         self.rule = rule
         self.ordered = pad is None and rule in (earlier, flat)
         self.places = capacity if static else 0     # there is room for so many now
-        self.key_labels = Labels()   # (B, places) each
+        self.key_labels = Labels()  # (B, places) each
         self.query_labels = None    # of this pass
         self.time = None            # (B,T): of the tokens that are read now
         self.length = 0             # slots so far

@@ -74,6 +74,11 @@ class Windows:
         windows = [order(seed, epoch, self.n)[place] for epoch, place in epochs_and_places]
         return self.get(windows, device)
 
+    def spread(self, n):
+        """The numbers of n windows, spread evenly over the split; of all, if there are fewer."""
+        n = min(self.n, n)
+        return np.arange(n) * self.n // n
+
     def get(self, windows, device):
         """Inputs and targets, each (len(windows), T) int64, of the windows with these numbers."""
         tokens = np.stack([self.read_window(window) for window in windows]).astype(np.int64)

@@ -27,6 +27,7 @@ characters and the end behind it are; passes are those of its characters, and de
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -34,7 +35,6 @@ from dataclasses import dataclass
 from typing import Optional
 from unittest import mock
 
-import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
@@ -176,9 +176,8 @@ def open_text(model, tokenizer, settings, s):
     data_dir = s.data_dir or data_dir_of(settings)
     meta = read_meta(data_dir, tokenizer)
     windows = Windows(data_dir, 'val', meta, model.config.block_size)
-    n = min(windows.n, -(-s.tokens // model.config.block_size))
-    spread = np.arange(n) * windows.n // n      # evenly, as in evaluations of train.py
-    return Text(*windows.get(spread, device), False)
+    chosen = windows.spread(math.ceil(s.tokens / model.config.block_size))
+    return Text(*windows.get(chosen, device), False)
 
 
 def each_tau(model, text, s):

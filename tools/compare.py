@@ -23,7 +23,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -245,8 +244,8 @@ def exact_loss(model, settings):
     """As final_loss, of the same windows read token by token."""
     meta = read_meta(settings['data_dir'])
     data = Windows(settings['data_dir'], 'val', meta, settings['block_size'])
-    n = min(data.n, max(1, settings['eval_tokens'] // data.T))
-    x, y = data.get(np.arange(n) * data.n // n, model.wte.weight.device)
+    windows = data.spread(max(1, settings['eval_tokens'] // data.T))
+    x, y = data.get(windows, model.wte.weight.device)
     losses = token_nats(model, torch.cat((x, y[:, -1:]), dim=1), exact=True)
     return losses.mean().item() * meta['val']['tokens'] / meta['val']['bytes']
 

@@ -118,14 +118,13 @@ class Recorder:
 
     def join(self, n):
         """Passes of single tokens, n of each: they become n passes of the text."""
-        for name in ('outputs', 'shares'):
-            passes = getattr(self, name)
-            setattr(self, name, [torch.cat(passes[k::n], dim=1) for k in range(n)])
+        self.outputs = [torch.cat(self.outputs[k::n], dim=1) for k in range(n)]
+        self.shares = [torch.cat(self.shares[k::n], dim=1) for k in range(n)]
 
     def depth_sources(self, config, layer, memory):
         """In the place of model.depth_sources."""
-        below = [j for j in range(0, layer, config.depth_stride) if j in memory.made]
-        self.layers = layer, len(getattr(memory, 'loops', ())), below
+        below = [j for j in library.source_layers(config, layer) if j in memory.made]
+        self.layers = layer, len(memory.loops), below
         return self.find(config, layer, memory)
 
     def depth_attention(self, q, k, v, sources, mode):
