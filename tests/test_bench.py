@@ -1,8 +1,9 @@
 """The benchmark measures what it says; how long it takes is nothing to assert."""
 import pytest
 import torch
-from conftest import cells
+from conftest import TOGGLES, cells, make, save
 
+import prepare_data
 from engine.files import UserError
 from model import GPTConfig
 from tools import bench
@@ -43,6 +44,29 @@ def test_drawn_decisions_take_the_wished_depth(halting, depth):
     with torch.no_grad():
         model(torch.randint(64, (4, 512)))
     assert model.mechanism.passes.double().mean().item() == pytest.approx(depth, abs=0.1)
+
+
+def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
+    """With a halt_tau that nobody reaches passes are the most, with one that all do 1."""
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(prepare_data.DataSettings(problems=400, size=2), ['addition'])
+    size = dict(vocab_size=320, n_tokens=257, block_size=32)
+    folders = []
+    for name, tau in ('loop', 0.1), ('exit', 1e-4), ('exit', 1.0):
+        model = make(**{**TOGGLES[name], **size, 'halt_tau': tau})
+        folders.append(save(tmp_path / f'{name}{tau}', model, data_dir='data/addition'))
+    monkeypatch.setattr(bench, 'ANSWERS', 3)
+    bench.main([*folders, '--repeats=1', '--batches=1,2', '--device=cpu'])
+    passes, *lines = cells(capsys.readouterr().out)
+    assert passes == ['passes of', 'a question token', 'an answer token']
+    most = f"{model.mechanism.K + 1}.00"
+    assert lines[:3] == [[folders[0], most, most], [folders[1], most, most],
+                         [folders[2], '1.00', '1.00']]
+    assert [line[0] for line in lines[3:]] == ['one answer, batch 1', *folders,
+                                               'one answer, batch 2', *folders]
+    text = save(tmp_path / 'text', make(**size), data_dir=small_data)
+    with pytest.raises(UserError, match='trained on a text'):
+        bench.main([text, '--device=cpu'])
 
 
 def test_refusal():

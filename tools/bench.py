@@ -5,6 +5,7 @@ Speed, as ratios within one run: a training step, decoding, and what halting sav
     python tools/bench.py config/size/360m.py --micro_batch=16 --toggles=plain,loop,chain
     python tools/bench.py --toggles=gate,mask,router,exit     each against all its passes
     python tools/bench.py --toggles=plain,chain,exit --parts=True    what each part of engine/ gains
+    python tools/bench.py out/loop out/halting_exit           whole answers of runs on a made task
 
 Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike. The table
 has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
@@ -30,14 +31,16 @@ import torch.nn as nn
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, check_range, read
-from engine.answers import Progress
+from engine.answers import Progress, answer_batch, ask, totals
 from engine.compile import compile_blocks, compile_decoding
 from engine.fast import new_model, pick_fast
 from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
 from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
+from engine.tasks import TASKS
 from model import GPT, HALTING, GPTConfig, Mechanism
+from sample import exam_of_run, load_model
 from train import Settings
 
 
@@ -74,6 +77,7 @@ TOGGLES = {
 for name, kind in HALTING.items():
     TOGGLES[name] = dict(ponder=kind.works_on, ponder_steps=3, halting=name, halt_tau=0.5)
 PROMPT = 8  # tokens before those that are decoded
+ANSWERS = 64    # problems of a turn, where runs answer
 # passes per token on average, 1 + p + p^2 + p^3: p, the probability of each next one
 DEPTHS = {1.5: 0.34252, 2: 0.54369, 3: 0.81054}
 
@@ -124,7 +128,7 @@ def ceilings(device, dtype):
             2 * source.numel() / statistics.median(times['copy']))
 
 
-def print_times(title, times, ceiling):
+def print_times(title, times, ceiling=None):
     """A line for each candidate. ceiling: {name: share of the machine's, at one second}."""
     base = statistics.median(next(iter(times.values())))
     rows = []
@@ -132,9 +136,12 @@ def print_times(title, times, ceiling):
         elapsed = sorted(elapsed)
         median = statistics.median(elapsed)
         low, high = elapsed[len(elapsed) // 4], elapsed[3 * len(elapsed) // 4]
-        rows.append([name, f"{median * 1e3:.1f} ms", f"{low * 1e3:.1f} to {high * 1e3:.1f}",
-                     f"{base / median:.3f}x", f"{ceiling[name] / median:.1%}"])
-    header = [title, 'median', 'quartiles', f'speed, {next(iter(times))} = 1', 'of ceiling']
+        row = [name, f"{median * 1e3:.1f} ms", f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+               f"{base / median:.3f}x"]
+        rows.append(row if ceiling is None else [*row, f"{ceiling[name] / median:.1%}"])
+    header = [title, 'median', 'quartiles', f'speed, {next(iter(times))} = 1']
+    if ceiling is not None:
+        header.append('of ceiling')
     print(f"\n{table(header, rows)}", flush=True)
 
 
@@ -320,6 +327,56 @@ def print_saved(title, config, turns):
 
 
 # -------------------------------------------------------------------------------------------------
+# Whole answers
+
+
+def bench_answers(setup, folders):
+    """Runs on made tasks, each against the first: questions read, and whole answers written."""
+    runs = {folder: Answering(folder, setup) for folder in folders}
+    rows = [[folder, *answering.passes()] for folder, answering in runs.items()]
+    print(f"\n{table(['passes of', 'a question token', 'an answer token'], rows)}", flush=True)
+    for batch in map(int, setup.own.batches.split(',')):
+        turns = {folder: partial(answering.seconds, batch) for folder, answering in runs.items()}
+        print_times(f'one answer, batch {batch}', take_turns(turns, setup.own.repeats))
+
+
+class Answering:
+    """A finished run, and the problems that it answers."""
+
+    def __init__(self, folder, setup):
+        self.device = setup.device
+        self.model, _, settings = load_model(folder, setup.device, fast=setup.train.fast)
+        exam = exam_of_run(settings)
+        if exam is None:
+            raise UserError(f"{folder}: was trained on a text, which asks nothing: name runs on a "
+                            "made task")
+        self.task, self.eot = TASKS[exam['task']], exam['eot']
+        self.asked = sorted(ask(self.model, exam, ANSWERS), key=lambda one: len(one[0]))
+
+    def answer(self, batch):
+        """The Outcomes of all problems."""
+        outcomes = []
+        for first in range(0, len(self.asked), batch):
+            some = self.asked[first:first + batch]
+            outcomes += answer_batch(self.model, self.task, some, self.eot, exact=False)
+        return outcomes
+
+    def seconds(self, batch):
+        """Of one answer."""
+        return seconds(partial(self.answer, batch), self.device) / len(self.asked)
+
+    @torch.no_grad()
+    def passes(self):
+        """Means, as words: of the tokens of questions and what is in front of them, of answers."""
+        mechanism = self.model.mechanism
+        taken = []
+        for tokens, _, _ in self.asked:
+            self.model.hidden(torch.tensor([tokens], device=self.device), self.model.new_memory())
+            taken += mechanism.passes[0].tolist() if mechanism.halts else [mechanism.slots]
+        return f"{statistics.fmean(taken):.2f}", f"{totals(self.answer(1))['passes']:.2f}"
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -332,9 +389,7 @@ class Setup:
 
 
 def main(argv):
-    given, rest = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
-    if rest:
-        raise UserError(f"{rest[0]}: neither a setting nor a config file")
+    given, folders = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
     if 'n_layer' not in given:
         tiny, _ = read([os.path.join(ROOT, 'config', 'size', 'tiny.py')], '', Settings, GPTConfig)
         given = {**tiny, **given}
@@ -352,6 +407,8 @@ def main(argv):
     torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA, as train.py
     print(f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"steps in {str(setup.dtype).removeprefix('torch.')}", flush=True)
+    if folders:
+        return bench_answers(setup, folders)
     fixed = {name: config for name, config in configs.items()
              if setup.own.parts or config.halting == 'none'}
     if fixed:
