@@ -92,13 +92,17 @@ RUNS.update({
     # for config/tasks.py, whose models have one layer: as many layers as loop has passes
     'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
     'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
-    # for docs/claims.md, whose models have four layers: more; fewer steps; both in a loop
+    # for docs/claims.md, whose models have four layers: more; fewer steps; both in a loop;
+    # more thoughts
     'plain_scaled_2x': ('loop', '--ponder_steps=0', '--n_layer=8'),
     'plain_scaled_4x': ('loop', '--ponder_steps=0', '--n_layer=16'),
     'plain_ponderlm_2x': ('embedding', '--ponder_steps=0', '--n_layer=8'),
     'embedding_1': ('embedding', '--ponder_steps=1'),
     'embedding_2': ('embedding', '--ponder_steps=2'),
     'loop+depth_attn': ('loop', '--depth_attn=True'),
+    'latent_2': ('latent', '--ponder_steps=2'),
+    'latent_3': ('latent', '--ponder_steps=3'),
+    'mask_3': ('halting_mask',),
     # the term for fewer steps waits
     'router_late': ('halting_router', '--halt_start=0.6', '--halt_full=0.8'),
     # as many passes for everyone, which exit has to beat
