@@ -87,6 +87,16 @@ def test_the_oracle_takes_the_best_pass_of_each_token():
     assert oracle == {'passes': 1.75, 'loss': 1.5, 'result': 1.5}
 
 
+def test_rank_correlation_is_that_of_the_places():
+    losses = torch.tensor([0.1, 3.0, 0.2, 900.0])
+    assert choices.rank_correlation(torch.tensor([1.0, 3.0, 2.0, 4.0]), losses) == pytest.approx(1)
+    assert choices.rank_correlation(-losses, losses) == pytest.approx(-1)
+    # places 1.5, 1.5, 3.5, 3.5 and 1, 3, 2, 4: covariance 2/3, variances 4/3 and 5/3
+    assert choices.rank_correlation(torch.tensor([1.0, 1.0, 2.0, 2.0]), losses) == pytest.approx(
+        2 / 3 / (4 / 3 * 5 / 3) ** 0.5)
+    assert choices.rank_correlation(torch.ones(4), losses) == 0
+
+
 def test_an_answer_is_right_if_all_its_characters_are():
     text = choices.Text(ALL, ALL, answers=True)
     rows, oracle = choices.everyone(LOSSES, RIGHT, text)
@@ -109,7 +119,7 @@ def test_the_end_of_an_answer_keeps_its_passes(model, monkeypatch):
 
     monkeypatch.setattr(choices, 'see', watched)
     settings = choices.ChoiceSettings(taus=str(model.config.halt_tau), lots=1)
-    [row] = choices.each_tau(model, answers, settings)
+    [row] = choices.each_tau(model, answers, settings, torch.rand(N, T))
     dealt = seen[-1]
     assert not torch.equal(dealt, at_first)
     assert torch.equal(dealt[ends | (Y < 0)], at_first[ends | (Y < 0)])

@@ -12,7 +12,8 @@ Each line has one halt_tau: the mean passes per token, the result with the passe
 chose, and the result with the same numbers of passes handed out to the tokens at random. Weights
 stay as they are: what differs is who gets the passes. ('mask' weighs its thoughts by the
 probabilities it chooses by: those of the thoughts that are left are scaled to a sum of 1, in all
-columns.)
+columns.) Last comes the rank correlation of a token's passes with its loss after one pass: above 0
+if they go to those that are hard, 0 if at random.
 
 Then every token takes the same number; "corrects" is the share of tokens whose likeliest successor
 becomes the right one by the last of these passes, "breaks" the share where it was right before. The
@@ -180,8 +181,11 @@ def open_text(model, tokenizer, settings, s):
     return Text(*windows.get(chosen, device), False)
 
 
-def each_tau(model, text, s):
-    """For each halt_tau: {'tau', 'passes', 'chosen', 'random': [of each lot]}."""
+def each_tau(model, text, s, first):
+    """
+    For each halt_tau: {'tau', 'passes', 'chosen', 'random': [of each lot], 'rank'}. first (n,T):
+    the losses after one pass.
+    """
     draw = torch.Generator().manual_seed(s.seed)
     for tau in map(float, s.taus.split(',')):
         model.config.halt_tau = tau
@@ -194,8 +198,25 @@ def each_tau(model, text, s):
             dealt = passes.clone()
             dealt[text.shuffled] = passes[text.shuffled][order]
             lots.append(text.result(*see(model, text.inputs, text.targets, dealt)[:2]))
-        taken = passes[text.shuffled].float().mean().item()
-        yield {'tau': tau, 'passes': taken, 'chosen': chosen, 'random': lots}
+        taken = passes[text.shuffled].float()
+        yield {'tau': tau, 'passes': taken.mean().item(), 'chosen': chosen, 'random': lots,
+               'rank': rank_correlation(taken, first[text.shuffled])}
+
+
+def rank_correlation(a, b):
+    """Spearman's, of values (n,) each; 0 if all of one are equal."""
+    a, b = ranks(a), ranks(b)
+    scale = (a.var() * b.var()).sqrt().item()
+    if scale == 0:
+        return 0.0
+    return (a - a.mean()).dot(b - b.mean()).item() / (len(a) - 1) / scale
+
+
+def ranks(values):
+    """Of values (n,): places in their order; equal ones share the mean of theirs."""
+    _, index, counts = values.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[index]
 
 
 def print_taus(found, text):
@@ -204,8 +225,8 @@ def print_taus(found, text):
         lots = row['random']
         rows.append([f"{row['tau']:g}", f"{row['passes']:.2f}", text.words(row['chosen']),
                      text.words(statistics.mean(lots)),
-                     f"{text.words(min(lots))} to {text.words(max(lots))}"])
-    header = ['halt_tau', 'passes', 'chosen', 'at random', 'lowest to highest']
+                     f"{text.words(min(lots))} to {text.words(max(lots))}", f"{row['rank']:+.2f}"])
+    header = ['halt_tau', 'passes', 'chosen', 'at random', 'lowest to highest', 'rank']
     print(table(header, rows), '\n', flush=True)
 
 
@@ -282,11 +303,12 @@ def main(argv):
     text = open_text(model, tokenizer, settings, s)
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
+    losses, right = after_each_pass(model, text)
     found = []
     if model.mechanism.halts:
-        found = list(each_tau(model, text, s))
+        found = list(each_tau(model, text, s, losses[0]))
         print_taus(found, text)
-    rows, oracle = everyone(*after_each_pass(model, text), text)
+    rows, oracle = everyone(losses, right, text)
     print_everyone(rows, oracle, text)
     if s.json is not None:
         record = {'checkpoint': folder, 'halting': config.halting,
