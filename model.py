@@ -3,7 +3,7 @@ nanoPonder: a GPT, and the ideas that let it think more per token. All of them a
 which needs PyTorch and nothing else: copy it.
 
     B batch   T tokens   S vectors that the blocks get at once: T in the plain GPT   C n_embd
-    V vocab_size   nh query heads   nkv key/value heads   hd head dimension
+    V vocab_size   nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
     K ponder_steps: how many extra passes, or slots, a token takes
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
@@ -25,9 +25,9 @@ part.
     5  halting              each token takes as many of these passes as it needs
     6  checks and costs     which settings make sense, and what a token costs
 
-train.py trains these classes. On CUDA, or with --fast=True, it replaces some by faster ones, and
-stops with an error if you edited one of those: --fast=False runs what you wrote. To train with this
-file alone:
+train.py trains these classes. On CUDA, or with --fast=True, it replaces some by faster ones (PARTS
+in engine/fast.py), and stops with an error if you edited one of those: --fast=False runs what you
+wrote. To train with this file alone:
 
     gpt = GPT(GPTConfig())                          # or GPTConfig(ponder='loop'), ..
     for step in range(steps):
@@ -44,7 +44,6 @@ and a mechanism whose number of passes varies takes the most:
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Optional
 
@@ -95,14 +94,14 @@ class GPTConfig:
     ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
     ponder_steps: int = 3                # K: extra passes or slots per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R more sweeps over all slots; training R or R - 1
+    jacobi_iters: int = 3                # Latent: R sweeps refine its guess; training R or R - 1
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's default)
-    halt_start: Optional[float] = None   # share of the run at which it sets in (None: likewise)
+    halt_start: Optional[float] = None   # share of the run at which that sets in (None: likewise)
     halt_full: Optional[float] = None    # share from which on it counts in full (None: likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
@@ -123,9 +122,9 @@ class GPTConfig:
         if self.mlp_hidden is None:
             self.mlp_hidden = 64 * math.ceil(8 / 3 * self.n_embd / 64)
         if self.init_std is None:
-            self.init_std = math.sqrt(0.4 / self.n_embd)  # 0.02 at width 960
+            self.init_std = math.sqrt(0.4 / self.n_embd)  # 0.02 at width 1,000
         if self.embed_scale is None:
-            # part 4; in a plain GPT 1
+            # 1 in a plain GPT; else what the mechanism wants (part 4)
             self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
@@ -146,7 +145,7 @@ def at_least_fp32(x):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis."""
+    """x / rms(x) * weight over the last axis (arXiv 1910.07467)."""
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -190,7 +189,7 @@ class Memory:
         self.tokens = 0             # N: read so far, those of this pass included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # of each layer: (k, v) of this pass alone; part 3 reads them
+        self.made = {}              # of each layer: (k, v) of this pass alone, for part 3
         self.loops = ()             # part 4, with Loop: the memories of the passes before
 
     def begin(self, B, T, device):
@@ -221,26 +220,11 @@ class Memory:
         return k, v
 
 
-class Padded(Memory):
-    """
-    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Padding has
-    positions too: rotary attention sees only differences.
-    """
-
-    def __init__(self, pad):
-        super().__init__()
-        self.pad = pad
-
-    def mask(self, S, device):
-        """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
-        pos = torch.arange(self.tokens, device=device)                  # (N,)
-        real = pos >= self.pad[:, None]                                 # (B,N)
-        causal = real[:, None] & (pos <= pos[-S:, None])                # (B,S,N)
-        return (causal | ~real[:, -S:, None])[:, None]
-
-
 class Attention(nn.Module):
-    """Causal attention; n_head / n_kv_head query heads share each key/value head."""
+    """
+    Causal attention; n_head / n_kv_head query heads share each key/value head (arXiv 2305.13245),
+    and a norm on queries and keys (2010.04245) keeps scores small.
+    """
 
     def __init__(self, config, layer):
         super().__init__()
@@ -258,9 +242,9 @@ class Attention(nn.Module):
     def forward(self, x, rope, memory, mask):
         """
         x (B,S,C) -> (B,S,C)
-        rope        cos and sin of their positions
-        memory      takes the keys and values, and has those of before
-        mask        which keys each position attends to, see Memory.mask
+        rope        of their positions, from rope_table
+        memory      takes the keys and values, and has those of before; in training it has none
+        mask        which keys each position attends to (None: all up to its own), see Memory.mask
         """
         q, k, v = self.project(x, rope)
         if self.config.depth_attn:                                      # part 3
@@ -305,6 +289,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then the MLP, each behind a norm and added to x. The names are GPT-2's."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -320,13 +305,8 @@ class Block(nn.Module):
         return x
 
 
-def likeliest(logits, k):
-    """Logits (B,V) with -inf in the place of all but the k largest of a row."""
-    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
-    return logits.masked_fill(logits < kth, -math.inf)
-
-
 class GPT(nn.Module):
+    """embed, trunk and head, see the top of this file; and a mechanism that calls the trunk."""
 
     def __init__(self, config):
         super().__init__()
@@ -346,7 +326,7 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # parts 4 and 5; in a plain GPT nothing
+        self.mechanism.init_weights(self)       # parts 4, 5: smaller c_proj; in a plain GPT nothing
 
     def forward(self, idx, targets=None):
         """
@@ -381,22 +361,19 @@ class GPT(nn.Module):
         """Tokens (B,T) -> embeddings (B,T,C)."""
         return self.drop(self.wte(idx) * self.config.embed_scale)
 
-    def trunk(self, x, pos, memory=None, layers=None, norm=True):
+    def trunk(self, x, pos, memory=None, norm=True):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
         memory      the KV cache. None: nothing came before, as in the lines on top of this file
-        layers      the blocks to go through (None: all); no mechanism of this file asks for some
-        norm        False leaves out the final norm, for mechanisms
+        norm        False leaves out the final norm: parts 4 and 5
         """
         if memory is None:
-            memory = Memory()           # one from GPT.hidden has begun
+            memory = Memory()           # GPT.hidden calls `begin` of the ones it gives
             memory.begin(*x.shape[:2], x.device)
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        if layers is None:
-            layers = range(self.config.n_layer)
-        for layer in layers:
-            x = self.h[layer](x, rope, memory, mask)
+        for block in self.h:
+            x = block(x, rope, memory, mask)
         return self.ln_f(x) if norm else x
 
     def head(self, h):
@@ -407,7 +384,9 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets, weights=1.0):
-        """The sum of token_losses times weights (B,T), over the number of non-negative targets."""
+        """
+        The mean of token_losses over the targets that are not negative. weights (B,T): part 5.
+        """
         total = (self.token_losses(h, targets) * weights).sum()
         return total / (targets >= 0).sum().clamp(min=1)
 
@@ -452,6 +431,31 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
+def likeliest(logits, k):
+    """Logits (B,V) with -inf in the place of all but the k largest of a row."""
+    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
+    return logits.masked_fill(logits < kth, -math.inf)
+
+
+class Padded(Memory):
+    """
+    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Padding has
+    positions too: rotary attention sees only differences.
+    """
+
+    def __init__(self, pad):
+        super().__init__()
+        self.pad = pad
+
+    def mask(self, S, device):
+        """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
+        pos = torch.arange(self.tokens, device=device)                  # (N,)
+        real = pos >= self.pad[:, None]                                 # (B,N)
+        causal = real[:, None] & (pos <= pos[-S:, None])                # (B,S,N)
+        from_padding = ~real[:, -S:, None]                              # (B,S,1)
+        return (causal | from_padding)[:, None]
+
+
 # -------------------------------------------------------------------------------------------------
 # 3  Depth-Attention: Cross-Layer Value Mixing for Language Models (arXiv 2606.05014)
 #
@@ -482,11 +486,11 @@ def source_layers(config, layer):
 
 def depth_sources(config, layer, memory):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), as far as this pass went through them. Loop, part
-    4, sets memory.loops: what layer l itself made in the loops before comes first.
+    [(k_j, v~_j), ..] of the layers j in S(l), from this pass. Loop, part 4, sets memory.loops: what
+    layer l itself made in the loops before comes first.
     """
     loops = [earlier.made[layer] for earlier in memory.loops]
-    return loops + [memory.made[j] for j in source_layers(config, layer) if j in memory.made]
+    return loops + [memory.made[j] for j in source_layers(config, layer)]
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -536,14 +540,14 @@ class Mechanism(nn.Module):
     trains_alone = False            # training changes the mechanism's own weights alone
     skips = False                   # training may leave stopped tokens out
     iterates = False                # a whole text is read by iteration, not exactly
-    settings = ('ponder_steps',)    # those of GPTConfig that it has
+    settings = ('ponder_steps',)    # those of GPTConfig that it has, without those of halting
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         # train.py sets these two before each optimizer step
         self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]    # Latent: R; Feedback: its passes; else None
+        self.drawn = self.draws()[0]    # Latent: R; Feedback: its extra passes; else None
         self.passes = None              # where tokens halt: what each took in the last text, (B,T)
 
     @property
@@ -564,7 +568,10 @@ class Mechanism(nn.Module):
         return math.sqrt(2.5 * C)
 
     def init_weights(self, gpt):
-        """Pondering models begin with small residual branches, as in their papers."""
+        """
+        Pondering models begin with small residual branches, as in their papers; the mechanism's own
+        biases begin at 0.
+        """
         for block in gpt.h:
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
             block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
@@ -580,9 +587,10 @@ class Mechanism(nn.Module):
         return [None]
 
     def new_memory(self, pad):
+        """An empty memory, as GPT.new_memory: the one that `forward` gets."""
         if self.rule is not None:
             return SlotMemory(self.rule, pad)
-        return Memories(Memory if pad is None else partial(Padded, pad))
+        return Memories(Memory() if pad is None else Padded(pad) for _ in range(self.slots))
 
     def cost(self, gpt, drawn, training):
         """Its Cost (part 6) with one `drawn`, in training or not."""
@@ -608,28 +616,18 @@ class Mechanism(nn.Module):
         return function(gpt, h)
 
 
-class Memories(dict):
-    """A Memory for each pass, made when it is first asked for: none attends to another."""
+class Memories(list):
+    """A Memory for each pass: none attends to another."""
 
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-        self.tokens = 0             # read so far
-        self.begun = None           # arguments of `begin`, for passes not made yet
+    @property
+    def tokens(self):
+        return self[0].tokens
 
     def begin(self, B, T, device):
         """As Memory.begin, for all of them."""
-        pos = torch.arange(self.tokens, self.tokens + T, device=device)
-        self.tokens += T
-        self.begun = B, T, device
-        for memory in self.values():
-            memory.begin(B, T, device)
+        for memory in self:
+            pos = memory.begin(B, T, device)
         return pos
-
-    def __missing__(self, k):
-        self[k] = self.make()
-        self[k].begin(*self.begun)
-        return self[k]
 
 
 class Plain(Mechanism):
@@ -655,7 +653,7 @@ class Embedding(Mechanism):
     The mean embedding of the next token is added to the input, and the trunk runs again:
 
         P_j     = softmax(head(trunk(E_j)))     what the model would say after j steps      (B,T,V)
-        E_{j+1} = E_j + P_j W                   W: the table of embeddings, scaled          (B,T,C)
+        E_{j+1} = E_j + P_j W,  E_0 = x         W: the table of embeddings, scaled          (B,T,C)
         logits  = head(trunk(E_K))              the loss reads the last pass only
 
     Cost: K + 1 passes, and K times 4 V C more FLOPs forward: the head, and a matmul to mix.
@@ -688,7 +686,8 @@ def mixture(gpt, h):
     logits = gpt.head(h)                                                # (..,V)
     if config.ponder_topk is None:
         p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
-        return p @ table.to(p.dtype) * config.embed_scale  # the mean is scaled, not the table
+        mean = p @ table.to(p.dtype)
+        return mean * config.embed_scale        # cheaper than to scale the table
     top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
     p = top.values.softmax(-1).to(table.dtype)
     mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
@@ -722,7 +721,9 @@ class Loop(Mechanism):
 # other, that is, attends to it.
 
 
-NEVER = 2 ** 40  # the time of hidden slots: only padding reads them, as a softmax needs something
+# the time of what no token reads: padding, and hidden slots. As a query it is later than all keys,
+# so that padding, too, has something to read: a softmax over nothing is NaN
+NEVER = 2 ** 40
 
 
 class Labels(SimpleNamespace):
@@ -782,7 +783,7 @@ class SlotMemory(Memory):
         self.key_labels = None      # of all slots so far, if there are some
         self.query_labels = None    # of those of this pass
         self.causal = False         # whether the rule need not be asked in this pass
-        self.state = None           # what Feedback carries on from here, (B,1,C)
+        self.state = None           # Feedback alone: what it carries on from here, (B,1,C)
 
     def begin(self, B, T, device):
         pos = super().begin(B, T, device)
@@ -792,8 +793,8 @@ class SlotMemory(Memory):
 
     def for_pass(self, k=0, n=1, visible=None, **labels):
         """
-        Pass number k over these tokens begins; returns the memory itself. With n > 1 each of them
-        has n slots, side by side, which are numbered from k on.
+        Pass number k over these tokens begins; returns the memory for it, here this one. With n > 1
+        each of them has n slots, side by side, which are numbered from k on.
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         labels      (B, T n) each, if the rule asks for more than t and k
         """
@@ -894,12 +895,13 @@ class Latent(Mechanism):
 
     def sweep(self, gpt, slots, pos, memory, **how):
         """
-        A pass over n slots of each token, (B,T,C) each -> what comes out of each. how: for
-        memory.for_pass.
+        A pass over n slots of each token, (B,T,C) each -> what comes out of each. how: visible and
+        labels, as in SlotMemory.for_pass.
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
-        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory.for_pass(n=n, **how))
+        memory = memory.for_pass(n=n, **how)
+        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory)
         return h.unflatten(1, (-1, n)).unbind(2)
 
     def slots_of_sweeps(self, R):
@@ -936,7 +938,7 @@ class Feedback(Mechanism):
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
     cached decoding is not implemented. Drawn in docs/drawings/feedback.svg.
     """
-    rule = staticmethod(flat)       # plain causal attention; a SlotMemory can be rewound
+    rule = staticmethod(flat)       # with one slot a token: causal. It gives a memory that rewinds
     slots = 1
     iterates = True
 
@@ -949,9 +951,10 @@ class Feedback(Mechanism):
         real = memory.real()[..., None]                                 # (B,T,1)
         last = torch.zeros_like(x[:, :1]) if memory.state is None else memory.state     # (B,1,C)
         before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}: last, then zeros
-        for _ in range(min(steps + 1, x.size(1))):
+        for _ in range(min(steps + 1, x.size(1))):          # T are exact; a new token takes one
             memory.rewind()                                 # what the pass before left was a guess
-            h = gpt.trunk(x + before, pos, memory.for_pass()).where(real, 0.0)  # 0 of padding
+            h = gpt.trunk(x + before, pos, memory.for_pass())
+            h = h.where(real, 0.0)                          # padding carries nothing on
             before = torch.cat((last, h[:, :-1]), dim=1)
         memory.state = h[:, -1:] if steps > 0 else None
         return h
@@ -1052,8 +1055,8 @@ class Halting(Mechanism):
     A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
     pass and what is made of its output, and what training adds to the loss; the loop, `forward`, is
     here. In it tokens that stopped go through the blocks all the same, and what they make there
-    is hidden. With `fast` they are skipped in generation, and for Router in training too; the costs
-    below assume that.
+    is hidden. With `fast` they are skipped in generation, and for Router in training too; the lines
+    "Cost:" below assume that.
     """
     halts = True
     final_norm = True       # whether a pass ends with it
@@ -1122,6 +1125,11 @@ class Halting(Mechanism):
 
     def __getstate__(self):
         return {**self.__dict__, 'trace': []}   # deepcopy refuses tensors that have a graph
+
+
+def mean_where(chosen, values):
+    """The mean of those values (B,T) that are chosen."""
+    return (values * chosen).sum() / chosen.sum().clamp(min=1)
 
 
 def without_autocast(module, h):
@@ -1342,7 +1350,7 @@ class Router(Halting, Chain):
     A chain that each token leaves when its probability of getting further is small. The paper
     counts k from 1:
 
-        g_t^(k)   = sigmoid(router(z_t^(k))), 0 after the last pass    whether to go on          (3)
+        g_t^(k)   = sigmoid(router(z_t^(k)))  whether to go on; nobody does after the last pass  (3)
         reach^(1) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of pass k + 1 (4)
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
         weight^(k) = reach (1 - g) before K*, reach at K*                                 (5), (7)
@@ -1445,15 +1453,15 @@ class Exit(Halting):
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
             with torch.no_grad():
-                score = self.doubt(gpt, state, out.detach())
+                score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
 
     def may_leave(self):
         return not self.training or self.progress >= self.config.halt_full
 
-    def doubt(self, gpt, state, out):
-        """doubt^k (B,T) after a pass that made `out` (B,T,C). state: for Ouro."""
+    def score_after(self, gpt, state, out):
+        """doubt^k (B,T) after a pass that made `out` (B,T,C) of `state`."""
         return 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
 
     def outputs(self):
@@ -1508,19 +1516,14 @@ def nats_of_chance(gpt, h):
     return logits.logsumexp(-1, keepdim=True) - logits.mean(-1, keepdim=True)
 
 
-def mean_where(chosen, values):
-    """The mean of those values (B,T) that are chosen."""
-    return (values * chosen).sum() / chosen.sum().clamp(min=1)
-
-
 class Ouro(Exit):
     """
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
-    Language Models (arXiv 2510.25741). The paper counts passes from 1, and always has loop_norm.
+    Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True.
 
         lam_k = sigmoid(w h^k + b)              one gate for all passes
         S_k   = prod_{j <= k} (1 - lam_j)       probability of another pass after k
-        p_k   = lam_k S_{k-1},  p_K = S_{K-1}   probability of leaving after k                   (3)
+        p_k   = lam_k S_{k-1},  p_K = S_{K-1}   probability of leaving after k; S_{-1} = 1       (3)
 
     A token leaves when S_k is below halt_tau; in the paper when p_0 + .. + p_k = 1 - S_k reaches q.
     It is trained in two stages, ouro_stage, in which nobody leaves:
@@ -1549,8 +1552,8 @@ class Ouro(Exit):
     def may_leave(self):
         return not self.training
 
-    def doubt(self, gpt, state, out):
-        """S_k (B,T): compared with halt_tau in the place of doubt^k."""
+    def score_after(self, gpt, state, out):
+        """S_k (B,T)."""
         return state.score * (1 - self.lam(out))
 
     def loss(self, gpt, h, targets):

@@ -134,21 +134,21 @@ class CompiledTrunk:
         self.plain = model.trunk
         self.compiled = torch.compile(run_trunk, mode='reduce-overhead' if self.cuda else None)
 
-    def __call__(self, x, pos, memory=None, layers=None, norm=True):
+    def __call__(self, x, pos, memory=None, norm=True):
         is_new_token = isinstance(memory, Cache) and memory.compiled
         if not is_new_token or memory.loops is not NO_LOOPS:
-            return self.plain(x, pos, memory, layers, norm)
+            return self.plain(x, pos, memory, norm)
         mask = memory.mask(x.size(1), x.device)
         if self.cuda:
             torch.compiler.cudagraph_mark_step_begin()
             for held in memory.all_tensors():  # written in place, not copied in
                 torch._dynamo.mark_static_address(held, guard=False)
         with explained():  # the next replay writes where this one did: hence the copy
-            return self.compiled(self.plain, x, pos, memory, mask, layers, norm).clone()
+            return self.compiled(self.plain, x, pos, memory, mask, norm).clone()
 
 
-def run_trunk(trunk, x, pos, cache, mask, layers, norm):
-    return trunk(x, pos, NewToken(cache, mask), layers, norm)
+def run_trunk(trunk, x, pos, cache, mask, norm):
+    return trunk(x, pos, NewToken(cache, mask), norm)
 
 
 class NewToken:

@@ -7,7 +7,6 @@ memories of model.py; who reads whom is said there, by the rules.
     cache_memory    for a text that is read in pieces, as in generation: buffers
 """
 
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ def text_memory(gpt):
         return TextSlots(gpt.mechanism.rule, sources)
     if gpt.config.ponder == 'none':
         return CausalPass(sources)
-    return Memories(partial(CausalPass, sources))
+    return Memories(CausalPass(sources) for _ in range(gpt.mechanism.slots))
 
 
 def cache_memory(gpt, pad, places):
@@ -41,7 +40,8 @@ def cache_memory(gpt, pad, places):
         return Cache(sources, slots, pad, static, gpt.mechanism.rule)
     if gpt.config.ponder == 'none':
         return Cache(sources, tokens, pad, static)
-    return Memories(partial(Cache, sources, tokens, pad, static))
+    passes = range(gpt.mechanism.slots)
+    return Memories(Cache(sources, tokens, pad, static) for _ in passes)
 
 
 NO_LOOPS = ()   # of a memory whose `loops` nobody has set: model.py's Loop sets lists, even empty

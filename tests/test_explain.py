@@ -12,7 +12,7 @@ import prepare_data
 from engine import page
 from engine.files import UserError
 from engine.shards import get_tokenizer
-from model import PONDER, Feedback, Loop, Memory, apply_rope, rope_table
+from model import PONDER, Feedback, Memory, apply_rope, rope_table
 from prepare_data import DataSettings
 from tools import explain
 
@@ -62,25 +62,6 @@ def test_a_step_is_the_output_of_a_model_with_fewer(ponder):
     for steps in range(4):
         model.config.ponder_steps = steps
         assert_equal(after[steps], output(model))
-
-
-class ByHalves(Loop):
-    """A pass is two calls of the trunk, and the last of them leaves out a layer."""
-
-    def forward(self, gpt, x, pos, memory):
-        for k in range(self.K + 1):
-            x = gpt.trunk(x, pos, memory[k], range(2), norm=False)
-            x = gpt.trunk(x, pos, memory[k], range(2, 5 if k == 0 else 4), norm=k == self.K)
-        return x
-
-
-def test_a_pass_is_a_pass_in_however_many_calls(monkeypatch):
-    monkeypatch.setitem(PONDER, 'halves', ByHalves)
-    model = make(ponder='halves', ponder_steps=2, depth_attn=True)
-    seen = explain.look(model, IDX)
-    assert seen.steps.tolist() == [3] * 7
-    assert_equal(seen.after[-1], output(model))
-    assert_equal(seen.values.sum(-1), torch.ones(7, 5).double())
 
 
 def test_feedback_without_and_with_the_state():

@@ -21,7 +21,7 @@ from model import Memory, rope_table
 from sample import load_model
 from tools.explain import look
 
-SETTINGS = dict(ponder='middle', ponder_steps=3, n_layer=6)
+SETTINGS = dict(ponder='inject', ponder_steps=3)
 PROMISES = [test for name, test in vars(test_promises).items() if name.startswith('test_')
             and {'toggle'} <= signature(test).parameters.keys() <= {'toggle', 'idx', 'kind'}
             and 'naive' not in name]    # its slow loop is below
@@ -29,16 +29,16 @@ assert PROMISES
 
 
 @pytest.fixture(autouse=True)
-def middle(tmp_path, monkeypatch):
+def inject(tmp_path, monkeypatch):
     """The code of the page, with its entry in the table, for the length of one test."""
     with open(os.path.join(ROOT, 'docs', 'architecture.md'), encoding='utf-8') as f:
         page = f.read()
     [code] = [part for part in re.findall(r'```python\n(.*?)```', page, re.S)
-              if 'class Middle' in part]
-    path = tmp_path / 'middle.py'
+              if 'class Inject' in part]
+    path = tmp_path / 'inject.py'
     path.write_text(code)
     monkeypatch.setattr(library, 'PONDER', dict(library.PONDER))
-    spec = importlib.util.spec_from_file_location('middle', path)
+    spec = importlib.util.spec_from_file_location('inject', path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
@@ -47,17 +47,16 @@ def naive(model, idx):
     B, T = idx.shape
     rope = rope_table(torch.arange(T), model.config.head_dim, model.config.rope_theta,
                       torch.float64)
-    third = model.config.n_layer // 3
-    order = [*range(third)]
-    for _ in range(model.config.ponder_steps + 1):
-        order += range(third, model.config.n_layer - third)
-    order += range(model.config.n_layer - third, model.config.n_layer)
     x = model.embed(idx)
-    for layer in order:
-        memory = Memory()
-        memory.begin(B, T, 'cpu')
-        x = model.h[layer](x, rope, memory, None)
-    return model.head(model.ln_f(x))
+    h = torch.zeros_like(x)
+    for _ in range(model.config.ponder_steps + 1):
+        h = x + h
+        for block in model.h:
+            memory = Memory()
+            memory.begin(B, T, 'cpu')
+            h = block(h, rope, memory, None)
+        h = model.ln_f(h)
+    return model.head(h)
 
 
 @pytest.mark.parametrize('steps', [0, 3])
@@ -98,10 +97,10 @@ def test_it_trains_resumes_and_samples(small_data, tmp_path):
     run = ['--batch_tokens=64', '--micro_batch=2', '--eval_tokens=64', '--sample_tokens=2',
            f'--data_dir={small_data}', '--dtype=float32', '--device=cpu']
     out = [f'--out_dir={tmp_path / "out"}']
-    train.main([*shape, *run, *out, '--ponder=middle', '--max_steps=2'])
+    train.main([*shape, *run, *out, '--ponder=inject', '--max_steps=2'])
     train.main(['--init_from=resume', *out, '--max_steps=3'])
     model, tokenizer, _ = load_model(str(tmp_path / 'out'), 'cpu')
-    assert model.config.ponder == 'middle'
+    assert model.config.ponder == 'inject'
     change_steps(model, 1)
     [(_, passes)] = stream(model, [tokenizer.encode_ordinary('def ')], 1)
     assert passes.tolist() == [2]

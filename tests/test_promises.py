@@ -87,7 +87,7 @@ def test_causality(toggle, idx, kind):
 def slots_in(memory):
     """Slots to read in a Cache, or in those of all passes, of all three rows together."""
     if isinstance(memory, Memories):
-        return sum(map(slots_in, memory.values()))
+        return sum(map(slots_in, memory))
     if memory.ordered:
         return memory.length * 3
     return (memory.key_labels.t < NEVER).sum()

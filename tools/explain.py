@@ -81,15 +81,10 @@ class Seen:
 
 
 class Recorder:
-    """
-    Listens to the passes of a model and to Depth-Attention, and keeps what they made. Calls of the
-    trunk on a memory that did not begin anew are one pass, which goes through some of the blocks at
-    a time.
-    """
+    """Listens to the passes of a model and to Depth-Attention, and keeps what they made."""
 
     def __init__(self, model):
         self.config = model.config
-        self.made = None            # Memory.made of the pass that runs now
         self.outputs = []           # of each pass: (1,S,C)
         self.shares = []            # of each pass, with Depth-Attention: (1,S,L,L+1)
         self.layers = None          # whose values the block that runs now mixes
@@ -98,23 +93,14 @@ class Recorder:
         self.find = library.depth_sources
         self.mix = library.depth_attention
 
-    def trunk(self, x, pos, memory=None, layers=None, norm=True):
+    def trunk(self, x, pos, memory=None, norm=True):
         """In the place of GPT.trunk; what it keeps is normed."""
-        if memory is None or memory.made is not self.made:
-            self.begin_pass(x)
-        self.made = None if memory is None else memory.made
-        x = self.run_trunk(x, pos, memory, layers, norm)
-        self.outputs[-1] = x if norm else self.ln_f(x)
-        return x
-
-    def begin_pass(self, x):
-        """Over x (1,S,C); a layer that it does not run keeps the shares of the pass before."""
-        self.outputs.append(None)
         L = self.config.n_layer
-        shares = torch.eye(L, L + 1, dtype=x.dtype, device=x.device).repeat(1, x.size(1), 1, 1)
-        if self.shares and self.shares[-1].shape == shares.shape:
-            shares = self.shares[-1].clone()
-        self.shares.append(shares)
+        alone = torch.eye(L, L + 1, dtype=x.dtype, device=x.device)     # each layer its own values
+        self.shares.append(alone.repeat(1, x.size(1), 1, 1))
+        x = self.run_trunk(x, pos, memory, norm)
+        self.outputs.append(x if norm else self.ln_f(x))
+        return x
 
     def join(self, n):
         """Passes of single tokens, n of each: they become n passes of the text."""
@@ -123,7 +109,7 @@ class Recorder:
 
     def depth_sources(self, config, layer, memory):
         """In the place of model.depth_sources."""
-        below = [j for j in library.source_layers(config, layer) if j in memory.made]
+        below = list(library.source_layers(config, layer))
         self.layers = layer, len(memory.loops), below
         return self.find(config, layer, memory)
 

@@ -88,7 +88,7 @@ class LayersSettings:
 class OtherTrunk(GPT):
     """A GPT whose trunk is another: `mix` takes the place of the loop over the blocks."""
 
-    def trunk(self, x, pos, memory=None, layers=None, norm=True):
+    def trunk(self, x, pos, memory=None, norm=True):
         if memory is None:
             memory = Memory()
             memory.begin(*x.shape[:2], x.device)
