@@ -718,7 +718,10 @@ class Loop(Mechanism):
 # Where slots of several passes, or several of one token, attend to each other, it takes a rule. A
 # slot has labels: t, the time of its token, and k, the number of its pass or its place among the
 # slots of its token. A rule says by the labels of a query and of a key whether the one reads the
-# other, that is, attends to it.
+# other, that is, attends to it. The slots of two tokens with K = 1, as (t,k):
+#
+#     Chain, a pass after the other     (0,0) (1,0)   then   (0,1) (1,1)
+#     Latent, all in one sweep          (0,0) (0,1) (1,0) (1,1)
 
 
 # the time of what no token reads: padding, and hidden slots. As a query it is later than all keys,
@@ -890,7 +893,7 @@ class Latent(Mechanism):
         n_sweeps = len(self.slots_of_sweeps(self.R))    # each has a slot more, up to K + 1
         for _ in range(n_sweeps - 1):
             h = self.sweep(gpt, [x, *thoughts], pos, memory)
-            thoughts = h[:self.K]                       # z_{k+1} is what came out of slot k
+            thoughts = h[:self.K]                       # z_{k+1} came out of slot k; K at most
         return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
 
     def sweep(self, gpt, slots, pos, memory, **how):
@@ -1045,7 +1048,7 @@ class TokenState:
         merged = {}
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            chosen = taken.view(*taken.shape, *[1] * (ours.dim() - 2))  # (B,T), (B,T,1)
+            chosen = taken if ours.dim() == 2 else taken[..., None]
             merged[field.name] = torch.where(chosen, ours.to(theirs.dtype), theirs)
         return type(self)(**merged)
 
@@ -1066,8 +1069,8 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        # what `forward` leaves for `loss`: (who took it (B,T), the state it made) of each pass;
-        # Mask: of pass 0 alone
+        # what `forward` leaves for `loss`: (who took it (B,T), the state it made, which of others
+        # means nothing) of each pass; Mask: of pass 0 alone
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1143,7 +1146,8 @@ def without_autocast(module, h):
 def newest(query, key):
     """
     A rule: of each token up to its own, a query of pass k reads one slot: that of pass k, or of the
-    token's last pass if it stopped before.
+    token's last pass if it stopped before. Where token 0 stopped after pass 0, query (1,1) reads,
+    of (0,0) (1,0) (1,1), the first and the last.
     """
     N = key.t.size(-1)
     token = key.t.clamp(max=N)      # (B,1,N): each has a key, so t < N; N for NEVER
@@ -1255,8 +1259,9 @@ class Mask(Halting, Latent):
 
     A text is read by sweeps over all slots, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding, slot after slot, does not compute them. The loss gains halt_lambda times the
-    expected number of thoughts, from halt_start on; this term is ours.
+    of 1. Decoding, slot after slot, does not compute them: Halting.forward, with `start`, `labels`
+    and `after`. The loss gains halt_lambda times the expected number of thoughts, from halt_start
+    on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of

@@ -58,7 +58,7 @@ PARTS = {
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
         'Halting.forward': '484b092fe4ea',
-        'TokenState.where': '50da37f5fc56',
+        'TokenState.where': 'bdeda2132aa7',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
         'GPT.hidden': '45bd24d57d48',
