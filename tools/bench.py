@@ -405,9 +405,9 @@ def main(argv):
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA, as train.py
-    what = 'answers in float32' if folders else f"steps in {str(setup.dtype).removeprefix('torch.')}"
-    print(f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {what}",
-          flush=True)
+    dtype = torch.float32 if folders else setup.dtype
+    print(f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+          f"{'answers' if folders else 'steps'} in {str(dtype).removeprefix('torch.')}", flush=True)
     if folders:
         return bench_answers(setup, folders)
     fixed = {name: config for name, config in configs.items()
