@@ -63,8 +63,9 @@ def require(ok, message):
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. What
-    is left at None is derived from the others when a config is made.
+    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. Where
+    None says so, it is replaced when a config is made, and stored: another config takes a new call,
+    not dataclasses.replace. Settings of mechanisms that are not chosen do nothing.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -94,15 +95,15 @@ class GPTConfig:
     ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
     ponder_steps: int = 3                # K: extra passes or slots per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R sweeps refine its guess; training R or R - 1
+    jacobi_iters: int = 3                # Latent: R, how many sweeps refine its guess
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's default)
-    halt_start: Optional[float] = None   # share of the run at which that sets in (None: likewise)
-    halt_full: Optional[float] = None    # share from which on it counts in full (None: likewise)
+    halt_start: Optional[float] = None   # share of the run at which it sets in (None: likewise)
+    halt_full: Optional[float] = None    # share from which on it is there in full (None: likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -243,7 +244,7 @@ class Attention(nn.Module):
         """
         x (B,S,C) -> (B,S,C)
         rope        of their positions, from rope_table
-        memory      takes the keys and values, and has those of before; in training it has none
+        memory      takes the keys and values, and has those of before
         mask        which keys each position attends to (None: all up to its own), see Memory.mask
         """
         q, k, v = self.project(x, rope)
@@ -306,7 +307,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """embed, trunk and head, see the top of this file; and a mechanism that calls the trunk."""
+    """embed, trunk and head, see the top of this file; and a mechanism, idle in a plain GPT."""
 
     def __init__(self, config):
         super().__init__()
@@ -363,7 +364,8 @@ class GPT(nn.Module):
 
     def trunk(self, x, pos, memory=None, norm=True):
         """
-        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
+        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) -> (B,S,C). (Or (B,S):
+        with `fast`, rows of a batch write ahead of each other.)
         memory      the KV cache. None: nothing came before, as in the lines on top of this file
         norm        False leaves out the final norm: parts 4 and 5
         """
@@ -377,7 +379,7 @@ class GPT(nn.Module):
         return self.ln_f(x) if norm else x
 
     def head(self, h):
-        """Hidden states (B,S,C) -> logits (B,S,V), -inf for rows of the table that are not used."""
+        """Hidden states (..,C) -> logits (..,V), -inf for rows of the table that are not used."""
         logits = self.lm_head(h)
         if self.config.n_tokens < self.config.vocab_size:
             logits[..., self.config.n_tokens:] = -math.inf
@@ -398,7 +400,7 @@ class GPT(nn.Module):
         return losses.view_as(targets)
 
     def new_memory(self, pad=None):
-        """An empty Memory. pad (B,): so many tokens on the left of each row are padding."""
+        """An empty memory. pad (B,): so many tokens on the left of each row are padding."""
         if self.config.ponder == 'none':
             return Memory() if pad is None else Padded(pad)
         return self.mechanism.new_memory(pad)                           # parts 4 and 5
@@ -432,7 +434,7 @@ class GPT(nn.Module):
 
 
 def likeliest(logits, k):
-    """Logits (B,V) with -inf in the place of all but the k largest of a row."""
+    """Logits (B,V), with -inf for what is less than the k largest of its row."""
     kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
     return logits.masked_fill(logits < kth, -math.inf)
 
@@ -522,7 +524,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts.
 # A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
 # K + 1 times, with a KV cache for each pass. The others have one cache for all passes, and a rule
-# says which slots attend to which: below Loop.
+# says which slots attend to which: this is explained after Loop.
 #
 # To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig
 # and in its `settings`.
@@ -530,10 +532,11 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 class Mechanism(nn.Module):
     """
-    What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk, and has its own weights, its rule of who reads whom, its term of the loss.
+    What happens between embed(idx) and head(h). A paper's class says in `forward` (part 5: in the
+    steps of Halting.forward) how it uses gpt.trunk, and has its own weights, its rule of who reads
+    whom, its term of the loss.
     """
-    rule = None     # which slots a slot attends to: a function, below Loop; None: those of its pass
+    rule = None     # a function: which slots a slot attends to; None: those of its own pass
 
     # for engine/ and tools/; so are `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
@@ -547,7 +550,7 @@ class Mechanism(nn.Module):
         self.config = config
         # train.py sets these two before each optimizer step
         self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]    # Latent: R; Feedback: its extra passes; else None
+        self.drawn = self.draws()[0]    # Latent, Mask: R; Feedback: its extra passes; else None
         self.passes = None              # where tokens halt: what each took in the last text, (B,T)
 
     @property
@@ -590,7 +593,8 @@ class Mechanism(nn.Module):
         """An empty memory, as GPT.new_memory: the one that `forward` gets."""
         if self.rule is not None:
             return SlotMemory(self.rule, pad)
-        return Memories(Memory() if pad is None else Padded(pad) for _ in range(self.slots))
+        passes = range(self.K + 1)
+        return Memories(Memory() if pad is None else Padded(pad) for _ in passes)
 
     def cost(self, gpt, drawn, training):
         """Its Cost (part 6) with one `drawn`, in training or not."""
@@ -610,14 +614,15 @@ class Mechanism(nn.Module):
 
     def by_rows(self, function, gpt, h):
         """
-        Just function(gpt, h) here, (.., C) -> (.., D), for one that treats each vector by itself.
-        With `fast`, engine/loss.py takes some vectors at a time: V logits of all may be too many.
+        Just function(gpt, h) here, (.., C) -> (.., D). With `fast`, engine/loss.py takes some of the
+        vectors at a time, as V logits of each may be too much for memory: a function that looks
+        at more than one of them must not be called this way.
         """
         return function(gpt, h)
 
 
 class Memories(list):
-    """A Memory for each pass: none attends to another."""
+    """A Memory for each pass: over the tokens, a pass attends to itself alone."""
 
     @property
     def tokens(self):
@@ -724,8 +729,8 @@ class Loop(Mechanism):
 #     Latent, all in one sweep          (0,0) (0,1) (1,0) (1,1)
 
 
-# the time of what no token reads: padding, and hidden slots. As a query it is later than all keys,
-# so that padding, too, has something to read: a softmax over nothing is NaN
+# the time of padding, and as keys of hidden slots: no token reads them, as they are later than all.
+# Padding itself, as a query, reads everything: a softmax over nothing would be NaN
 NEVER = 2 ** 40
 
 
@@ -758,7 +763,8 @@ def times(pos, B, pad):
 def labels_of(time, k, n, visible, more):
     """
     (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
-    by side, numbered from k on. They differ where `visible` hides a key: see SlotMemory.for_pass.
+    by side, numbered from k on. As keys, slots that are not `visible` (B, T n) have the time NEVER.
+    more: {name: (B, T n)}, further labels.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
     numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
@@ -796,8 +802,8 @@ class SlotMemory(Memory):
 
     def for_pass(self, k=0, n=1, visible=None, **labels):
         """
-        Pass number k over these tokens begins; returns the memory for it, here this one. With n > 1
-        each of them has n slots, side by side, which are numbered from k on.
+        Pass number k over these tokens begins; returns the memory for it: this one, with `fast`
+        another. With n > 1 each token has n slots, side by side, which are numbered from k on.
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         labels      (B, T n) each, if the rule asks for more than t and k
         """
@@ -941,7 +947,7 @@ class Feedback(Mechanism):
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
     cached decoding is not implemented. Drawn in docs/drawings/feedback.svg.
     """
-    rule = staticmethod(flat)       # with one slot a token: causal. It gives a memory that rewinds
+    rule = staticmethod(flat)       # causal; with a rule its memory is a SlotMemory, which rewinds
     slots = 1
     iterates = True
 
@@ -954,12 +960,12 @@ class Feedback(Mechanism):
         real = memory.real()[..., None]                                 # (B,T,1)
         last = torch.zeros_like(x[:, :1]) if memory.state is None else memory.state     # (B,1,C)
         before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}: last, then zeros
-        for _ in range(min(steps + 1, x.size(1))):          # T are exact; a new token takes one
+        for _ in range(min(steps + 1, x.size(1))):          # T make h exact: one, if T = 1
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + before, pos, memory.for_pass())
             h = h.where(real, 0.0)                          # padding carries nothing on
             before = torch.cat((last, h[:, :-1]), dim=1)
-        memory.state = h[:, -1:] if steps > 0 else None
+        memory.state = h[:, -1:] if steps > 0 else None     # K = 0: the plain model
         return h
 
     def cost(self, gpt, drawn, training):
@@ -1056,10 +1062,10 @@ class TokenState:
 class Halting(Mechanism):
     """
     A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
-    pass and what is made of its output, and what training adds to the loss; the loop, `forward`, is
-    here. In it tokens that stopped go through the blocks all the same, and what they make there
-    is hidden. With `fast` they are skipped in generation, and for Router in training too; the lines
-    "Cost:" below assume that.
+    pass and what is made of its output, and what training adds to the loss; the loop over the
+    passes, `forward`, is here. (Mask has its own for a text that it reads at once.) Tokens that
+    stopped go through the blocks all the same, and what they make there is hidden. With `fast` they
+    are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
     """
     halts = True
     final_norm = True       # whether a pass ends with it
@@ -1069,12 +1075,12 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        # what `forward` leaves for `loss`: (who took it (B,T), the state it made, which of others
-        # means nothing) of each pass; Mask: of pass 0 alone
+        # what `forward` leaves for `loss`, of each pass: (taken, new). taken (B,T): who took it;
+        # new: the state it made, of the others too, where it does not count. Mask: of pass 0
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
-        """Passes until every token has had enough, K + 1 at most."""
+        """Passes until every token has had enough; in training all K + 1."""
         state = self.start(x, go_on=memory.real())
         self.trace = []
         for k in range(self.K + 1):
@@ -1107,7 +1113,7 @@ class Halting(Mechanism):
         raise NotImplementedError
 
     def penalty(self, gpt, targets):
-        """What `loss` adds to cross-entropy, after `forward`; targets (B,T) as in GPT.forward."""
+        """What `loss` adds, after `forward`; targets (B,T) as in GPT.forward."""
         raise NotImplementedError
 
     def loss(self, gpt, h, targets):
@@ -1257,7 +1263,7 @@ class Mask(Halting, Latent):
         scores of key (t, k), in every layer, += log w_{t,k}
         output  = sum_k s_{t,k} h_t^(k)          h_t^(k): hidden state at slot (t, k)
 
-    A text is read by sweeps over all slots, each of which refreshes s. Outside of training, slots
+    A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
     of 1. Decoding, slot after slot, does not compute them: Halting.forward, with `start`, `labels`
     and `after`. The loss gains halt_lambda times the expected number of thoughts, from halt_start
@@ -1434,7 +1440,7 @@ class Exit(Halting):
     halt_lambda pulls their predictions towards equal probabilities.
 
     Cost: K + 1 passes, in generation those that are taken; a head after each, in training for
-    uniform and ramp alone. Not counted: the doubts that training computes from halt_full on.
+    uniform and ramp alone. Not counted: the heads that training takes for doubts and for (3).
     The authors' code takes all passes and then picks one. Here generation with `fast` skips tokens
     that left. Sources of Depth-Attention are those of one pass.
     Drawn in docs/drawings/exit.svg.
@@ -1571,7 +1577,7 @@ class Ouro(Exit):
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
         losses = losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)   # (4)
-        return losses + self.stay(lams, targets)
+        return losses + self.stay(lams, targets)        # in the place of Exit.penalty
 
     def leaving(self, lams):
         """p_k, (B,T) each."""
@@ -1582,7 +1588,7 @@ class Ouro(Exit):
         return [*p, survival]                                           # (3)
 
     def stay(self, lams, targets):
-        """As Exit.penalty: of lam, for tokens with negative targets."""
+        """A loss that pulls lam to 0, not to leave, where targets are negative."""
         nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in lams)    # (B,T)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
 
@@ -1669,7 +1675,7 @@ def check_together(c):
 class Cost:
     """What a mechanism costs for each token: engine/flops.py asks for it."""
     slots: int          # vectors that go through the blocks
-    keys: float         # that these attend to, in all, in multiples of T
+    keys: float         # that these attend to, in all; 1: plain causal attention
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 

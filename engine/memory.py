@@ -23,7 +23,7 @@ def text_memory(gpt):
         return TextSlots(gpt.mechanism.rule, sources)
     if gpt.config.ponder == 'none':
         return CausalPass(sources)
-    return Memories(CausalPass(sources) for _ in range(gpt.mechanism.slots))
+    return Memories(CausalPass(sources) for _ in range(gpt.mechanism.K + 1))
 
 
 def cache_memory(gpt, pad, places):
@@ -40,7 +40,7 @@ def cache_memory(gpt, pad, places):
         return Cache(sources, slots, pad, static, gpt.mechanism.rule)
     if gpt.config.ponder == 'none':
         return Cache(sources, tokens, pad, static)
-    passes = range(gpt.mechanism.slots)
+    passes = range(gpt.mechanism.K + 1)
     return Memories(Cache(sources, tokens, pad, static) for _ in passes)
 
 
