@@ -614,9 +614,9 @@ class Mechanism(nn.Module):
 
     def by_rows(self, function, gpt, h):
         """
-        Just function(gpt, h) here, (.., C) -> (.., D). With `fast`, engine/loss.py takes some of the
-        vectors at a time, as V logits of each may be too much for memory: a function that looks
-        at more than one of them must not be called this way.
+        Just function(gpt, h) here, (.., C) -> (.., D). With `fast`, engine/loss.py takes some
+        vectors at a time, as V logits of each may be too much for memory: so `function` must not look at
+        more than one.
         """
         return function(gpt, h)
 
