@@ -615,8 +615,8 @@ class Mechanism(nn.Module):
     def by_rows(self, function, gpt, h):
         """
         Just function(gpt, h) here, (.., C) -> (.., D). With `fast`, engine/loss.py takes some
-        vectors at a time, as V logits of each may be too much for memory: so `function` must not look at
-        more than one.
+        vectors at a time, as V logits of each may be too much for memory: `function` must not
+        look at more than one.
         """
         return function(gpt, h)
 

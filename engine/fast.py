@@ -43,7 +43,7 @@ PARTS = {
         'times': 'a8f5f8e6102b',
         'SlotMemory': '12bf27015d24',
         'GPT.new_memory': 'bf0e04f1f529',
-        'Mechanism.new_memory': '2af63df8d6a1',
+        'Mechanism.new_memory': 'bc03a5343bb4',
         'flat': '45cc7235f97c',
         'by_pass': '375d7c1d6b52',
         'newest': '869f51465e37',
