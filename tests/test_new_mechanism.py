@@ -17,7 +17,7 @@ import model as library
 import train
 from engine.checkpoint import change_steps
 from engine.generate import stream
-from model import Memory, rope_table
+from model import Mechanism, Memory, rope_table
 from sample import load_model
 from tools.explain import look
 
@@ -104,3 +104,31 @@ def test_it_trains_resumes_and_samples(small_data, tmp_path):
     change_steps(model, 1)
     [(_, passes)] = stream(model, [tokenizer.encode_ordinary('def ')], 1)
     assert passes.tolist() == [2]
+
+
+class Middle(Mechanism):
+    """The first and the last block once, those between them K + 1 times."""
+
+    def forward(self, gpt, x, pos, memory):
+        c, last = self.config, self.config.n_layer - 1
+        rope = rope_table(pos, c.head_dim, c.rope_theta, x.dtype)
+        for k in range(self.K + 1):
+            mask = memory[k].mask(x.size(1), x.device)
+            for layer in range(0 if k == 0 else 1, last + 1 if k == self.K else last):
+                x = gpt.h[layer](x, rope, memory[k], mask)
+        return gpt.ln_f(x)
+
+
+def test_a_mechanism_may_run_some_blocks_only(idx, kind, monkeypatch):
+    """Cached, in pieces, it is what it is over the whole text; and each block ran as often."""
+    monkeypatch.setitem(library.PONDER, 'middle', Middle)
+    model = make(ponder='middle', ponder_steps=2, kind=kind)
+    runs = dict.fromkeys(range(5), 0)
+    for layer, block in enumerate(model.h):
+        block.register_forward_hook(lambda *_, layer=layer: runs.update({layer: runs[layer] + 1}))
+    whole = model(idx)[0]
+    assert list(runs.values()) == [1, 3, 3, 3, 1]
+    memory = model.new_memory()
+    with torch.no_grad():
+        parts = [model.hidden(idx[:, a:b], memory) for a, b in ((0, 4), (4, 5), (5, 13))]
+        close(model.head(torch.cat(parts, 1)), whole, 1e-12)
