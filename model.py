@@ -386,9 +386,7 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets, weights=1.0):
-        """
-        The mean of token_losses over the targets that are not negative. weights (B,T): part 5.
-        """
+        """The mean of token_losses over targets that are not negative; weights (B,T) are Ouro's."""
         total = (self.token_losses(h, targets) * weights).sum()
         return total / (targets >= 0).sum().clamp(min=1)
 

@@ -3,7 +3,7 @@ Pictures of runs and of a checkpoint. Needs: pip install matplotlib
 
     python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl
         what tools/compare.py's runs reached: a panel for each runs.jsonl, a dot for each seed
-    python tools/plot.py records docs/runs/claims.jsonl docs/runs/feedback.jsonl --x=generated
+    python tools/plot.py records docs/runs/text.jsonl --x=generated
         loss on text against what a new token costs, a line through the sizes of plain models
     python tools/plot.py halting docs/runs/halting.jsonl
         right answers against passes, of tools/choices.py --json: a line for each kind of model,
