@@ -64,8 +64,8 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. Where
-    None says so, it is replaced when a config is made, and stored: another config takes a new call,
-    not dataclasses.replace. Settings of mechanisms that are not chosen do nothing.
+    a comment says what None stands for, that is put in its place when a config is made, and
+    dataclasses.replace keeps it. Settings of mechanisms that are not chosen do nothing.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding

@@ -7,7 +7,6 @@ memories of model.py; who reads whom is said there, by the rules.
     cache_memory    for a text that is read in pieces, as in generation: buffers
 """
 
-
 import torch
 import torch.nn.functional as F
 

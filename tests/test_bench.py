@@ -52,17 +52,16 @@ def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
     prepare_data.prepare(prepare_data.DataSettings(problems=400, size=2), ['addition'])
     size = dict(vocab_size=320, n_tokens=257, block_size=32)
     folders = []
-    for name, tau in ('loop', 0.1), ('exit', 1e-4), ('exit', 1.0):
+    for name, tau in ('loop', 0.1), ('exit', 1e-4), ('exit', 1.0), ('feedback', 0.1):
         model = make(**{**TOGGLES[name], **size, 'halt_tau': tau})
         folders.append(save(tmp_path / f'{name}{tau}', model, data_dir='data/addition'))
     monkeypatch.setattr(bench, 'ANSWERS', 3)
     bench.main([*folders, '--repeats=1', '--batches=1,2', '--device=cpu'])
     passes, *lines = cells(capsys.readouterr().out)
     assert passes == ['passes of', 'a question token', 'an answer token']
-    most = f"{model.mechanism.K + 1}.00"
-    assert lines[:3] == [[folders[0], most, most], [folders[1], most, most],
-                         [folders[2], '1.00', '1.00']]
-    assert [line[0] for line in lines[3:]] == ['one answer, batch 1', *folders,
+    assert lines[:4] == [[folders[0], '3.00', '3.00'], [folders[1], '3.00', '3.00'],
+                         [folders[2], '1.00', '1.00'], [folders[3], 'by iteration', '1.00']]
+    assert [line[0] for line in lines[4:]] == ['one answer, batch 1', *folders,
                                                'one answer, batch 2', *folders]
     text = save(tmp_path / 'text', make(**size), data_dir=small_data)
     with pytest.raises(UserError, match='trained on a text'):

@@ -31,14 +31,13 @@ import torch.nn as nn
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, check_range, read
-from engine.answers import Progress, answer_batch, ask, totals
+from engine.answers import Progress, answer_problems, ask, totals
 from engine.compile import compile_blocks, compile_decoding
 from engine.fast import new_model, pick_fast
 from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
 from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
-from engine.tasks import TASKS
 from model import GPT, HALTING, GPTConfig, Mechanism
 from sample import exam_of_run, load_model
 from train import Settings
@@ -332,48 +331,42 @@ def print_saved(title, config, turns):
 
 def bench_answers(setup, folders):
     """Runs on made tasks, each against the first: questions read, and whole answers written."""
-    runs = {folder: Answering(folder, setup) for folder in folders}
-    rows = [[folder, *answering.passes()] for folder, answering in runs.items()]
-    print(f"\n{table(['passes of', 'a question token', 'an answer token'], rows)}", flush=True)
-    for batch in map(int, setup.own.batches.split(',')):
-        turns = {folder: partial(answering.seconds, batch) for folder, answering in runs.items()}
-        print_times(f'one answer, batch {batch}', take_turns(turns, setup.own.repeats))
-
-
-class Answering:
-    """A finished run, and the problems that it answers."""
-
-    def __init__(self, folder, setup):
-        self.device = setup.device
-        self.model, _, settings = load_model(folder, setup.device, fast=setup.train.fast)
+    runs = {}       # of each folder: its model, and what it is asked
+    for folder in folders:
+        model, _, settings = load_model(folder, setup.device, fast=setup.train.fast)
         exam = exam_of_run(settings)
         if exam is None:
             raise UserError(f"{folder}: was trained on a text, which asks nothing: name runs on a "
                             "made task")
-        self.task, self.eot = TASKS[exam['task']], exam['eot']
-        self.asked = sorted(ask(self.model, exam, ANSWERS), key=lambda one: len(one[0]))
+        runs[folder] = model, exam
+    rows = []
+    for folder, (model, exam) in runs.items():
+        answers = totals(answer_problems(model, exam, ANSWERS))['passes']
+        rows.append([folder, question_passes(model, exam), f"{answers:.2f}"])
+    print(f"\n{table(['passes of', 'a question token', 'an answer token'], rows)}", flush=True)
+    for batch in map(int, setup.own.batches.split(',')):
+        turns = {folder: partial(seconds_per_answer, *asked, batch, setup.device)
+                 for folder, asked in runs.items()}
+        print_times(f'one answer, batch {batch}', take_turns(turns, setup.own.repeats))
 
-    def answer(self, batch):
-        """The Outcomes of all problems."""
-        outcomes = []
-        for first in range(0, len(self.asked), batch):
-            some = self.asked[first:first + batch]
-            outcomes += answer_batch(self.model, self.task, some, self.eot, exact=False)
-        return outcomes
 
-    def seconds(self, batch):
-        """Of one answer."""
-        return seconds(partial(self.answer, batch), self.device) / len(self.asked)
+@torch.no_grad()
+def question_passes(model, exam):
+    """The mean over the tokens of questions, with what stands in front of them; in words."""
+    if model.mechanism.iterates:
+        return 'by iteration'
+    if not model.mechanism.halts:
+        return f"{model.mechanism.slots:.2f}"
+    taken = []
+    for tokens, _, _ in ask(model, exam, ANSWERS):
+        model.hidden(torch.tensor([tokens], device=model.wte.weight.device), model.new_memory())
+        taken += model.mechanism.passes[0].tolist()
+    return f"{statistics.fmean(taken):.2f}"
 
-    @torch.no_grad()
-    def passes(self):
-        """Means, as words: of the tokens of questions and what is in front of them, of answers."""
-        mechanism = self.model.mechanism
-        taken = []
-        for tokens, _, _ in self.asked:
-            self.model.hidden(torch.tensor([tokens], device=self.device), self.model.new_memory())
-            taken += mechanism.passes[0].tolist() if mechanism.halts else [mechanism.slots]
-        return f"{statistics.fmean(taken):.2f}", f"{totals(self.answer(1))['passes']:.2f}"
+
+def seconds_per_answer(model, exam, batch, device):
+    answer = partial(answer_problems, model, exam, ANSWERS, batch_size=batch)
+    return seconds(answer, device) / min(ANSWERS, len(exam['problems']))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -205,11 +205,8 @@ def each_tau(model, text, s, first):
 
 def rank_correlation(a, b):
     """Spearman's, of values (n,) each; 0 if all of one are equal."""
-    a, b = ranks(a), ranks(b)
-    scale = (a.var() * b.var()).sqrt().item()
-    if scale == 0:
-        return 0.0
-    return (a - a.mean()).dot(b - b.mean()).item() / (len(a) - 1) / scale
+    places = torch.stack((ranks(a.cpu()), ranks(b.cpu())))      # MPS has no float64
+    return torch.corrcoef(places)[0, 1].nan_to_num().item()
 
 
 def ranks(values):
