@@ -2,21 +2,21 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
 which needs PyTorch and nothing else: copy it.
 
-    B batch   T tokens   S vectors that the blocks get at once: T in the plain GPT   C n_embd
+    B batch   T tokens   S vectors in one call of the blocks: T in the plain GPT   C n_embd
     V vocab_size   nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
     K ponder_steps: how many extra passes, or slots, a token takes
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
-the other. GPT.hidden calls the first two, GPT.forward the third (with targets, GPT.token_losses):
+the other. GPT.hidden is the first two; GPT.forward adds the third, or with targets the loss:
 
     x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
     h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C), pos = 0 .. T - 1
     logits = gpt.head(h)        hidden states         -> (B,T,V)
 
-Depth-Attention works inside the trunk. Every other mechanism takes the place of the one call of the
-trunk. Read from top to bottom: parts 1 and 2 are an ordinary GPT; skip what is marked with a later
-part.
+Depth-Attention works inside the trunk. Every other mechanism takes the place of the call of
+gpt.trunk in GPT.hidden; docs/architecture.md has a drawing of each. Read from top to bottom: parts
+1 and 2 are an ordinary GPT; skip what is marked with a later part.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
@@ -25,21 +25,18 @@ part.
     5  halting              each token takes as many of these passes as it needs
     6  checks and costs     which settings make sense, and what a token costs
 
-train.py trains these classes. On CUDA, or with --fast=True, it replaces some by faster ones (PARTS
-in engine/fast.py), and stops with an error if you edited one of those: --fast=False runs what you
-wrote. To train with this file alone:
+To train with this file alone; plain GPTs need neither of the two lines that set something:
 
-    gpt = GPT(GPTConfig())                          # or GPTConfig(ponder='loop'), ..
+    gpt = GPT(GPTConfig(ponder='loop', ponder_steps=3))
     for step in range(steps):
+        gpt.mechanism.progress = step / steps                       # the share that is done: part 5
+        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())  # how many passes: part 4
         _, loss = gpt(idx, targets)
-        ..                                          # loss.backward(), and an optimizer's step
+        ...                                         # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
 
-Before each step set these two; plain GPTs need neither. Unset, halting acts as at the end of a run,
-and a mechanism whose number of passes varies takes the most:
-
-        gpt.mechanism.progress = step / steps
-        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
+train.py trains these classes. On CUDA, or with --fast=True, it replaces some by faster ones, and
+stops with an error if you edited one of those: --fast=False runs what you wrote.
 """
 
 import math
@@ -64,8 +61,9 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. Where
-    a comment says what None stands for, that is put in its place when a config is made, and
-    dataclasses.replace keeps it. Settings of mechanisms that are not chosen do nothing.
+    a comment says what None stands for, a new config gets that value, if it is in use.
+    dataclasses.replace then keeps it: for another n_embd or ponder make a new config. Settings of
+    mechanisms that are not chosen do nothing.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -95,15 +93,15 @@ class GPTConfig:
     ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
     ponder_steps: int = 3                # K: extra passes or slots per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R, how many sweeps refine its guess
+    jacobi_iters: int = 3                # Latent: R, sweeps that refine its guesses
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's default)
-    halt_start: Optional[float] = None   # share of the run at which it sets in (None: likewise)
-    halt_full: Optional[float] = None    # share from which on it is there in full (None: likewise)
+    halt_start: Optional[float] = None   # share of the run at which it begins (None: likewise)
+    halt_full: Optional[float] = None    # share from which it has its full weight (None: too)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -156,7 +154,7 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         weight = self.weight.to(x.dtype)  # x may be bf16: PyTorch's fused kernel wants one dtype
         y = F.rms_norm(x, weight.shape, weight, self.eps)
-        return y.to(x.dtype)              # under autocast rms_norm returns fp32
+        return y.to(x.dtype)              # on CUDA, under autocast, rms_norm returns fp32
 
 
 def rope_table(pos, head_dim, theta, dtype):
@@ -175,7 +173,7 @@ def rope_table(pos, head_dim, theta, dtype):
 
 def apply_rope(x, cos, signed_sin):
     """Turn x (B,S,heads,hd): each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
-    cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)  # autocast: x bf16, the stream fp32
+    cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)  # under autocast x is bf16, cos fp32
     swapped = x.roll(x.size(-1) // 2, -1)                       # (b, a): cheaper than split and cat
     return torch.addcmul(x * cos, swapped, signed_sin)          # x cos + swapped signed_sin
 
@@ -183,19 +181,21 @@ def apply_rope(x, cos, signed_sin):
 class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. In training the text is
-    there at once and nothing came before: then `mask` returns None, and `update` what it was given.
+    there at once and nothing came before: then `mask` returns None, and `update` what it is given.
     """
 
     def __init__(self):
         self.tokens = 0             # N: read so far, those of this pass included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # of each layer: (k, v) of this pass alone, for part 3
-        self.loops = ()             # part 4, with Loop: the memories of the passes before
+        self.made = {}              # of each layer that ran in this pass: its own (k, v)
+        self.loops = ()             # parts 3 and 4, in a Loop: the memories of the passes before
 
-    def begin(self, B, T, device):
-        """T more tokens begin a pass; returns their positions (T,). B is for part 4."""
-        pos = torch.arange(self.tokens, self.tokens + T, device=device)
+    def begin(self, x):
+        """More tokens begin a pass, (B,T) or their embeddings; returns their positions (T,)."""
+        assert self.tokens == 0 or self.keys, "gpt.trunk was called without its memory"
+        T = x.size(1)
+        pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
         self.made = {}
         return pos
@@ -224,7 +224,7 @@ class Memory:
 class Attention(nn.Module):
     """
     Causal attention; n_head / n_kv_head query heads share each key/value head (arXiv 2305.13245),
-    and a norm on queries and keys (2010.04245) keeps scores small.
+    and a norm on queries and keys (after 2010.04245, as in Qwen3) keeps scores small.
     """
 
     def __init__(self, config, layer):
@@ -269,8 +269,8 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask. With n_kv_head < n_head PyTorch
-        builds all scores, (B, nh, S, N); not so on CUDA in 16 bits without a mask.
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask. On CUDA with n_kv_head < n_head, in
+        fp32 or with a mask, PyTorch holds all scores, (B, nh, S, N).
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -314,7 +314,7 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
-        # the blocks; everywhere else h is hidden states
+        # GPT-2's name for the blocks; everywhere else h is hidden states
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -350,9 +350,9 @@ class GPT(nn.Module):
         """
         if memory is None:
             memory = self.new_memory()
-        B, T = idx.shape
-        assert memory.tokens + T <= self.config.block_size, "the text is longer than block_size"
-        pos = memory.begin(B, T, idx.device)                            # (T,)
+        length = memory.tokens + idx.size(1)
+        assert length <= self.config.block_size, "the text is longer than block_size"
+        pos = memory.begin(idx)                                         # (T,)
         x = self.embed(idx)
         if self.config.ponder == 'none':
             return self.trunk(x, pos, memory)
@@ -364,14 +364,14 @@ class GPT(nn.Module):
 
     def trunk(self, x, pos, memory=None, norm=True):
         """
-        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) -> (B,S,C). (Or (B,S):
-        with `fast`, rows of a batch write ahead of each other.)
-        memory      the KV cache. None: nothing came before, as in the lines on top of this file
+        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
+        memory      the KV cache, whose `begin` was called. None: nothing came before, as in the
+                    lines on top of this file
         norm        False leaves out the final norm: parts 4 and 5
         """
         if memory is None:
-            memory = Memory()           # GPT.hidden calls `begin` of the ones it gives
-            memory.begin(*x.shape[:2], x.device)
+            memory = Memory()
+            memory.begin(x)
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         for block in self.h:
@@ -386,7 +386,7 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets, weights=1.0):
-        """The mean of token_losses over targets that are not negative; weights (B,T) are Ouro's."""
+        """The mean of token_losses over targets that are not negative; weights (B,T): part 5."""
         total = (self.token_losses(h, targets) * weights).sum()
         return total / (targets >= 0).sum().clamp(min=1)
 
@@ -475,8 +475,8 @@ class Padded(Memory):
 # KV cache holds v~ in the place of v, so it does not grow.
 # Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
 # after, so that the weights a depend on no absolute position; and the cache holds v~, which makes
-# decoding exact. Sources are counted from layer 0, as in their code; one sentence of the paper
-# counts back from each layer. Drawn in docs/drawings/depth_attention.svg.
+# decoding exact. Sources are counted from layer 0, as in their code; a sentence of the paper counts
+# them back from layer l.
 
 
 def source_layers(config, layer):
@@ -530,17 +530,17 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 class Mechanism(nn.Module):
     """
-    What happens between embed(idx) and head(h). A paper's class says in `forward` (part 5: in the
-    steps of Halting.forward) how it uses gpt.trunk, and has its own weights, its rule of who reads
-    whom, its term of the loss.
+    What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
+    gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
+    reads whom, its term of the loss.
     """
     rule = None     # a function: which slots a slot attends to; None: those of its own pass
 
-    # for engine/ and tools/; so are `slots`, `passes` and `cost`
+    # what engine/ and tools/ ask for, as they do for `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
     trains_alone = False            # training changes the mechanism's own weights alone
-    skips = False                   # training may leave stopped tokens out
-    iterates = False                # a whole text is read by iteration, not exactly
+    skips = False                   # Router: training may leave stopped tokens out
+    iterates = False                # Latent, Feedback: several tokens at once are read by iteration
     settings = ('ponder_steps',)    # those of GPTConfig that it has, without those of halting
 
     def __init__(self, config):
@@ -548,8 +548,8 @@ class Mechanism(nn.Module):
         self.config = config
         # train.py sets these two before each optimizer step
         self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]    # Latent, Mask: R; Feedback: its extra passes; else None
-        self.passes = None              # where tokens halt: what each took in the last text, (B,T)
+        self.drawn = self.draws()[0]    # Latent, Mask: R; Feedback: extra passes; others: None
+        self.passes = None              # (B,T), if tokens halt: what each took in the last call
 
     @property
     def K(self):
@@ -557,14 +557,14 @@ class Mechanism(nn.Module):
 
     @property
     def slots(self):
-        """How many a new token adds to the cache in generation, at most."""
+        """Slots that a new token adds to the cache in generation, at most."""
         return self.K + 1
 
     @staticmethod
     def default_embed_scale(C):
         """
-        The default of GPTConfig.embed_scale. Here scaled embeddings begin with RMS 1, like hidden
-        states: sqrt(2.5 C) times the default init_std, sqrt(0.4 / C).
+        The default of GPTConfig.embed_scale. With this one scaled embeddings begin with RMS 1, like
+        hidden states: sqrt(2.5 C) times the default init_std, sqrt(0.4 / C).
         """
         return math.sqrt(2.5 * C)
 
@@ -602,7 +602,7 @@ class Mechanism(nn.Module):
         """
         Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
         next tokens. Without a rule, memory[k] is the Memory of pass k alone. With one, all passes
-        share a SlotMemory, and memory.for_pass(k) tells it that pass k begins.
+        share a SlotMemory, and memory.for_pass(k) returns the memory of pass k.
         """
         raise NotImplementedError
 
@@ -612,30 +612,29 @@ class Mechanism(nn.Module):
 
     def by_rows(self, function, gpt, h):
         """
-        Just function(gpt, h) here, (.., C) -> (.., D). With `fast`, engine/loss.py takes some
-        vectors at a time, as V logits of each may be too much for memory: `function` must not
-        look at more than one.
+        function(gpt, h), (.., C) -> (.., D), which looks at one vector at a time. So engine/loss.py
+        may take some at a time: V logits of each can be too much for memory.
         """
         return function(gpt, h)
 
 
 class Memories(list):
-    """A Memory for each pass: over the tokens, a pass attends to itself alone."""
+    """A Memory for each pass: along the text, a pass attends to itself alone."""
 
     @property
     def tokens(self):
         return self[0].tokens
 
-    def begin(self, B, T, device):
+    def begin(self, x):
         """As Memory.begin, for all of them."""
         for memory in self:
-            pos = memory.begin(B, T, device)
+            pos = memory.begin(x)
         return pos
 
 
 class Plain(Mechanism):
-    """ponder='none': GPT never calls its forward or loss. It holds defaults alone."""
-    K = 0  # whatever ponder_steps says
+    """ponder='none': what else is asked of a mechanism. GPT never calls its forward or loss."""
+    K = 0  # in the place of the property: whatever ponder_steps says
     settings = ()
 
     @staticmethod
@@ -663,7 +662,6 @@ class Embedding(Mechanism):
     Unlike in the authors' code, the softmax is fp32, padding in the vocabulary gets no mass, and
     the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
     mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
-    Drawn in docs/drawings/embedding.svg.
     """
     settings = ('ponder_steps', 'ponder_topk')
 
@@ -702,7 +700,6 @@ class Loop(Mechanism):
     The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
     norm once, or with loop_norm after each. With depth_attn, what the same layer made in earlier
     loops is a source too, as in Depth-Attention's paper. Cost: K + 1 passes.
-    Drawn in docs/drawings/loop.svg.
     """
     settings = ('ponder_steps', 'loop_norm')
 
@@ -727,8 +724,8 @@ class Loop(Mechanism):
 #     Latent, all in one sweep          (0,0) (0,1) (1,0) (1,1)
 
 
-# the time of padding, and as keys of hidden slots: no token reads them, as they are later than all.
-# Padding itself, as a query, reads everything: a softmax over nothing would be NaN
+# The time of padding, and of hidden slots as keys: no token reads what is later than itself.
+# Padding as a query does read something: a softmax over nothing would be NaN
 NEVER = 2 ** 40
 
 
@@ -758,15 +755,15 @@ def times(pos, B, pad):
     return torch.where(pos < pad[:, None], NEVER, pos)
 
 
-def labels_of(time, k, n, visible, more):
+def labels_of(time, k, n, visible, extra):
     """
     (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
     by side, numbered from k on. As keys, slots that are not `visible` (B, T n) have the time NEVER.
-    more: {name: (B, T n)}, further labels.
+    extra: {name: (B, T n)}, further labels.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
     numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
-    reading = Labels(t=t, k=numbers.expand_as(t), **more)
+    reading = Labels(t=t, k=numbers.expand_as(t), **extra)
     if visible is None:
         return reading, reading
     return reading, Labels(**{**vars(reading), 't': t.where(visible, NEVER)})
@@ -792,16 +789,16 @@ class SlotMemory(Memory):
         self.causal = False         # whether the rule need not be asked in this pass
         self.state = None           # Feedback alone: what it carries on from here, (B,1,C)
 
-    def begin(self, B, T, device):
-        pos = super().begin(B, T, device)
-        self.time = times(pos, B, self.pad)
+    def begin(self, x):
+        pos = super().begin(x)
+        self.time = times(pos, len(x), self.pad)
         self.n_before = 0 if self.key_labels is None else self.key_labels.t.size(1)
         return pos
 
     def for_pass(self, k=0, n=1, visible=None, **labels):
         """
-        Pass number k over these tokens begins; returns the memory for it: this one, with `fast`
-        another. With n > 1 each token has n slots, side by side, which are numbered from k on.
+        Pass number k over these tokens begins; returns the memory to give gpt.trunk. With n > 1
+        each token has n slots, side by side, which are numbered from k on.
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         labels      (B, T n) each, if the rule asks for more than t and k
         """
@@ -838,8 +835,8 @@ class SlotMemory(Memory):
 
 def flat(query, key):
     """
-    A rule: a slot reads all slots of earlier tokens, and those of its own up to itself, as if all
-    slots of all tokens stood in one row.
+    A rule: a slot reads all slots of earlier tokens, and of its own token those up to itself, as if
+    all slots of all tokens stood in one row.
     """
     return (key.t < query.t) | ((key.t == query.t) & (key.k <= query.k))
 
@@ -859,8 +856,8 @@ class Latent(Mechanism):
 
     What comes out of a token's last slot predicts the next token. Attention is causal over this
     row of slots, so a token's thoughts depend on all slots before them: the exact way is
-    sequential. Training solves this by Jacobi iteration: guess all thoughts, run the trunk over all
-    slots, take what comes out as the next guess. For K = 2:
+    sequential. Training, and a text that is read at once, solve it by Jacobi iteration: guess all
+    thoughts, run the trunk over all slots, take what comes out as the next guess. For K = 2:
 
         sweep 0             x_t                 guesses z_1
         sweep 1             x_t  z_1            renews z_1, guesses z_2
@@ -872,7 +869,6 @@ class Latent(Mechanism):
     Cost: K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the keys; in
     decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each optimizer
     step, not for each forward; and a prompt can be read exactly (`exact` in engine/generate.py).
-    Drawn in docs/drawings/latent.svg.
     """
     rule = staticmethod(flat)
     settings = ('ponder_steps', 'jacobi_iters')
@@ -900,14 +896,14 @@ class Latent(Mechanism):
             thoughts = h[:self.K]                       # z_{k+1} came out of slot k; K at most
         return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
 
-    def sweep(self, gpt, slots, pos, memory, **how):
+    def sweep(self, gpt, slots, pos, memory, visible=None, **labels):
         """
-        A pass over n slots of each token, (B,T,C) each -> what comes out of each. how: visible and
-        labels, as in SlotMemory.for_pass.
+        A pass over n slots of each token, (B,T,C) each -> what comes out of each. visible, labels:
+        as in SlotMemory.for_pass.
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
-        memory = memory.for_pass(n=n, **how)
+        memory = memory.for_pass(n=n, visible=visible, **labels)
         h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory)
         return h.unflatten(1, (-1, n)).unbind(2)
 
@@ -926,7 +922,7 @@ class Feedback(Mechanism):
     """
     Latent feedback: what the trunk made of a token joins the input of the next one. Two sources:
     P2N, in the code of Depth-Attention's authors (not announced, no paper), and the Full-bandwidth
-    Transformer (arXiv 2608.08888), which adds a gate; not here.
+    Transformer (arXiv 2608.08888), which has a gate too; here there is none.
 
         h_t     = trunk(x_t + h_{t-1}), which attends to all tokens before it            h_{-1} = 0
 
@@ -938,14 +934,14 @@ class Feedback(Mechanism):
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
 
     h^(k)_t is exact once k >= t. The loss reads h^(K), and each optimizer step draws K or K - 1:
-    with K alone what is learned holds after K passes, and not for the recursion.
+    a model trained with K alone is right after exactly K passes, and not in generation.
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. A token's
     thinking is never longer than the text before it.
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
-    cached decoding is not implemented. Drawn in docs/drawings/feedback.svg.
+    cached decoding is not implemented.
     """
-    rule = staticmethod(flat)       # causal; with a rule its memory is a SlotMemory, which rewinds
+    rule = staticmethod(flat)       # causal; a rule, as a SlotMemory can rewind
     slots = 1
     iterates = True
 
@@ -958,12 +954,12 @@ class Feedback(Mechanism):
         real = memory.real()[..., None]                                 # (B,T,1)
         last = torch.zeros_like(x[:, :1]) if memory.state is None else memory.state     # (B,1,C)
         before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}: last, then zeros
-        for _ in range(min(steps + 1, x.size(1))):          # T make h exact: one, if T = 1
+        for _ in range(min(steps + 1, x.size(1))):          # T passes are exact: one for one token
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + before, pos, memory.for_pass())
             h = h.where(real, 0.0)                          # padding carries nothing on
             before = torch.cat((last, h[:, :-1]), dim=1)
-        memory.state = h[:, -1:] if steps > 0 else None     # K = 0: the plain model
+        memory.state = h[:, -1:] if steps > 0 else None     # K = 0: nothing is fed back
         return h
 
     def cost(self, gpt, drawn, training):
@@ -978,17 +974,16 @@ def by_pass(query, key):
 class Chain(Mechanism):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), its arm of
-    fixed length; Router is the adaptive one. The paper counts k from 1.
+    fixed length; Router is the adaptive one. The paper counts k from 1, we from 0.
 
-        z_t^(1)   = trunk at slot (t, 1), read from the token's embedding
-        z_t^(k+1) = trunk at slot (t, k+1), read from z_t^(k)                         k = 1 .. K
+        z_t^(0)   = trunk at slot (t, 0), read from the token's embedding
+        z_t^(k+1) = trunk at slot (t, k+1), read from z_t^(k)                     k = 0 .. K - 1
         slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k                (Eq. 2)
 
     Pass k never looks at later passes, so all tokens take it at once: exact, in parallel, without
     iteration, and the keys of earlier passes are computed once.
 
     Cost: K + 1 passes, whose attention reads 1, 2, .. K + 1 times as many keys.
-    Drawn in docs/drawings/chain.svg.
     """
     rule = staticmethod(by_pass)    # (Eq. 2)
 
@@ -1006,7 +1001,6 @@ class Pause(Mechanism):
     Pause tokens, a baseline of the papers: K copies of one learned embedding follow each token, at
     its position, and the last of them predicts the next token. Cost: one pass of K + 1 slots per
     token, each of which reads K + 1 times as many keys.
-    Drawn in docs/drawings/pause.svg.
     """
     rule = staticmethod(flat)
 
@@ -1066,15 +1060,15 @@ class Halting(Mechanism):
     are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
     """
     halts = True
-    final_norm = True       # whether a pass ends with it
+    final_norm = True       # whether each pass ends with gpt.ln_f
     works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
-    decides = None          # tools/explain.py: what is compared with halt_tau, in words
+    score_name = None       # what is compared with halt_tau, in words: tools/explain.py
 
     def __init__(self, config):
         super().__init__(config)
-        # what `forward` leaves for `loss`, of each pass: (taken, new). taken (B,T): who took it;
-        # new: the state it made, of the others too, where it does not count. Mask: of pass 0
+        # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
+        # new: the state after it, to be used for those alone. Mask has one pair, of their own slots
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1182,13 +1176,12 @@ class Gate(Halting):
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
     last pass; (13) also averages the gates that training still computes for it; GELU; gates start
     near sigmoid(4) = 0.98, as PonderLM.
-    Drawn in docs/drawings/gate.svg.
     """
     rule = staticmethod(newest)     # (10)
     settings = Embedding.settings
     works_on = 'embedding'
     defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
-    decides = 'gate'
+    score_name = 'gate'
 
     def __init__(self, config):
         super().__init__(config)
@@ -1228,9 +1221,9 @@ class Gate(Halting):
         gates = torch.stack(self.decisions())                           # (K,B,T)
         gates = gates.masked_fill(~counts, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
-        n = (share * self.K * counts.sum()).floor()
+        n = (share * self.K * counts.sum()).floor()                     # a tensor: no wait for it
         lowest = torch.arange(len(gates), device=gates.device) < n
-        mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13); n stays on the GPU
+        mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13)
         return self.config.halt_lambda * mean
 
     def cost(self, gpt, drawn, training):
@@ -1249,7 +1242,7 @@ class MaskState(TokenState):
     log_w: torch.Tensor     # (B,T,K+1)  log of the probability that it needs at least k
 
 
-class Mask(Halting, Latent):
+class Mask(Halting, Latent):    # Halting first: its loss
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
@@ -1263,19 +1256,18 @@ class Mask(Halting, Latent):
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding, slot after slot, does not compute them: Halting.forward, with `start`, `labels`
-    and `after`. The loss gains halt_lambda times the expected number of thoughts, from halt_start
-    on; this term is ours.
+    of 1. Decoding takes slot after slot and does not compute them: it is Halting.forward, with
+    `start`, `labels` and `after` from here. The loss gains halt_lambda times the expected number of
+    thoughts, in full from halt_full on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
     its figure and of a reader's notes.
-    Drawn in docs/drawings/mask.svg.
     """
     rule = staticmethod(faded)
     works_on = 'latent'
     defaults = dict(halt_lambda=0.01, halt_start=0.4, halt_full=0.48)
-    decides = 'probability of another thought'
+    score_name = 'probability of another thought'
 
     def __init__(self, config):
         super().__init__(config)
@@ -1307,13 +1299,13 @@ class Mask(Halting, Latent):
             thoughts = h[:self.K]
 
         self.passes = needed.sum(-1)                                    # (B,T)
-        self.trace = [(real, replace(first, s=s, log_w=log_w))]         # of pass 0, which decides
+        self.trace = [(real, replace(first, s=s, log_w=log_w))]         # of the tokens' own slots
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)
 
     def start(self, x, go_on):
-        zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
+        zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))     # log_w = 0: w = 1
         out = torch.zeros_like(x, dtype=zero.dtype)
         return MaskState(x=x, out=out, go_on=go_on, score=zero[..., 0], s=zero, log_w=zero)
 
@@ -1357,12 +1349,12 @@ class Router(Halting, Chain):
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
     A chain that each token leaves when its probability of getting further is small. The paper
-    counts k from 1:
+    counts k from 1, we from 0:
 
         g_t^(k)   = sigmoid(router(z_t^(k)))  whether to go on; nobody does after the last pass  (3)
-        reach^(1) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of pass k + 1 (4)
+        reach^(0) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of pass k + 1 (4)
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
-        weight^(k) = reach (1 - g) before K*, reach at K*                                 (5), (7)
+        weight^(k) = reach^(k) (1 - g^(k)) before K*, reach^(k) at K*                     (5), (7)
         output    = sum_k weight^(k) z^(k)                                                       (8)
         loss     += halt_lambda mean_t sum_{k <= K*} g^(k) p_k^beta                        (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
@@ -1373,11 +1365,10 @@ class Router(Halting, Chain):
     Cost: the passes of Chain that are taken (in training only with `fast`), and in training a head
     for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in the others,
     embeddings are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
-    Drawn in docs/drawings/router.svg.
     """
     works_on = 'chain'
     defaults = dict(halt_lambda=0.4, halt_start=0.0, halt_full=0.0)     # the whole run
-    decides = 'probability of getting further'
+    score_name = 'probability of getting further'
     skips = True
 
     def __init__(self, config):
@@ -1431,23 +1422,26 @@ class Exit(Halting):
         uniform     prior_k = 1 / (K + 1)
         ramp        prior_k = (k + 1) / sum_j (j + 1)
 
-    Three things are ours. (1) uniform and ramp set in late: before halt_start the prior is that of
-    'last', from halt_full on theirs. (2) From halt_full on tokens leave in training too, and L^k is
-    that of the last pass a token took: later tokens learn to read early keys. (3) Tokens with
-    negative targets, such as questions, learn to stay, since all that follows reads them:
-    halt_lambda pulls their predictions towards equal probabilities.
+    Three things are ours:
 
-    Cost: K + 1 passes, in generation those that are taken; a head after each, in training for
-    uniform and ramp alone. Not counted: the heads that training takes for doubts and for (3).
+        late        uniform and ramp begin late: before halt_start the prior is that of 'last', from
+                    halt_full on theirs
+        leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
+                    a token took: later tokens learn to read early keys
+        staying     tokens with negative targets, such as questions, learn to stay, since all that
+                    follows reads them: halt_lambda pulls their predictions towards equal
+                    probabilities
+
+    Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
+    uniform and ramp. Not counted: the heads that training takes to leave and to stay.
     The authors' code takes all passes and then picks one. Here generation with `fast` skips tokens
     that left. Sources of Depth-Attention are those of one pass.
-    Drawn in docs/drawings/exit.svg.
     """
     rule = staticmethod(newest)
     settings = Loop.settings
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
-    decides = 'doubt'
+    score_name = 'doubt'
 
     def __init__(self, config):
         super().__init__(config)
@@ -1503,7 +1497,7 @@ class Exit(Halting):
         if weight == 0 or not given.any():
             return 0.0
         total = 0.0
-        for taken, new in self.trace[:-1]:
+        for taken, new in self.trace[:self.K]:
             surprise = self.by_rows(nats_of_chance, gpt, new.out).squeeze(-1)
             total = total + mean_where(given & taken, surprise)
         return weight * total / self.K
@@ -1546,9 +1540,8 @@ class Ouro(Exit):
     pass k itself; but what lam_k rules is the next one.
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
-    Drawn in docs/drawings/exit.svg.
     """
-    decides = 'survival'
+    score_name = 'survival'
 
     def __init__(self, config):
         super().__init__(config)
@@ -1569,7 +1562,7 @@ class Ouro(Exit):
         outs = self.outputs()                                           # h^k, (B,T,C) each
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, [out.detach() for out in outs], targets)
-        lams = [self.lam(out) for out in outs[:-1]]
+        lams = [self.lam(out) for out in outs[:self.K]]
         p = self.leaving(lams)
         losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
@@ -1601,7 +1594,7 @@ class Ouro(Exit):
             lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
-        return total / (self.K + 1)     # K + 1 as in their code, though there are K terms
+        return total / (self.K + 1)     # of K terms, as in their code
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() * training

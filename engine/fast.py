@@ -36,12 +36,12 @@ PARTS = {
         'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': 'e45f47de4571',
+        'Memory': '37242d8f6322',
         'Labels': '79400e806cf4',
         'Padded': '6839614b5990',
-        'labels_of': 'fea33be959f8',
+        'labels_of': 'f8e73e175141',
         'times': 'a8f5f8e6102b',
-        'SlotMemory': '12bf27015d24',
+        'SlotMemory': 'cd9abbfafdc3',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': 'bc03a5343bb4',
         'flat': '45cc7235f97c',
@@ -61,7 +61,7 @@ PARTS = {
         'TokenState.where': 'bdeda2132aa7',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
-        'GPT.hidden': '45bd24d57d48',
+        'GPT.hidden': '08626e6925bb',
         'Mask.forward': '03f0f77d4c3b',
     },
 }

@@ -112,9 +112,9 @@ class CausalPass(TextPass):
         self.bias = bias
         self.tokens = 0
 
-    def begin(self, B, T, device):
-        self.tokens += T
-        return torch.arange(T, device=device)
+    def begin(self, x):
+        self.tokens += x.size(1)
+        return torch.arange(x.size(1), device=x.device)
 
     def mask(self, S, device):
         return None if self.bias is None else KeyBias(self.bias)
@@ -212,8 +212,9 @@ class TextSlots:
         self.last = None            # the pass before
         self.state = None           # Feedback's
 
-    def begin(self, B, T, device):
-        pos = torch.arange(T, device=device)
+    def begin(self, x):
+        B, T = x.shape[:2]
+        pos = torch.arange(T, device=x.device)
         self.t = pos.expand(B, T)
         self.tokens += T
         return pos
@@ -288,9 +289,9 @@ class Cache(Memory):
         self.state = None           # Feedback's
         self.compiled = False       # whether the pass is one new token's, in compiled code
 
-    def begin(self, B, T, device):
-        pos = super().begin(B, T, device)
-        self.time = times(pos, B, self.pad)
+    def begin(self, x):
+        pos = super().begin(x)
+        self.time = times(pos, len(x), self.pad)
         self.n_before = self.length
         if self.rule is earlier:
             self.for_pass()

@@ -178,7 +178,7 @@ def one_by_one(gpt, gates, x, pos, tau):
         caches = [Memory() for _ in range(len(gates) + 1)]
         for t in range(T):
             for cache in caches:
-                cache.begin(1, 1, x.device)  # one position more
+                cache.begin(x[:, t:t + 1])  # one position more
             e = x[row:row + 1, t:t + 1]  # (1,1,C)
             outputs = []
             for i, cache in enumerate(caches):

@@ -88,7 +88,7 @@ def library(gpt, x, iterations):
     """What model.py computes by Jacobi iteration."""
     gpt.config.jacobi_iters = iterations
     memory = gpt.new_memory()
-    pos = memory.begin(*x.shape[:2], x.device)
+    pos = memory.begin(x)
     return gpt.mechanism(gpt, x, pos, memory)
 
 
@@ -98,7 +98,7 @@ def library_sequential(gpt, x):
     memory = gpt.new_memory()
     results = []
     for t in range(T):
-        pos = memory.begin(B, 1, x.device)
+        pos = memory.begin(x[:, :1])
         results.append(gpt.mechanism(gpt, x[:, t:t + 1], pos, memory))
     return torch.cat(results, 1)
 

@@ -103,7 +103,7 @@ def test_values_by_hand():
     rope = rope_table(torch.arange(7), config.head_dim, config.rope_theta, torch.float64)
     x = model.embed(IDX[None])
     memory = Memory()
-    memory.begin(1, 7, 'cpu')
+    memory.begin(x)
     all_keys = []
     for layer, block in enumerate(model.h):
         attn = block.attn

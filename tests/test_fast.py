@@ -12,7 +12,7 @@ from conftest import LATENT_2, ONE_EACH, TOGGLES, close, make
 from test_promises import few_sweeps, targets
 
 from engine.fast import FastGPT
-from model import GPT
+from model import GPT, PONDER, Mechanism
 from train import Trainer
 
 
@@ -122,9 +122,27 @@ def test_a_second_pass_on_a_memory_has_to_be_opened(settings, idx):
     """Or a new mechanism would read keys of another pass, without a word."""
     model = make(**settings, kind=GPT)
     memory = model.new_memory()
-    pos = memory.begin(3, 13, 'cpu')
+    pos = memory.begin(idx)
     if settings:
         memory.for_pass(0)
     x = model.trunk(model.embed(idx), pos, memory)
     with pytest.raises(AssertionError, match='block 0 must run once'):
         model.trunk(x, pos, memory)
+
+
+@pytest.mark.parametrize('ponder', ['loop', 'chain'])
+def test_a_memory_has_to_be_used(ponder, idx, kind):
+    """Or a new mechanism would read a text at once, and each new token as if it were the first."""
+
+    class Forgets(Mechanism):
+        rule = PONDER[ponder].rule
+
+        def forward(self, gpt, x, pos, memory):
+            return gpt.trunk(x, pos)
+
+    model = make(ponder=ponder, kind=kind)
+    model.mechanism = Forgets(model.config)
+    memory = model.new_memory()
+    model.hidden(idx, memory)
+    with pytest.raises(AssertionError, match='without its memory'):
+        model.hidden(idx[:, :1], memory)

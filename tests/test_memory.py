@@ -59,7 +59,7 @@ class Rows:
 
     def begin(self, T):
         for row in self.rows:
-            row.begin(1, T, 'cpu')
+            row.begin(torch.empty(1, T))
 
     def read(self, qkv, n=None, **opening):
         """The same as `read`, in the pass that open(**opening) begins for all rows together."""
@@ -135,7 +135,7 @@ def test_a_text_as_a_whole(name, skips, kind, T):
     """With the gradients of all that was read."""
     rule, _ = RULES[name]
     text, rows, leaves, got, want = TextSlots(rule, ()), Rows(None, rule), [], [], []
-    pos = text.begin(B, T, 'cpu')
+    pos = text.begin(torch.empty(B, T))
     rows.begin(T)
     for opening in openings(name, text.real()):
         qkv = random_qkv(T * opening.get('n', 1))
@@ -188,7 +188,7 @@ def real_tokens(pos, pad):
 def test_a_cache_of_tokens(pad, static):
     cache, rows = Cache((), TOKENS, pad, static), Rows(pad)
     for T in (5, 2, 1, 1, 3):
-        pos = cache.begin(B, T, 'cpu')
+        pos = cache.begin(torch.empty(B, T))
         rows.begin(T)
         qkv, real = random_qkv(T), real_tokens(pos, pad)
         close(read(cache, attend, qkv)[real], rows.read(qkv)[real])
@@ -204,7 +204,7 @@ def test_a_cache_of_slots(name, pad, static):
     rule, hides = RULES[name]
     cache, rows = Cache((), TOKENS * PASSES, pad, static, rule), Rows(pad, rule)
     for T in (4, 2, 1, 1):
-        pos = cache.begin(B, T, 'cpu')
+        pos = cache.begin(torch.empty(B, T))
         rows.begin(T)
         real = real_tokens(pos, pad)
         assert torch.equal(cache.real(), real)
@@ -236,7 +236,7 @@ def write_ahead(cache, rows, name):
         for i, row in enumerate(left):
             alone = rows.rows[row]
             if k[row] == 0:
-                alone.begin(1, 1, 'cpu')
+                alone.begin(torch.empty(1, 1))
             alone.for_pass(k[row], **{label: x[i:i + 1] for label, x in own.items()})
             close(got[i], read(alone, Attention.attend, qkv[i:i + 1])[0])
             k[row] += 1
@@ -251,7 +251,7 @@ def write_ahead(cache, rows, name):
 @pytest.mark.parametrize('memory', [TextSlots(flat, ()), Cache((), 20, rule=flat)])
 def test_a_flat_text_goes_through_once(memory):
     """A second pass would have to ask the rule: its slots do not stand in order."""
-    memory.begin(B, 5, 'cpu')
+    memory.begin(torch.empty(B, 5))
     read(memory.for_pass(), attend, random_qkv(5))
     with pytest.raises(AssertionError, match='at once'):
         memory.for_pass(k=1)
@@ -263,7 +263,7 @@ def test_a_static_cache_keeps_its_shapes_and_addresses(name):
     cache = Cache((), TOKENS * PASSES, static=True, rule=RULES[name][0])
     masks, addresses = set(), set()
     for T in (3, 1, 1, 1):
-        cache.begin(B, T, 'cpu')
+        cache.begin(torch.empty(B, T))
         for k in range(PASSES if T == 1 else 1):
             cache.for_pass(k)
             mask = cache.mask(T, 'cpu')

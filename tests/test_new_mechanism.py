@@ -53,7 +53,7 @@ def naive(model, idx):
         h = x + h
         for block in model.h:
             memory = Memory()
-            memory.begin(B, T, 'cpu')
+            memory.begin(idx)
             h = block(h, rope, memory, None)
         h = model.ln_f(h)
     return model.head(h)

@@ -178,8 +178,8 @@ def read_without_and_with_state(model, idx):
     memory = model.new_memory()
     hidden = []
     for token in idx:
-        pos = memory.begin(1, 1, idx.device)
         x = model.embed(token[None, None])
+        pos = memory.begin(x)
         state, memory.state = memory.state, None
         model.mechanism(model, x, pos, memory)
         memory.state = state
@@ -212,7 +212,7 @@ def show(seen, mechanism, idx, tokenizer, top):
         if seen.compared:
             asked = seen.compared[:n] if seen.kind == 'pass' else seen.compared
             chances = ' '.join(f'{chance[t]:.4f}' for chance in asked)
-            decided = f"   {mechanism.decides} {chances}"
+            decided = f"   {mechanism.score_name} {chances}"
         title = f"{n} {seen.kind}{plural}{decided}"
         if seen.kind == 'state':
             title = f"the state moved it by {seen.moved[t]:.4f} nats"

@@ -91,7 +91,7 @@ class OtherTrunk(GPT):
     def trunk(self, x, pos, memory=None, norm=True):
         if memory is None:
             memory = Memory()
-            memory.begin(*x.shape[:2], x.device)
+            memory.begin(x)
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         self.read = rope, memory, memory.mask(x.size(1), x.device)     # what attention asks for
         return self.ln_f(self.mix(x))

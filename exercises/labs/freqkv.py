@@ -181,7 +181,7 @@ class LongGPT(GPT):
                 memory.compress()
             room = memory.N - memory.tokens
             part, idx = idx[:, :room], idx[:, room:]
-            places = memory.begin(*part.shape, part.device)
+            places = memory.begin(part)
             out.append(self.trunk(self.embed(part), places, memory))
             self.peak = max(self.peak, memory.tokens)
         return torch.cat(out, 1)
