@@ -398,7 +398,7 @@ class GPT(nn.Module):
         return losses.view_as(targets)
 
     def new_memory(self, pad=None):
-        """An empty memory. pad (B,): so many tokens on the left of each row are padding."""
+        """An empty memory. pad (B,): how much of each row, on its left, is padding (part 4)."""
         if self.config.ponder == 'none':
             return Memory() if pad is None else Padded(pad)
         return self.mechanism.new_memory(pad)                           # parts 4 and 5
@@ -435,25 +435,6 @@ def likeliest(logits, k):
     """Logits (B,V), with -inf for what is less than the k largest of its row."""
     kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
     return logits.masked_fill(logits < kth, -math.inf)
-
-
-class Padded(Memory):
-    """
-    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Padding has
-    positions too: rotary attention sees only differences.
-    """
-
-    def __init__(self, pad):
-        super().__init__()
-        self.pad = pad
-
-    def mask(self, S, device):
-        """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
-        pos = torch.arange(self.tokens, device=device)                  # (N,)
-        real = pos >= self.pad[:, None]                                 # (B,N)
-        causal = real[:, None] & (pos <= pos[-S:, None])                # (B,S,N)
-        from_padding = ~real[:, -S:, None]                              # (B,S,1)
-        return (causal | from_padding)[:, None]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -616,6 +597,25 @@ class Mechanism(nn.Module):
         may take some at a time: V logits of each can be too much for memory.
         """
         return function(gpt, h)
+
+
+class Padded(Memory):
+    """
+    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Padding has
+    positions too: rotary attention sees only differences.
+    """
+
+    def __init__(self, pad):
+        super().__init__()
+        self.pad = pad
+
+    def mask(self, S, device):
+        """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
+        pos = torch.arange(self.tokens, device=device)                  # (N,)
+        real = pos >= self.pad[:, None]                                 # (B,N)
+        causal = real[:, None] & (pos <= pos[-S:, None])                # (B,S,N)
+        from_padding = ~real[:, -S:, None]                              # (B,S,1)
+        return (causal | from_padding)[:, None]
 
 
 class Memories(list):
