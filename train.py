@@ -11,7 +11,7 @@ Train a GPT on a laptop CPU, one GPU, or many.
         what it would take: memory, days
 
 Config files and --name=value apply from left to right. What none of them sets has its default; in
-a run from scratch without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C,
+a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C,
 SIGTERM, SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
 ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
@@ -382,12 +382,17 @@ class Trainer:
 # ---- main ----------------------------------------------------------------------------------------
 
 def for_this_machine(given):
-    """The settings `given`, and for a run from scratch without a CUDA GPU tiny's behind them."""
+    """
+    The settings `given`, and for a new run without a CUDA GPU those of tiny behind them; from other
+    weights, which have their shape, those of its recipe alone.
+    """
     s = build(Settings, given)
     on_gpu = (s.device or best_device()).startswith('cuda')
-    if on_gpu or s.dry_run or s.init_from != 'scratch':
+    if on_gpu or s.dry_run or s.init_from == 'resume' or s.eval_only:
         return given
     tiny, _ = read([TINY], '', Settings, GPTConfig)
+    if s.init_from != 'scratch':
+        tiny = {name: tiny[name] for name in tiny if hasattr(s, name)}
     return {**tiny, **given}
 
 
@@ -408,6 +413,9 @@ def main(argv):
         if 'n_embd' in given and 'n_embd' not in named and ranks.rank == 0:     # tiny's came in
             print("no size named, and not on a CUDA GPU: config/size/tiny.py (the paper's: add "
                   "config/size/360m.py)", flush=True)
+        elif 'batch_tokens' in given and 'batch_tokens' not in named and ranks.rank == 0:
+            print("no batch named, and not on a CUDA GPU: the recipe of config/size/tiny.py",
+                  flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # it keeps the old file open: replaced, that would still take disk space
         trainer.run()

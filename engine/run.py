@@ -47,12 +47,16 @@ class Stop:
 
     def hear(self, number, frame):
         """
-        The first signal asks for a stop. A second one ends the process, unless it is the first
-        again, passed on by torchrun.
+        The first signal asks for a stop, and this is said, as a step can take long. A second one
+        ends the process, unless it is the first again, passed on by torchrun.
         """
         if self.since and time.monotonic() - self.since > 0.5:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        if not self.since and self.ranks.rank == 0:
+            with contextlib.suppress(OSError):      # the terminal may be gone
+                # not print, which the signal may have interrupted
+                os.write(2, b"stopping after this step; a second time ends it now\n")
         self.since = self.since or time.monotonic()
 
     @contextlib.contextmanager

@@ -58,6 +58,8 @@ def start_model(settings, given, meta, state, ranks, device):
     step = 0 if is_new(settings) else state['step']
     if settings.init_from == 'resume' and not settings.eval_only:
         check_resume(state, step, settings, ranks, device)
+        if ranks.rank == 0:
+            say_changes(state, given)
     idle = idle_settings(model, asked)
     if idle and ranks.rank == 0:
         print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
@@ -160,9 +162,10 @@ def check_data(config, meta, state, settings, ranks):
     if is_new(settings) or ranks.rank > 0:
         return
     here = not settings.eval_only or settings.data_dir == state['settings'].get('data_dir')
-    if here and state.get('train_data', meta['train']) != meta['train']:
-        print(f"warning: the training data in {settings.data_dir} is not what this run read before",
-              file=sys.stderr)
+    for split, words in (('train', 'training data'), ('val', 'validation set')):
+        if here and state.get(f'{split}_data', meta[split]) != meta[split]:
+            print(f"warning: the {words} in {settings.data_dir} is not what this run read before",
+                  file=sys.stderr)
 
 
 def idle_settings(model, asked):
@@ -202,6 +205,20 @@ def check_resume(state, step, settings, ranks, device):
     if state['settings']['batch_tokens'] != settings.batch_tokens:
         print(f"warning: batch_tokens was {state['settings']['batch_tokens']}: the data goes on, "
               "and tokens are counted, as if all steps had been of today's size", file=sys.stderr)
+
+
+def say_changes(state, given):
+    """
+    One line with what the user's settings change in a run that goes on: given for a test, they
+    would stay.
+    """
+    before = {**state['config'], **state['settings']}
+    told = []
+    for name, value in given.items():
+        if name in before and name not in ('out_dir', 'init_from') and before[name] != value:
+            told.append(f"{name}={value} (was {before[name]})")
+    if told:
+        print(f"from here on with {', '.join(told)}")
 
 
 # ---- a checkpoint's own settings -----------------------------------------------------------------

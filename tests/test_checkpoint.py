@@ -277,7 +277,22 @@ def test_other_data_than_before_is_named(out, run_train, other_data, capsys):
     run_train('out', '--init_from=resume', '--max_steps=5')
     assert 'not what this run read before' not in capsys.readouterr().err
     run_train('out', '--init_from=resume', '--max_steps=6', f'--data_dir={other_data}')
-    assert 'other is not what this run read before' in capsys.readouterr().err
+    told = capsys.readouterr()
+    for words in ('training data', 'validation set'):
+        assert f'the {words} in {other_data} is not what this run read before' in told.err
+    assert f'from here on with max_steps=6 (was 5), data_dir={other_data} (was ' in told.out
+
+
+def test_what_a_resumed_run_changes_is_said(run_train, capsys):
+    """A setting that was given for a test, and would stay in the checkpoint."""
+    run_train('out', '--ponder=loop', '--ponder_steps=2', '--max_steps=1')
+    capsys.readouterr()
+    again = ['--init_from=resume', '--ponder=loop', '--ponder_steps=2']
+    run_train('out', *again, '--max_steps=2')
+    assert 'from here on with max_steps=2 (was 1)\n' in capsys.readouterr().out
+    run_train('out', *again, '--max_steps=3', '--ponder_steps=1')
+    told = capsys.readouterr().out
+    assert 'from here on with max_steps=3 (was 2), ponder_steps=1 (was 2)\n' in told
 
 
 def test_data_of_another_tokenizer_is_refused(out, run_train, other_data):

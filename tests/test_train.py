@@ -527,9 +527,11 @@ def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, ca
     assert filled_in('--block_size=64', 'config/chain.py')['block_size'] == 64
     large = filled_in('config/size/360m.py')
     assert large['n_embd'] == 960 and large['batch_tokens'] == 1024 * 2048
+    other = filled_in('config/chain.py', '--init_from=out/other')     # the weights have a shape
+    assert 'n_embd' not in other and other['batch_tokens'] == 1024 and other['max_steps'] == 2400
     for args in (['--device=cuda'], ['--init_from=resume'], ['--dry_run=True'],
                  ['--init_from=out/other', '--eval_only=True']):
-        assert 'n_embd' not in filled_in('config/chain.py', *args)
+        assert filled_in('config/chain.py', *args).keys().isdisjoint(('n_embd', 'batch_tokens'))
     monkeypatch.setattr(train, 'best_device', lambda: 'cuda')
     assert 'n_embd' not in filled_in('config/chain.py')
     assert filled_in('config/chain.py', '--device=cpu')['n_embd'] == 192
@@ -984,7 +986,7 @@ def test_under_nohup_a_run_outlives_its_terminal(run_train, monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_signal_ends_at_once_unless_torchrun_passed_it_on(monkeypatch):
+def test_a_second_signal_ends_at_once_unless_torchrun_passed_it_on(monkeypatch, capfd):
     now, raised = [100.0], []
     monkeypatch.setattr(time, 'monotonic', lambda: now[0])
     monkeypatch.setattr(signal, 'signal', lambda number, handler: raised.append(handler))
@@ -995,6 +997,7 @@ def test_a_second_signal_ends_at_once_unless_torchrun_passed_it_on(monkeypatch):
         stop.hear(signal.SIGTERM, None)
     assert stop.asked()
     assert raised == []
+    assert capfd.readouterr().err.count('stopping after this step; a second time ends it') == 1
     now[0] = 101.0
     stop.hear(signal.SIGTERM, None)
     assert raised == [signal.SIG_DFL, signal.SIGTERM]
