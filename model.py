@@ -1,10 +1,10 @@
 """
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
-which needs PyTorch and nothing else: copy it.
+which needs PyTorch 2.11 or later and nothing else: copy it.
 
     B batch   T tokens   S vectors in one call of the blocks: T in the plain GPT   C n_embd
     V vocab_size   nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
-    K ponder_steps: how many extra passes, or slots, a token takes
+    K ponder_steps: how many extra passes, or slots (vectors in a pass), a token takes
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -27,10 +27,10 @@ gpt.trunk in GPT.hidden; docs/architecture.md has a drawing of each. Read from t
 
 To train with this file alone; plain GPTs need neither of the two lines that set something:
 
-    gpt = GPT(GPTConfig(ponder='loop', ponder_steps=3))
+    gpt = GPT(GPTConfig(ponder='latent', ponder_steps=1))
     for step in range(steps):
-        gpt.mechanism.progress = step / steps                       # the share that is done: part 5
-        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())  # how many passes: part 4
+        gpt.mechanism.progress = step / steps                       # halting asks for it
+        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())  # latent, feedback and mask
         _, loss = gpt(idx, targets)
         ...                                         # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
@@ -61,9 +61,9 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. Where
-    a comment says what None stands for, a new config gets that value, if it is in use.
-    dataclasses.replace then keeps it: for another n_embd or ponder make a new config. Settings of
-    mechanisms that are not chosen do nothing.
+    a comment says what None stands for, a new config gets that value (ponder_topk stays None, and
+    what is off). dataclasses.replace keeps it: to change a shape or a mechanism, make a new config.
+    Settings of mechanisms that are not chosen do nothing, but must be valid.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -93,15 +93,15 @@ class GPTConfig:
     ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
     ponder_steps: int = 3                # K: extra passes or slots per token (0: one plain pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R, sweeps that refine its guesses
+    jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
-    halt_tau: float = 1e-4               # a token stops once its score is below this
-    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's default)
-    halt_start: Optional[float] = None   # share of the run at which it begins (None: likewise)
-    halt_full: Optional[float] = None    # share from which it has its full weight (None: too)
+    halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
+    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's)
+    halt_start: Optional[float] = None   # share of the run at which it begins (None: the class's)
+    halt_full: Optional[float] = None    # share from which its weight is full (None: the class's)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -180,19 +180,20 @@ def apply_rope(x, cos, signed_sin):
 
 class Memory:
     """
-    The KV cache: of each layer the keys and values of all tokens so far. In training the text is
-    there at once and nothing came before: then `mask` returns None, and `update` what it is given.
+    The KV cache: of each layer the keys and values of all tokens so far. In training a plain GPT has
+    its text at once and nothing before it: `mask` returns None, and `update` what it is given.
     """
 
     def __init__(self):
-        self.tokens = 0             # N: read so far, those of this pass included
+        self.tokens = 0             # read so far, those of this pass included: N, without slots
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # of each layer that ran in this pass: its own (k, v)
+        self.made = {}              # of each layer that ran in this pass: its (k, v), for part 3
         self.loops = ()             # parts 3 and 4, in a Loop: the memories of the passes before
 
     def begin(self, x):
         """More tokens begin a pass, (B,T) or their embeddings; returns their positions (T,)."""
+        # a text goes on, but what came before it was kept nowhere
         assert self.tokens == 0 or self.keys, "gpt.trunk was called without its memory"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
@@ -269,8 +270,8 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask. On CUDA with n_kv_head < n_head, in
-        fp32 or with a mask, PyTorch holds all scores, (B, nh, S, N).
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask. On CUDA PyTorch holds all scores,
+        (B, nh, S, N), if n_kv_head < n_head and q is fp32 or there is a mask.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -339,7 +340,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(h), None
         if self.config.ponder == 'none' or not self.training:
-            return None, self.loss(h, targets)                          # cross-entropy
+            return None, self.loss(h, targets)                  # evaluation: cross-entropy alone
         return None, self.mechanism.loss(self, h, targets)              # parts 4 and 5
 
     def hidden(self, idx, memory=None):
@@ -371,7 +372,7 @@ class GPT(nn.Module):
         """
         if memory is None:
             memory = Memory()
-            memory.begin(x)
+            memory.begin(x)                                             # as GPT.hidden does
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         for block in self.h:
@@ -513,7 +514,7 @@ class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
     gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
-    reads whom, its term of the loss.
+    reads whom, its loss.
     """
     rule = None     # a function: which slots a slot attends to; None: those of its own pass
 
@@ -577,7 +578,7 @@ class Mechanism(nn.Module):
 
     def cost(self, gpt, drawn, training):
         """Its Cost (part 6) with one `drawn`, in training or not."""
-        return None     # then PyTorch's counter measures it
+        return None     # engine/flops.py then lets PyTorch count
 
     def forward(self, gpt, x, pos, memory):
         """
@@ -645,7 +646,7 @@ class Plain(Mechanism):
         """As they are."""
 
     def cost(self, gpt, drawn, training):
-        return Cost(slots=1, keys=1)
+        return Cost(vectors=1, keys=1)
 
 
 class Embedding(Mechanism):
@@ -678,7 +679,7 @@ class Embedding(Mechanism):
     def cost(self, gpt, drawn, training):
         mixed = self.config.ponder_topk or self.config.vocab_size
         step = gpt.lm_head.weight.numel() + mixed * self.config.n_embd
-        return Cost(slots=self.K + 1, keys=self.K + 1, other=self.K * step)
+        return Cost(vectors=self.K + 1, keys=self.K + 1, other=self.K * step)
 
 
 def mixture(gpt, h):
@@ -712,7 +713,7 @@ class Loop(Mechanism):
         return x
 
     def cost(self, gpt, drawn, training):
-        return Cost(slots=self.K + 1, keys=self.K + 1)
+        return Cost(vectors=self.K + 1, keys=self.K + 1)
 
 
 # Where slots of several passes, or several of one token, attend to each other, it takes a rule. A
@@ -797,8 +798,8 @@ class SlotMemory(Memory):
 
     def for_pass(self, k=0, n=1, visible=None, **labels):
         """
-        Pass number k over these tokens begins; returns the memory to give gpt.trunk. With n > 1
-        each token has n slots, side by side, which are numbered from k on.
+        Pass number k over these tokens begins; returns the memory for gpt.trunk: this one. With
+        n > 1 each token has n slots, side by side, which are numbered from k on.
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         labels      (B, T n) each, if the rule asks for more than t and k
         """
@@ -915,7 +916,7 @@ class Latent(Mechanism):
 
     def cost(self, gpt, drawn, training):
         slots = self.slots_of_sweeps(drawn)
-        return Cost(slots=sum(slots), keys=sum(n * n for n in slots))
+        return Cost(vectors=sum(slots), keys=sum(n * n for n in slots))
 
 
 class Feedback(Mechanism):
@@ -934,7 +935,7 @@ class Feedback(Mechanism):
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
 
     h^(k)_t is exact once k >= t. The loss reads h^(K), and each optimizer step draws K or K - 1:
-    a model trained with K alone is right after exactly K passes, and not in generation.
+    with K alone a model learns to predict from h^(K), but not from the h_t of generation.
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. A token's
     thinking is never longer than the text before it.
@@ -963,7 +964,7 @@ class Feedback(Mechanism):
         return h
 
     def cost(self, gpt, drawn, training):
-        return Cost(slots=drawn + 1, keys=drawn + 1)
+        return Cost(vectors=drawn + 1, keys=drawn + 1)
 
 
 def by_pass(query, key):
@@ -993,7 +994,7 @@ class Chain(Mechanism):
         return x
 
     def cost(self, gpt, drawn, training):
-        return Cost(slots=self.K + 1, keys=(self.K + 1) * (self.K + 2) / 2)
+        return Cost(vectors=self.K + 1, keys=(self.K + 1) * (self.K + 2) / 2)
 
 
 class Pause(Mechanism):
@@ -1022,7 +1023,7 @@ class Pause(Mechanism):
         return h[:, n - 1::n]                                           # (B,T,C)
 
     def cost(self, gpt, drawn, training):
-        return Cost(slots=self.K + 1, keys=(self.K + 1) ** 2)
+        return Cost(vectors=self.K + 1, keys=(self.K + 1) ** 2)
 
 
 PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'feedback': Feedback,
@@ -1039,7 +1040,7 @@ class TokenState:
     x: torch.Tensor         # (B,T,C)  what the input of its next pass is made from
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
-    score: torch.Tensor     # (B,T)    of its last pass: the token stops if it is below halt_tau
+    score: torch.Tensor     # (B,T)    what was last compared with halt_tau, or would be
 
     def where(self, taken, other):
         """These fields where taken (B,T), else those of `other`: as torch.where."""
@@ -1068,7 +1069,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the state after it, to be used for those alone. Mask has one pair, of their own slots
+        # new: the state after it, to be used for those alone. Mask leaves one pair: the first pass
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1221,7 +1222,7 @@ class Gate(Halting):
         gates = torch.stack(self.decisions())                           # (K,B,T)
         gates = gates.masked_fill(~counts, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
-        n = (share * self.K * counts.sum()).floor()                     # a tensor: no wait for it
+        n = (share * self.K * counts.sum()).floor()     # a tensor: an int would wait for CUDA
         lowest = torch.arange(len(gates), device=gates.device) < n
         mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13)
         return self.config.halt_lambda * mean
@@ -1256,7 +1257,7 @@ class Mask(Halting, Latent):    # Halting first: its loss
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding takes slot after slot and does not compute them: it is Halting.forward, with
+    of 1. Decoding takes slot after slot, and with `fast` not those: it is Halting.forward, with
     `start`, `labels` and `after` from here. The loss gains halt_lambda times the expected number of
     thoughts, in full from halt_full on; this term is ours.
 
@@ -1429,8 +1430,8 @@ class Exit(Halting):
         leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
                     a token took: later tokens learn to read early keys
         staying     tokens with negative targets, such as questions, learn to stay, since all that
-                    follows reads them: halt_lambda pulls their predictions towards equal
-                    probabilities
+                    follows reads them: halt_lambda, which grows from halt_start to halt_full, pulls
+                    their predictions towards equal probabilities
 
     Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
     uniform and ramp. Not counted: the heads that training takes to leave and to stay.
@@ -1505,7 +1506,7 @@ class Exit(Halting):
     def cost(self, gpt, drawn, training):
         asked = not training or self.config.exit_loss != 'last'
         heads = self.K * gpt.lm_head.weight.numel() * asked
-        return Cost(slots=self.K + 1, keys=self.K + 1, other=heads)
+        return Cost(vectors=self.K + 1, keys=self.K + 1, other=heads)
 
 
 def confidence(gpt, h):
@@ -1536,8 +1537,8 @@ class Ouro(Exit):
                             I_k = max(0, L^k - L^{k+1}) is what the next pass gains         (5), (6)
 
     Ours, as in Exit: tokens with negative targets are pulled to lam = 0 (not to leave), in stage 1
-    with weight halt_lambda from halt_start on. In (6) the paper compares lam_k with the gain of
-    pass k itself; but what lam_k rules is the next one.
+    with halt_lambda, which grows from halt_start to halt_full. In (6) the paper compares lam_k with
+    the gain of pass k itself; but what lam_k rules is the next one.
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
@@ -1599,7 +1600,7 @@ class Ouro(Exit):
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() * training
         gates = self.K * linear_weights(self)
-        return Cost(slots=self.K + 1, keys=self.K + 1, other=heads + gates)
+        return Cost(vectors=self.K + 1, keys=self.K + 1, other=heads + gates)
 
 
 HALTING = {'gate': Gate, 'mask': Mask, 'router': Router, 'exit': Exit, 'ouro': Ouro}
@@ -1665,7 +1666,7 @@ def check_together(c):
 @dataclass
 class Cost:
     """What a mechanism costs for each token: engine/flops.py asks for it."""
-    slots: int          # vectors that go through the blocks
+    vectors: int        # that go through the blocks
     keys: float         # that these attend to, in all; 1: plain causal attention
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass

@@ -36,7 +36,7 @@ def flops_per_token(gpt, T=None, training=True):
             total += counted_flops(gpt, T, training, drawn)
             continue
         cost = mechanism.cost(gpt, drawn, training)
-        adds = cost.slots * per_slot + cost.keys * T * per_key
+        adds = cost.vectors * per_slot + cost.keys * T * per_key
         adds += gpt.lm_head.weight.numel() + cost.other
         if training and not mechanism.trains_alone:
             adds *= 3                                   # backward takes twice what forward takes
