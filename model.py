@@ -180,8 +180,8 @@ def apply_rope(x, cos, signed_sin):
 
 class Memory:
     """
-    The KV cache: of each layer the keys and values of all tokens so far. In training a plain GPT has
-    its text at once and nothing before it: `mask` returns None, and `update` what it is given.
+    The KV cache: of each layer the keys and values of all tokens so far. In training a plain GPT
+    gets a text at once and nothing before it: `mask` returns None, and `update` what it is given.
     """
 
     def __init__(self):
