@@ -942,7 +942,7 @@ class Feedback(Mechanism):
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
     cached decoding is not implemented.
     """
-    rule = staticmethod(flat)       # causal; a rule, as a SlotMemory can rewind
+    rule = staticmethod(flat)       # causal; and with a rule its memory can rewind
     slots = 1
     iterates = True
 
@@ -1257,9 +1257,9 @@ class Mask(Halting, Latent):    # Halting first: its loss
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding takes slot after slot, and with `fast` not those: it is Halting.forward, with
-    `start`, `labels` and `after` from here. The loss gains halt_lambda times the expected number of
-    thoughts, in full from halt_full on; this term is ours.
+    of 1. Decoding takes slot after slot, by Halting.forward with `start`, `labels` and `after` from
+    here; with `fast` it leaves hidden ones out. The loss gains halt_lambda times the expected
+    number of thoughts, in full from halt_full on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
@@ -1595,7 +1595,7 @@ class Ouro(Exit):
             lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
-        return total / (self.K + 1)     # of K terms, as in their code
+        return total / (self.K + 1)     # there are K terms, but their code has K + 1
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() * training

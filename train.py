@@ -11,8 +11,8 @@ Train a GPT on a laptop CPU, one GPU, or many.
         what it would take: memory, days
 
 Config files and --name=value apply from left to right. What none of them sets has its default; in
-a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C,
-SIGTERM, SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
+a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C, SIGTERM,
+SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
 ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
 """
@@ -410,12 +410,10 @@ def main(argv):
         return
 
     with process_group(settings.device) as (ranks, device):
-        if 'n_embd' in given and 'n_embd' not in named and ranks.rank == 0:     # tiny's came in
-            print("no size named, and not on a CUDA GPU: config/size/tiny.py (the paper's: add "
-                  "config/size/360m.py)", flush=True)
-        elif 'batch_tokens' in given and 'batch_tokens' not in named and ranks.rank == 0:
-            print("no batch named, and not on a CUDA GPU: the recipe of config/size/tiny.py",
-                  flush=True)
+        tinys = given.keys() - named.keys()
+        if tinys & {'n_embd', 'batch_tokens'} and ranks.rank == 0:
+            print("not on a CUDA GPU: what no setting names comes from config/size/tiny.py (the "
+                  "paper's: config/size/360m.py)", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # it keeps the old file open: replaced, that would still take disk space
         trainer.run()

@@ -58,8 +58,7 @@ def start_model(settings, given, meta, state, ranks, device):
     step = 0 if is_new(settings) else state['step']
     if settings.init_from == 'resume' and not settings.eval_only:
         check_resume(state, step, settings, ranks, device)
-        if ranks.rank == 0:
-            say_changes(state, given)
+        say_changes(state, given, ranks)
     idle = idle_settings(model, asked)
     if idle and ranks.rank == 0:
         print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
@@ -207,7 +206,7 @@ def check_resume(state, step, settings, ranks, device):
               "and tokens are counted, as if all steps had been of today's size", file=sys.stderr)
 
 
-def say_changes(state, given):
+def say_changes(state, given, ranks):
     """
     One line with what the user's settings change in a run that goes on: given for a test, they
     would stay.
@@ -215,9 +214,10 @@ def say_changes(state, given):
     before = {**state['config'], **state['settings']}
     told = []
     for name, value in given.items():
-        if name in before and name not in ('out_dir', 'init_from') and before[name] != value:
+        stays = name in before and name not in ('out_dir', 'init_from', 'max_seconds')
+        if stays and before[name] != value:
             told.append(f"{name}={value} (was {before[name]})")
-    if told:
+    if told and ranks.rank == 0:
         print(f"from here on with {', '.join(told)}")
 
 

@@ -177,9 +177,9 @@ def one_by_one(gpt, gates, x, pos, tau):
     for row in range(B):
         caches = [Memory() for _ in range(len(gates) + 1)]
         for t in range(T):
-            for cache in caches:
-                cache.begin(x[:, t:t + 1])  # one position more
             e = x[row:row + 1, t:t + 1]  # (1,1,C)
+            for cache in caches:
+                cache.begin(e)  # one position more
             outputs = []
             for i, cache in enumerate(caches):
                 h = gpt.trunk(e, pos[t:t + 1], cache)

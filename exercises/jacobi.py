@@ -94,12 +94,11 @@ def library(gpt, x, iterations):
 
 def library_sequential(gpt, x):
     """What model.py computes while generating: token by token, with a cache."""
-    B, T, _ = x.shape
     memory = gpt.new_memory()
     results = []
-    for t in range(T):
-        pos = memory.begin(x[:, :1])
-        results.append(gpt.mechanism(gpt, x[:, t:t + 1], pos, memory))
+    for token in x.split(1, dim=1):
+        pos = memory.begin(token)
+        results.append(gpt.mechanism(gpt, token, pos, memory))
     return torch.cat(results, 1)
 
 
