@@ -21,7 +21,7 @@ import sys
 from dataclasses import fields
 from typing import get_args
 
-from engine.files import UserError
+from engine.files import UserError, on_disk
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.USub: operator.neg}
@@ -80,7 +80,7 @@ def read_option(arg, kinds):
 
 def read_file(path):
     """The assignments of a .py or .json file; UserError for anything else in it."""
-    with open(path, encoding='utf-8-sig') as f:
+    with on_disk(path, 'read'), open(path, encoding='utf-8-sig') as f:
         try:
             if path.endswith('.json'):
                 return [(name, ast.Constant(value), path) for name, value in json.load(f).items()]

@@ -5,7 +5,8 @@ Sample from a checkpoint, streaming to the terminal.
     python sample.py out/depth_attn --start="def " --num_samples=3     go on from a text
     python sample.py out/depth_attn --start=FILE:prompt.txt --seed=7   from a file, repeatably
     python sample.py out/halting_exit --show_steps=True                colour tokens by their passes
-    python sample.py out/loop --start="1999+8001="                     of a made task: solve it
+    python sample.py out/loop --start="1999+8001="                     of a made task: solve it;
+                                                                       without --start: another
 """
 
 import codecs
@@ -216,9 +217,11 @@ def main(argv):
     s, folder = read_one(argv, __doc__, SampleSettings, "python sample.py out/depth_attn")
     model, tokenizer, settings = open_as(s, folder)
     override(model, s)
-    prompt = encode_prompt(s.start, tokenizer, model.config.block_size)
-    given = '' if s.start is None else tokenizer.decode(prompt)
-    exam = exam_for_prompt(settings) if given else None
+    start, exam = s.start, exam_for_prompt(settings)
+    if start is None and exam is not None:
+        start, _ = exam['problems'][-1]     # a question of the validation set
+    prompt = encode_prompt(start, tokenizer, model.config.block_size)
+    given = '' if start is None else tokenizer.decode(prompt)
     if exam is not None:
         print("a made task: asked behind solved problems, as in training", file=sys.stderr)
         block_size = model.config.block_size

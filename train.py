@@ -12,7 +12,8 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
 Config files and --name=value apply from left to right. What none of them sets has its default; in
 a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C, SIGTERM,
-SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once.
+SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once. The exit
+status after a signal is not 0.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
 ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
 """
@@ -407,7 +408,7 @@ def main(argv):
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second
         print_plan(settings, given, prepare_data.BUILTIN, state)
-        return
+        return 0
 
     with process_group(settings.device) as (ranks, device):
         tinys = given.keys() - named.keys()
@@ -418,6 +419,7 @@ def main(argv):
         del state   # it keeps the old file open: replaced, that would still take disk space
         trainer.run()
         trainer.net = None  # it holds the process group
+    return trainer.stop.status
 
 
 if __name__ == '__main__':

@@ -35,14 +35,14 @@ def one_line(text):
 
 def run(main):
     """
-    Call main(argv). What is wrong with the input, a file or the disk becomes one line and exit
-    status 2; Ctrl-C is 130, and output that nobody reads any more (`| head`) is 141, as for other
-    programs.
+    Call main(argv), which returns the exit status or None, 0. What is wrong with the input, a file
+    or the disk becomes one line and exit status 2; Ctrl-C is 130, and output that nobody reads any
+    more (`| head`) is 141, as for other programs.
     """
     try:
         if hasattr(sys.stdout, 'reconfigure'):
             sys.stdout.reconfigure(errors='replace')  # a terminal that cannot show a character
-        main(sys.argv[1:])
+        status = main(sys.argv[1:]) or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         leave(130)
@@ -51,7 +51,7 @@ def run(main):
     except (UserError, OSError) as error:
         say(error)
         leave(2)
-    leave(0)
+    leave(status)
 
 
 def say(error):

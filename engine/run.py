@@ -27,6 +27,7 @@ from engine.shards import get_tokenizer
 
 SILENCE = 20    # seconds: no run is longer without a line
 PROBLEMS = 100  # of a made task, which each evaluation asks
+OFTEN = 100     # times that a run may read its data without a warning
 
 
 class Stop:
@@ -37,6 +38,7 @@ class Stop:
         self.device = device
         self.deadline = time.monotonic() + (max_seconds or math.inf)
         self.since = 0.0            # when this rank was told to stop; 0: it was not
+        self.status = 0             # what the program ends with: 128 and the signal's number
 
     def asked(self):
         """Whether any rank was told to stop, or is out of time; all ranks get the same answer."""
@@ -58,6 +60,7 @@ class Stop:
                 # not print, which the signal may have interrupted
                 os.write(2, b"stopping after this step; a second time ends it now\n")
         self.since = self.since or time.monotonic()
+        self.status = 128 + number
 
     @contextlib.contextmanager
     def on_signals(self):
@@ -156,6 +159,9 @@ class Log:
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}, {whose}; all {s.max_steps:,} steps read "
                  f"{s.data_dir} {epochs:,.1f} times")
+        if epochs > OFTEN:
+            self.say(f"warning: a text read {epochs:,.0f} times is learned by heart; more of it: "
+                     "python prepare_data.py fineweb-edu, then --data_dir=data/fineweb-edu")
         if share < 1:
             self.say(f"{share:.0%} of what the answers hold counts: a problem that begins before "
                      "its window is not known (block_size)")

@@ -209,12 +209,13 @@ def check_resume(state, step, settings, ranks, device):
 def say_changes(state, given, ranks):
     """
     One line with what the user's settings change in a run that goes on: given for a test, they
-    would stay.
+    would stay. (Of batch_tokens check_resume tells.)
     """
     before = {**state['config'], **state['settings']}
     told = []
     for name, value in given.items():
-        stays = name in before and name not in ('out_dir', 'init_from', 'max_seconds')
+        stays = name in before and name not in ('out_dir', 'init_from', 'max_seconds',
+                                                'batch_tokens')
         if stays and before[name] != value:
             told.append(f"{name}={value} (was {before[name]})")
     if told and ranks.rank == 0:

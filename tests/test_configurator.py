@@ -88,6 +88,8 @@ def test_files_compose_left_to_right(tmp_path):
     given, rest = parse(str(b), str(a), 'other')
     assert given == dict(count=8, name='a', limit=None)
     assert rest == ['other']
+    with pytest.raises(UserError, match='nosuch.py: cannot be read'):
+        parse(str(tmp_path / 'nosuch.py'))
 
 
 @pytest.mark.parametrize('line', [
@@ -161,10 +163,13 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     (UserError('\x1b[31mred\n: no such thing'), 2, 'error: ?[31mred : no such thing\n'),
     (FileNotFoundError(2, 'No such file', 'a.py'), 2, "error: [Errno 2] No such file: 'a.py'\n"),
     (KeyboardInterrupt(), 130, ''),
+    (None, 7, ''),
 ])
 def test_what_ends_a_program_is_a_line_and_a_status(error, status, said, capsys):
     def fail(argv):
-        raise error
+        if error is not None:
+            raise error
+        return status
 
     with pytest.raises(SystemExit) as leaves:
         run(fail)

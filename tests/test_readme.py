@@ -4,6 +4,7 @@ import glob
 import importlib
 import os
 import re
+import subprocess
 
 import prepare_data
 import pytest
@@ -306,7 +307,9 @@ def test_the_readme_is_short():
 
 
 def test_the_map_has_everything_at_the_top():
-    top = [name for name in os.listdir(ROOT) if name.endswith('.py')]
+    own = subprocess.run(['git', 'ls-files', '--others', '*.py'], cwd=ROOT, capture_output=True,
+                         text=True).stdout.split()      # a reader's files are no mistake
+    top = [name for name in os.listdir(ROOT) if name.endswith('.py') and name not in own]
     top += ['config', 'engine', 'tools', 'exercises', 'tests', 'docs']
     named = re.findall(r'^\| \[`([\w.]+)/?`\]', README, re.M)
     assert sorted(named) == sorted(top)

@@ -117,6 +117,13 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     asked.clear()       # a text that leaves no room for them
     sample.main([folder, f"--start={'1' * 128}", '--max_new_tokens=1', '--device=cpu'])
     assert asked == [[[ord('1')] * 128]]
+    asked.clear()       # none is named: one of the validation set
+    capsys.readouterr()
+    sample.main([folder, '--max_new_tokens=5', '--device=cpu'])
+    [[prompt]] = asked
+    question, _ = exam['problems'][-1]
+    assert bytes(prompt[-len(question):]).decode() == question
+    assert capsys.readouterr().out.startswith(question)
 
 
 # ---- settings ------------------------------------------------------------------------------------

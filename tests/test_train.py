@@ -151,12 +151,16 @@ def test_a_time_limit_and_a_resume_that_says_nothing_more(run_train, tmp_path, m
     recipe = ['--weight_decay=0.3', '--beta2=0.9']
     straight = run_train('straight', *recipe)
     assert run_train('first', *recipe, '--max_seconds=1e-6')['step'] == 1
-    assert 'stopped at step 1; go on' in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert 'stopped at step 1; go on' in told
+    assert 'learned by heart' not in told
 
     # the other settings are in the checkpoint, but for its folder, which has moved, and the limit
     os.rename(tmp_path / 'first', tmp_path / 'out')
     monkeypatch.chdir(tmp_path)
-    train.main(['--init_from=resume'])
+    monkeypatch.setattr('engine.run.OFTEN', 0)
+    assert train.main(['--init_from=resume']) == 0
+    assert 'warning: a text read 0 times is learned by heart' in capsys.readouterr().out
     assert not os.path.exists(tmp_path / 'first')
     resumed = load_checkpoint(str(tmp_path / 'out'))
     same_weights(straight, resumed)
@@ -948,7 +952,7 @@ def test_a_signal_saves_and_stops(start, tmp_path, name):
     os.kill(process.pid, getattr(signal, name))
     process.join(60)
     told = (tmp_path / 'out.log0').read_text()
-    assert process.exitcode == 0, told
+    assert process.exitcode == 128 + getattr(signal, name), told
     assert 'stopped at step' in told
     assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
 
