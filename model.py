@@ -35,13 +35,13 @@ To train with this file alone; plain GPTs need neither of the two lines that set
         ...                                         # loss.backward(), and an optimizer's step
     tokens = gpt.eval().generate(prompt, 100)
 
-train.py trains these classes. On CUDA, or with --fast=True, it replaces some by faster ones, and
-stops with an error if you edited one of those: --fast=False runs what you wrote.
+train.py trains these classes. On CUDA, and with fast=True, which config/halting_*.py set, it
+replaces some by faster ones, and stops with an error if you edited one of those: --fast=False runs
+what you wrote.
 """
 
 import math
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 from typing import Optional
 
 import torch
@@ -60,10 +60,11 @@ def require(ok, message):
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are the 360M row of the Depth-Attention paper. Where
-    a comment says what None stands for, a new config gets that value (ponder_topk stays None, and
-    what is off). dataclasses.replace keeps it: to change a shape or a mechanism, make a new config.
-    Settings of mechanisms that are not chosen do nothing, but must be valid.
+    Shape and toggles of a model; the defaults are nearly the 360M row of the Depth-Attention paper
+    (config/size/360m.py). None stands for what the comment says, which is filled in when a config
+    is made, but for ponder_topk and what is off. dataclasses.replace copies what was filled in: to
+    change a shape or a mechanism, make a new config. Settings of mechanisms that are not chosen do
+    nothing, but must be valid.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -99,9 +100,10 @@ class GPTConfig:
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's)
-    halt_start: Optional[float] = None   # share of the run at which it begins (None: the class's)
-    halt_full: Optional[float] = None    # share from which its weight is full (None: the class's)
+    # of these three None stands for what the class has as its `defaults`
+    halt_lambda: Optional[float] = None  # weight of the halting loss
+    halt_start: Optional[float] = None   # share of the run at which it begins
+    halt_full: Optional[float] = None    # share of the run from which its weight is full
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -185,15 +187,16 @@ class Memory:
     """
 
     def __init__(self):
-        self.tokens = 0             # read so far, those of this pass included: N, without slots
+        self.tokens = 0             # read so far, those of this pass included: N of them
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # of each layer that ran in this pass: its (k, v), for part 3
-        self.loops = ()             # parts 3 and 4, in a Loop: the memories of the passes before
+        # for part 3:
+        self.made = {}              # of each layer that ran in this pass: its (k, v)
+        self.loops = ()             # in a Loop: the memories of the passes before
 
     def begin(self, x):
         """More tokens begin a pass, (B,T) or their embeddings; returns their positions (T,)."""
-        # a text goes on, but what came before it was kept nowhere
+        # a mechanism that leaves out `memory` in gpt.trunk(x, pos, memory) stores no keys
         assert self.tokens == 0 or self.keys, "gpt.trunk was called without its memory"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
@@ -213,7 +216,8 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        assert layer not in self.made, f"block {layer} must run once in each pass"
+        # each call of gpt.trunk takes another memory[k], or a new memory.for_pass(k)
+        assert layer not in self.made, f"block {layer} ran twice in one pass"
         self.made[layer] = k, v
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
@@ -270,8 +274,9 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask. On CUDA PyTorch holds all scores,
-        (B, nh, S, N), if n_kv_head < n_head and q is fp32 or there is a mask.
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask. Usually the scores (B, nh, S, N) are
+        never all in memory. On CUDA they are, if heads share keys and q is fp32 or there is a mask:
+        engine/attention.py avoids that.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -339,9 +344,9 @@ class GPT(nn.Module):
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if self.config.ponder == 'none' or not self.training:
+        if not self.training:
             return None, self.loss(h, targets)                  # evaluation: cross-entropy alone
-        return None, self.mechanism.loss(self, h, targets)              # parts 4 and 5
+        return None, self.mechanism.loss(self, h, targets)      # in part 5 more; else the same
 
     def hidden(self, idx, memory=None):
         """
@@ -352,7 +357,7 @@ class GPT(nn.Module):
         if memory is None:
             memory = self.new_memory()
         length = memory.tokens + idx.size(1)
-        assert length <= self.config.block_size, "the text is longer than block_size"
+        assert length <= self.config.block_size, f"{length} tokens are more than block_size"
         pos = memory.begin(idx)                                         # (T,)
         x = self.embed(idx)
         if self.config.ponder == 'none':
@@ -407,12 +412,14 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, pad=None):
         """
-        Append tokens, one by one, to idx (B,T). For a model in eval mode; block_size tokens is the
-        most that it can read.
+        Append tokens, one by one, to idx (B,T). For a model in eval mode; ValueError if that takes
+        more than the block_size tokens that it can read.
         temperature     0 takes the likeliest token
         top_k           only the k likeliest are drawn from
         pad             (B,): so many on the left of each row are padding (None: no padding)
         """
+        length = idx.size(1) + max_new_tokens - 1       # the last new token is not read
+        require(length <= self.config.block_size, f"{length} tokens are more than block_size")
         memory = self.new_memory(pad)
         new = idx
         for _ in range(max_new_tokens):
@@ -453,8 +460,8 @@ def likeliest(logits, k):
 # no source. q and k are those of sequence attention, after norm and rotation: at one position
 # both are turned alike, so the rotation cancels.
 #
-# Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer, 0.03 % of the 360M model; no parameter. The
-# KV cache holds v~ in the place of v, so it does not grow.
+# Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer that has a source, 0.03 % of the 360M model;
+# no parameter. The KV cache holds v~ in the place of v, so it does not grow.
 # Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
 # after, so that the weights a depend on no absolute position; and the cache holds v~, which makes
 # decoding exact. Sources are counted from layer 0, as in their code; a sentence of the paper counts
@@ -594,8 +601,8 @@ class Mechanism(nn.Module):
 
     def by_rows(self, function, gpt, h):
         """
-        function(gpt, h), (.., C) -> (.., D), which looks at one vector at a time. So engine/loss.py
-        may take some at a time: V logits of each can be too much for memory.
+        Just function(gpt, h), (.., C) -> (.., D). It is a method so that engine/loss.py can take
+        another in its place, for some vectors at a time: V logits of each can be too much at once.
         """
         return function(gpt, h)
 
@@ -634,7 +641,7 @@ class Memories(list):
 
 
 class Plain(Mechanism):
-    """ponder='none': what else is asked of a mechanism. GPT never calls its forward or loss."""
+    """ponder='none': a plain GPT's answers to what is asked of any mechanism, but for `forward`."""
     K = 0  # in the place of the property: whatever ponder_steps says
     settings = ()
 
@@ -668,7 +675,7 @@ class Embedding(Mechanism):
 
     @staticmethod
     def default_embed_scale(C):
-        return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
+        return math.sqrt(C)     # as in their code (scale_embeds): embeddings begin with RMS 0.63
 
     def forward(self, gpt, x, pos, memory):
         for j in range(self.K):
@@ -707,7 +714,7 @@ class Loop(Mechanism):
     def forward(self, gpt, x, pos, memory):
         for k in range(self.K + 1):
             if self.config.depth_attn:
-                memory[k].loops = [memory[i] for i in range(k)]     # for depth_sources
+                memory[k].loops = memory[:k]                        # for depth_sources
             normed = self.config.loop_norm or k == self.K
             x = gpt.trunk(x, pos, memory[k], norm=normed)
         return x
@@ -725,28 +732,29 @@ class Loop(Mechanism):
 #     Latent, all in one sweep          (0,0) (0,1) (1,0) (1,1)
 
 
-# The time of padding, and of hidden slots as keys: no token reads what is later than itself.
-# Padding as a query does read something: a softmax over nothing would be NaN
-NEVER = 2 ** 40
-
-
-class Labels(SimpleNamespace):
-    """
-    Labels of N slots in each of B rows, (B,N) each.
-    t       the time of the token, or NEVER: padding, and as keys tokens that stopped and thoughts
-            that are hidden
-    k       the number of the pass, or of the slot
-    """
+@dataclass
+class Labels:
+    """Labels of N slots in each of B rows, (B,N) each."""
+    t: torch.Tensor         # the time of the token, or NEVER
+    k: torch.Tensor         # the number of the pass, or of the slot among those of its token
+    log_w: Optional[torch.Tensor] = None    # Mask, part 5: what is added to scores against a key
 
     def __getitem__(self, where):
-        return Labels(**{name: label[where] for name, label in vars(self).items()})
+        log_w = None if self.log_w is None else self.log_w[where]
+        return Labels(self.t[where], self.k[where], log_w)
 
     def joined(self, new):
         """These labels, and in each row `new` ones behind them."""
-        both = {}
-        for name, label in vars(self).items():
-            both[name] = torch.cat((label, getattr(new, name)), dim=1)
-        return Labels(**both)
+        t = torch.cat((self.t, new.t), dim=1)
+        k = torch.cat((self.k, new.k), dim=1)
+        log_w = None if self.log_w is None else torch.cat((self.log_w, new.log_w), dim=1)
+        return Labels(t, k, log_w)
+
+
+# The time of padding; and, as keys, of tokens that stopped and of thoughts that are hidden. Nobody
+# reads these, as no rule reads what is later than the query. Padding itself reads everything: a
+# softmax over nothing would be NaN.
+NEVER = 2 ** 40
 
 
 def times(pos, B, pad):
@@ -756,18 +764,17 @@ def times(pos, B, pad):
     return torch.where(pos < pad[:, None], NEVER, pos)
 
 
-def labels_of(time, k, n, visible, extra):
+def labels_of(time, k, n, visible, log_w):
     """
     (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
     by side, numbered from k on. As keys, slots that are not `visible` (B, T n) have the time NEVER.
-    extra: {name: (B, T n)}, further labels.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
     numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
-    reading = Labels(t=t, k=numbers.expand_as(t), **extra)
+    query = Labels(t, numbers.expand_as(t), log_w)
     if visible is None:
-        return reading, reading
-    return reading, Labels(**{**vars(reading), 't': t.where(visible, NEVER)})
+        return query, query
+    return query, replace(query, t=t.where(visible, NEVER))
 
 
 class SlotMemory(Memory):
@@ -796,15 +803,15 @@ class SlotMemory(Memory):
         self.n_before = 0 if self.key_labels is None else self.key_labels.t.size(1)
         return pos
 
-    def for_pass(self, k=0, n=1, visible=None, **labels):
+    def for_pass(self, k=0, n=1, visible=None, log_w=None):
         """
-        Pass number k over these tokens begins; returns the memory for gpt.trunk: this one. With
-        n > 1 each token has n slots, side by side, which are numbered from k on.
+        Pass number k over these tokens begins; returns the memory for gpt.trunk: this one, and in
+        engine/ others. With n > 1 each token has n slots, side by side, numbered from k on.
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
-        labels      (B, T n) each, if the rule asks for more than t and k
+        log_w       (B, T n), for Mask's rule
         """
         first = self.key_labels is None
-        self.query_labels, new = labels_of(self.time, k, n, visible, labels)
+        self.query_labels, new = labels_of(self.time, k, n, visible, log_w)
         self.key_labels = new if first else self.key_labels.joined(new)
         self.made = {}
         # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
@@ -891,20 +898,19 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        n_sweeps = len(self.slots_of_sweeps(self.R))    # each has a slot more, up to K + 1
-        for _ in range(n_sweeps - 1):
-            h = self.sweep(gpt, [x, *thoughts], pos, memory)
+        for n in self.slots_of_sweeps(self.R):
+            h = self.sweep(gpt, [x, *thoughts], pos, memory)        # n slots of each token
             thoughts = h[:self.K]                       # z_{k+1} came out of slot k; K at most
-        return self.sweep(gpt, [x, *thoughts], pos, memory)[self.K]
+        return h[self.K]
 
-    def sweep(self, gpt, slots, pos, memory, visible=None, **labels):
+    def sweep(self, gpt, slots, pos, memory, visible=None, log_w=None):
         """
-        A pass over n slots of each token, (B,T,C) each -> what comes out of each. visible, labels:
+        A pass over n slots of each token, (B,T,C) each -> what comes out of each. visible, log_w:
         as in SlotMemory.for_pass.
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
-        memory = memory.for_pass(n=n, visible=visible, **labels)
+        memory = memory.for_pass(n=n, visible=visible, log_w=log_w)
         h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory)
         return h.unflatten(1, (-1, n)).unbind(2)
 
@@ -1012,7 +1018,7 @@ class Pause(Mechanism):
 
     @staticmethod
     def default_embed_scale(C):
-        return math.sqrt(C)  # scaled embeddings begin with RMS 0.63
+        return math.sqrt(C)     # as Embedding
 
     def forward(self, gpt, x, pos, memory):
         n = self.K + 1
@@ -1048,7 +1054,7 @@ class TokenState:
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             chosen = taken if ours.dim() == 2 else taken[..., None]
-            merged[field.name] = torch.where(chosen, ours.to(theirs.dtype), theirs)
+            merged[field.name] = torch.where(chosen, ours, theirs)
         return type(self)(**merged)
 
 
@@ -1069,7 +1075,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the state after it, to be used for those alone. Mask leaves one pair: the first pass
+        # new: what it made, of the tokens that had stopped as well. Mask leaves one pair.
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1078,7 +1084,7 @@ class Halting(Mechanism):
         self.trace = []
         for k in range(self.K + 1):
             taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
-            reads = memory.for_pass(k, visible=taken, **self.labels(state, k))
+            reads = memory.for_pass(k, visible=taken, log_w=self.log_w(state, k))
             x = self.before(gpt, state, k)
             h = gpt.trunk(x, pos, reads, norm=self.final_norm)
             new = self.after(gpt, state, x, h, k)
@@ -1097,9 +1103,9 @@ class Halting(Mechanism):
         """What goes into pass k, (B,T,C)."""
         return state.x
 
-    def labels(self, state, k):
-        """{name: (B,T)}, which the rule asks for: of the slots of pass k."""
-        return {}
+    def log_w(self, state, k):
+        """Mask: what its rule adds to the scores against the slots of pass k, (B,T)."""
+        return None
 
     def after(self, gpt, state, x, h, k):
         """The state after pass k, which made h (B,T,C) of x (B,T,C)."""
@@ -1136,7 +1142,7 @@ def mean_where(chosen, values):
 
 def without_autocast(module, h):
     """module(h) in the precision of its weights, the result at least in fp32: halt_tau is small."""
-    device = 'cpu' if h.is_meta else h.device.type      # autocast knows no meta
+    device = 'cpu' if h.is_meta else h.device.type      # engine/flops.py counts without numbers
     with torch.autocast(device, enabled=False):
         weight_dtype = next(module.parameters()).dtype
         return at_least_fp32(module(h.to(weight_dtype)))
@@ -1149,11 +1155,13 @@ def newest(query, key):
     of (0,0) (1,0) (1,1), the first and the last.
     """
     N = key.t.size(-1)
-    token = key.t.clamp(max=N)      # (B,1,N): each has a key, so t < N; N for NEVER
-    # of each token the largest k among its keys; in floats, as MPS has no amax of integers
-    last_pass = torch.zeros(len(token), 1, N + 1, device=token.device)
-    last_pass = last_pass.scatter_reduce(-1, token, key.k.float(), 'amax')
-    last = last_pass.gather(-1, token)  # (B,1,N): the largest k of the token that a key belongs to
+    # The keys of one token lie in one bucket, by its time. Each token so far has a key, so that its
+    # time is below N; bucket N takes the keys that nobody reads, of time NEVER.
+    bucket = key.t.clamp(max=N)                                         # (B,1,N)
+    # the largest k in each bucket (as floats: MPS has no amax of integers), then for each key
+    largest = torch.zeros(len(bucket), 1, N + 1, device=bucket.device)
+    largest = largest.scatter_reduce(-1, bucket, key.k.float(), 'amax')
+    last = largest.gather(-1, bucket)                                   # (B,1,N)
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
@@ -1243,12 +1251,13 @@ class MaskState(TokenState):
     log_w: torch.Tensor     # (B,T,K+1)  log of the probability that it needs at least k
 
 
-class Mask(Halting, Latent):    # Halting first: its loss
+class Mask(Halting, Latent):
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
     A router decides, after a token's own slot, how many of PonderLM-2's thoughts it needs. Each is
-    read, and counts, as much as it is likely to be needed:
+    read, and counts, as much as it is likely to be needed. (Of its parents Latent gives draws, R
+    and the sweeps, Halting the loss and the passes of a single token.)
 
         s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -1257,7 +1266,7 @@ class Mask(Halting, Latent):    # Halting first: its loss
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding takes slot after slot, by Halting.forward with `start`, `labels` and `after` from
+    of 1. Decoding takes slot after slot, by Halting.forward with `start`, `log_w` and `after` from
     here; with `fast` it leaves hidden ones out. The loss gains halt_lambda times the expected
     number of thoughts, in full from halt_full on; this term is ours.
 
@@ -1289,12 +1298,11 @@ class Mask(Halting, Latent):    # Halting first: its loss
         log_w = first.log_w                                             # (B,T,K+1)
         needed = real[..., None].expand_as(log_w)
         thoughts = []
-        for _ in range(len(self.slots_of_sweeps(self.R))):
-            n = len(thoughts) + 1
+        for n in self.slots_of_sweeps(self.R):
             # a sweep computes hidden slots all the same: the next one may want them again
             visible = None if self.training else needed[..., :n].flatten(1)
-            h = self.sweep(gpt, [x, *thoughts], pos, memory, visible=visible,
-                           log_w=log_w[..., :n].flatten(1).to(x.dtype))
+            added = log_w[..., :n].flatten(1).to(x.dtype)
+            h = self.sweep(gpt, [x, *thoughts], pos, memory, visible, added)
             s, log_w = self.route(h[0])
             needed = (log_w.exp() >= self.config.halt_tau) & real[..., None]
             thoughts = h[:self.K]
@@ -1310,8 +1318,8 @@ class Mask(Halting, Latent):    # Halting first: its loss
         out = torch.zeros_like(x, dtype=zero.dtype)
         return MaskState(x=x, out=out, go_on=go_on, score=zero[..., 0], s=zero, log_w=zero)
 
-    def labels(self, state, k):
-        return dict(log_w=state.log_w[..., k].to(state.x.dtype))
+    def log_w(self, state, k):
+        return state.log_w[..., k].to(state.x.dtype)
 
     def after(self, gpt, state, x, h, k):
         s, log_w = state.s, state.log_w
@@ -1352,7 +1360,7 @@ class Router(Halting, Chain):
     A chain that each token leaves when its probability of getting further is small. The paper
     counts k from 1, we from 0:
 
-        g_t^(k)   = sigmoid(router(z_t^(k)))  whether to go on; nobody does after the last pass  (3)
+        g_t^(k)   = sigmoid(router(z_t^(k)))        whether to go on; g_t^(K) is made, not used  (3)
         reach^(0) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of pass k + 1 (4)
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
         weight^(k) = reach^(k) (1 - g^(k)) before K*, reach^(k) at K*                     (5), (7)
@@ -1456,7 +1464,7 @@ class Exit(Halting):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():
+            with torch.no_grad():   # and detached, which PyTorch's FLOP counter wants
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
@@ -1478,10 +1486,9 @@ class Exit(Halting):
 
     def prior(self, n):
         """The weights of the losses of n passes."""
-        prior = [0.0] * n
-        if self.config.exit_loss != 'last':
-            weights = [k + 1 if self.config.exit_loss == 'ramp' else 1 for k in range(n)]
-            prior = [self.onset() * weight / sum(weights) for weight in weights]
+        last = [0] * (n - 1) + [1]
+        weights = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
+        prior = [self.onset() * weight / sum(weights) for weight in weights]
         prior[-1] += 1 - sum(prior)     # the last pass gets what is left
         return prior
 
@@ -1504,8 +1511,9 @@ class Exit(Halting):
         return weight * total / self.K
 
     def cost(self, gpt, drawn, training):
-        asked = not training or self.config.exit_loss != 'last'
-        heads = self.K * gpt.lm_head.weight.numel() * asked
+        heads = self.K * gpt.lm_head.weight.numel()
+        if training and self.config.exit_loss == 'last':
+            heads = 0
         return Cost(vectors=self.K + 1, keys=self.K + 1, other=heads)
 
 
@@ -1598,7 +1606,7 @@ class Ouro(Exit):
         return total / (self.K + 1)     # there are K terms, but their code has K + 1
 
     def cost(self, gpt, drawn, training):
-        heads = self.K * gpt.lm_head.weight.numel() * training
+        heads = self.K * gpt.lm_head.weight.numel() if training else 0
         gates = self.K * linear_weights(self)
         return Cost(vectors=self.K + 1, keys=self.K + 1, other=heads + gates)
 

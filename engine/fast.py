@@ -36,17 +36,17 @@ PARTS = {
         'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': '37242d8f6322',
-        'Labels': '79400e806cf4',
+        'Memory': 'da6bc93242d1',
+        'Labels': 'b75bf2606a5b',
         'Padded': '6839614b5990',
-        'labels_of': 'f8e73e175141',
+        'labels_of': 'c429c51033ad',
         'times': 'a8f5f8e6102b',
-        'SlotMemory': 'cd9abbfafdc3',
+        'SlotMemory': 'cd8f2056d91e',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': 'bc03a5343bb4',
         'flat': '45cc7235f97c',
         'by_pass': '375d7c1d6b52',
-        'newest': '869f51465e37',
+        'newest': '8d43bb19470a',
         'faded': '103501571112',
     },
     'engine/loss.py': {                 # never all logits at once
@@ -57,12 +57,12 @@ PARTS = {
         'Mechanism.by_rows': '3401a9524d1c',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
-        'Halting.forward': '484b092fe4ea',
-        'TokenState.where': 'bdeda2132aa7',
+        'Halting.forward': 'bb795925d323',
+        'TokenState.where': '01535b23cd2b',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
-        'GPT.hidden': '08626e6925bb',
-        'Mask.forward': '03f0f77d4c3b',
+        'GPT.hidden': 'b4518a1feaf9',
+        'Mask.forward': 'dc6930bd91d5',
     },
 }
 
@@ -215,7 +215,7 @@ def think(mechanism, gpt, x, pos, memory):
         taken = state.go_on                                             # (B,T)
         chosen = Chosen(taken)
         part = each(chosen.take, state)
-        reads = memory.for_tokens(chosen.t(pos), k, mechanism.labels(part, k))
+        reads = memory.for_tokens(chosen.t(pos), k, mechanism.log_w(part, k))
         x = mechanism.before(gpt, part, k)                              # (B,n,C)
         h = gpt.trunk(x, chosen.take(pos), reads, norm=mechanism.final_norm)
         state = each(chosen.put, state, mechanism.after(gpt, part, x, h, k))

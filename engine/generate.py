@@ -294,16 +294,16 @@ class Rows:
         gpt, mechanism = self.gpt, self.gpt.mechanism
         groups = self.groups(t.device)
         back = torch.cat([rows for _, rows in groups]).argsort()        # (r,): from groups to rows
-        states, inputs, labels = [], [], []
+        states, inputs, log_w = [], [], []
         for k, rows in groups:
             state = each(partial(take, rows, len(groups)), self.state)
             states.append(state)
             inputs.append(mechanism.before(gpt, state, k))
-            labels.append(mechanism.labels(state, k))
+            log_w.append(mechanism.log_w(state, k))
 
-        joined = {name: join(back, *[some[name] for some in labels]) for name in labels[0]}
+        log_w = None if log_w[0] is None else join(back, *log_w)
         numbers = torch.tensor(self.k, device=t.device)[:, None]        # (r,1)
-        reads = self.cache.for_tokens(t, numbers, joined)
+        reads = self.cache.for_tokens(t, numbers, log_w)
         h = gpt.trunk(join(back, *inputs), t, reads, norm=mechanism.final_norm)   # (r,1,C)
 
         news = []

@@ -94,7 +94,7 @@ class TextPass:
             self.made[layer] = made
 
     def update(self, layer, k, v):
-        assert layer not in self.ran, f"block {layer} must run once in each pass"
+        assert layer not in self.ran, f"block {layer} ran twice in one pass"
         self.ran.add(layer)
         read = self.join(self.past(layer), k, v)
         self.keep(layer, (k, v), read)
@@ -225,29 +225,28 @@ class TextSlots:
     def rewind(self):
         self.last = None
 
-    def for_pass(self, k=0, n=1, visible=None, **labels):
+    def for_pass(self, k=0, n=1, visible=None, log_w=None):
         T = self.t.size(1)
         if self.rule in (flat, faded) and T > 1:
             assert self.last is None, 'flat, faded: all slots of a text go at once, or rewind()'
         if self.rule is flat and T > 1:
             self.last = CausalPass(self.sources)
         elif self.rule is faded and T > 1:
-            bias = labels['log_w']
             if visible is not None:
-                bias = bias.masked_fill(~visible, -torch.inf)
-            self.last = CausalPass(self.sources, bias)
+                log_w = log_w.masked_fill(~visible, -torch.inf)
+            self.last = CausalPass(self.sources, bias=log_w)
         elif self.rule is by_pass and visible is None and n == 1:
             self.last = ChainPass(self.sources, self.last, k)
         elif self.rule is newest and visible is not None and n == 1:
             self.last = FrozenPass(self.sources, self.last, visible)
         else:
-            query, key = labels_of(self.t, k, n, visible, labels)
+            query, key = labels_of(self.t, k, n, visible, log_w)
             self.last = RulePass(self.sources, self.last, self.rule, query, key)
         return self.last
 
-    def for_tokens(self, t, k, labels):
+    def for_tokens(self, t, k, log_w):
         """Pass k of some tokens: t (B,n), NEVER for what fills up the rectangle."""
-        slots = Labels(t=t, k=torch.full_like(t, k), **labels)
+        slots = Labels(t, torch.full_like(t, k), log_w)
         causal = self.last is None and self.rule is by_pass     # one slot of each token
         self.last = RulePass(self.sources, self.last, self.rule, slots, slots, causal)
         return self.last
@@ -280,7 +279,7 @@ class Cache(Memory):
         self.rule = rule
         self.ordered = pad is None and rule in (earlier, flat)
         self.places = capacity if static else 0     # there is room for so many now
-        self.key_labels = Labels()  # (B, places) each
+        self.key_labels = None      # (B, places) each, if there are some
         self.query_labels = None    # of this pass
         self.time = None            # (B,T): of the tokens that are read now
         self.length = 0             # slots so far
@@ -302,39 +301,42 @@ class Cache(Memory):
 
     # ---- a pass
 
-    def for_pass(self, k=0, n=1, visible=None, **labels):
+    def for_pass(self, k=0, n=1, visible=None, log_w=None):
         T = self.time.size(1)
         if self.ordered:
             assert T == 1 or self.length == self.n_before, 'flat: all slots of a text go at once'
             self.reserve(T * n, T == 1, self.time.device)
             return self
-        query, key = labels_of(self.time, k, n, visible, labels)
-        return self.append_slots(query, key.t, T == 1)
+        query, key = labels_of(self.time, k, n, visible, log_w)
+        return self.append_slots(query, key, T == 1)
 
-    def for_tokens(self, t, k, labels):
+    def for_tokens(self, t, k, log_w):
         """
         A pass of some tokens: t (B,n), NEVER for what fills up the rectangle. k: its number; or
         (B,n), where rows of a batch write ahead of each other.
         """
-        numbers = torch.as_tensor(k, device=t.device).expand_as(t)
-        return self.append_slots(Labels(t=t, k=numbers, **labels), t, t.size(1) == 1)
+        slots = Labels(t, torch.as_tensor(k, device=t.device).expand_as(t), log_w)
+        return self.append_slots(slots, slots, t.size(1) == 1)
 
-    def append_slots(self, query, key_t, one_token):
-        """query: labels (B,S); key_t (B,S): t of the same slots as keys."""
+    def append_slots(self, query, key, one_token):
+        """query, key: labels (B,S) of the same slots, as readers and as what is read."""
         self.query_labels = query
-        self.reserve(key_t.size(1), one_token, key_t.device)
-        for name, new in vars(query).items():
-            nothing = NEVER if name == 't' else 0
-            new = key_t if name == 't' else new
-            held = getattr(self.key_labels, name, None)
-            if held is None:
-                held = new.new_full((len(new), self.places), nothing)
-            more = self.places - held.size(1)
-            if more > 0:
-                held = F.pad(held, (0, more), value=nothing)
-            held[:, self.first:self.length] = new
-            setattr(self.key_labels, name, held)
+        self.reserve(key.t.size(1), one_token, key.t.device)
+        held = self.key_labels or key[:, :0]
+        self.key_labels = Labels(t=self.with_new(held.t, key.t, NEVER),
+                                 k=self.with_new(held.k, key.k, 0),
+                                 log_w=self.with_new(held.log_w, key.log_w, 0))
         return self
+
+    def with_new(self, held, new, nothing):
+        """A label (B, places), held with `new` (B,S) in its places; `nothing` where no slot is."""
+        if new is None:
+            return None
+        more = self.places - held.size(1)
+        if more > 0:
+            held = F.pad(held, (0, more), value=nothing)
+        held[:, self.first:self.length] = new
+        return held
 
     def reserve(self, S, one_token, device):
         """Places for S slots behind those there are, by doubling; perhaps all of one token."""
@@ -375,7 +377,7 @@ class Cache(Memory):
 
     def update(self, layer, k, v):
         """Keeps k and v without their gradients; returns all of this layer."""
-        assert layer not in self.ran, f"block {layer} must run once in each pass"
+        assert layer not in self.ran, f"block {layer} ran twice in one pass"
         self.ran.add(layer)
         if layer in self.sources or self.loops is not NO_LOOPS:
             self.made[layer] = k, v
@@ -406,14 +408,15 @@ class Cache(Memory):
     def rewind(self):
         """Forget the slots of these tokens."""
         self.length = self.n_before
-        if vars(self.key_labels):
+        if self.key_labels is not None:
             self.key_labels.t[:, self.length:] = NEVER
 
     def keep_rows(self, rows):
         """Forget all rows of the batch but these (r,)."""
         self.keys = {layer: k[rows] for layer, k in self.keys.items()}
         self.values = {layer: v[rows] for layer, v in self.values.items()}
-        self.key_labels = self.key_labels[rows]
+        if self.key_labels is not None:
+            self.key_labels = self.key_labels[rows]
 
     def all_tensors(self):
         """Keys and values of all layers that have some."""

@@ -126,7 +126,7 @@ def test_a_second_pass_on_a_memory_has_to_be_opened(settings, idx):
     if settings:
         memory.for_pass(0)
     x = model.trunk(model.embed(idx), pos, memory)
-    with pytest.raises(AssertionError, match='block 0 must run once'):
+    with pytest.raises(AssertionError, match='block 0 ran twice'):
         model.trunk(x, pos, memory)
 
 

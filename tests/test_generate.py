@@ -217,8 +217,12 @@ def test_prompts_that_do_not_fit_are_refused(prompts, message):
 
 
 def test_a_text_above_block_size_is_refused(kind):
-    with pytest.raises(AssertionError, match='longer than block_size'):
-        make(kind=kind)(torch.ones(1, 25, dtype=torch.long))
+    text = torch.ones(1, 25, dtype=torch.long)
+    with pytest.raises(AssertionError, match='25 tokens are more than block_size'):
+        make(kind=kind)(text)
+    with pytest.raises(ValueError, match='25 tokens are more than block_size'):
+        make(kind=kind).generate(text[:, :5], 21)
+    assert make(kind=kind).generate(text[:, :5], 20).shape == (1, 25)
 
 
 def test_a_full_prompt_and_no_new_tokens():

@@ -113,11 +113,11 @@ def read_fast(memory, qkv, n=None, **opening):
     return read(opened, attend, qkv), opened
 
 
-def read_skipping(memory, pos, qkv, k, visible, **labels):
+def read_skipping(memory, pos, qkv, k, visible, log_w=None):
     """The same without the slots that are hidden, as in engine/fast.py."""
     chosen = Chosen(visible)
-    labels = {name: chosen.take(label) for name, label in labels.items()}
-    opened = memory.for_tokens(chosen.t(pos), k, labels)
+    log_w = None if log_w is None else chosen.take(log_w)
+    opened = memory.for_tokens(chosen.t(pos), k, log_w)
     got = read(opened, attend, chosen.take(qkv))
     return chosen.put(got.new_zeros(*qkv.shape[:2], *got.shape[2:]), got), opened
 
@@ -232,7 +232,7 @@ def write_ahead(cache, rows, name):
         place = torch.tensor([[t[row]] for row in left])
         number = torch.tensor([[k[row]] for row in left])
         own, qkv = labels(name, 1, len(left)), random_qkv(1, len(left))
-        got = read(cache.for_tokens(place, number, own), attend, qkv)
+        got = read(cache.for_tokens(place, number, own.get('log_w')), attend, qkv)
         for i, row in enumerate(left):
             alone = rows.rows[row]
             if k[row] == 0:
