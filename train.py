@@ -18,7 +18,6 @@ Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every
 ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
 """
 
-import contextlib
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -201,12 +200,12 @@ class Trainer:
             batches = list(batches)
             divisors = self.by_targets(batches)
         for micro, (x, y) in enumerate(batches):                        # each (micro_batch, T)
-            more = micro < self.accumulation - 1    # in the last, ranks average what is added up
-            with self.net.no_sync() if more and self.ranks.world > 1 else contextlib.nullcontext():
-                with self.autocast():
-                    _, loss = self.net(x, y)
-                loss = loss / divisors[micro]
-                self.scaler.scale(loss).backward()
+            # DDP.no_sync without a `with`: in the last backward ranks average what was added up
+            self.net.require_backward_grad_sync = micro == self.accumulation - 1
+            with self.autocast():
+                _, loss = self.net(x, y)
+            loss = loss / divisors[micro]
+            self.scaler.scale(loss).backward()
             total[0] += loss.detach()
             total[1] += (y >= 0).sum()
             self.log.add_passes(self.model.mechanism.passes)
