@@ -132,3 +132,27 @@ def test_a_mechanism_may_run_some_blocks_only(idx, kind, monkeypatch):
     with torch.no_grad():
         parts = [model.hidden(idx[:, a:b], memory) for a, b in ((0, 4), (4, 5), (5, 13))]
         close(model.head(torch.cat(parts, 1)), whole, 1e-12)
+
+
+def test_smear_of_the_results_page(tmp_path, monkeypatch):
+    """What comes out token by token is what a text as a whole gives, with the last embedding."""
+    with open(os.path.join(ROOT, 'docs', 'results.md'), encoding='utf-8') as f:
+        [code] = re.findall(r'```python\n(    def forward.*?)```', f.read(), re.S)
+    path = tmp_path / 'smear.py'
+    path.write_text(f'import torch\n\n\nclass Smear:\n{code}')
+    spec = importlib.util.spec_from_file_location('smear', path)
+    smear = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(smear)
+    monkeypatch.setattr(library.Feedback, 'forward', smear.Smear.forward)
+
+    model = make(ponder='feedback')
+    idx = torch.randint(model.config.n_tokens, (2, 9))
+    x = model.embed(idx)
+    before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+    want = model.head(model.trunk(x + before, torch.arange(9)))
+    close(model(idx)[0], want)
+    memory = model.new_memory()
+    pieces = [model.hidden(idx[:, :4], memory)]
+    for t in range(4, 9):
+        pieces.append(model.hidden(idx[:, t:t + 1], memory))
+    close(model.head(torch.cat(pieces, dim=1)), want)
