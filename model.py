@@ -410,27 +410,19 @@ class GPT(nn.Module):
         return self.mechanism.new_memory(pad)                           # parts 4 and 5
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, pad=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """
-        Append tokens, one by one, to idx (B,T). For a model in eval mode; ValueError if that takes
-        more than the block_size tokens that it can read.
-        temperature     0 takes the likeliest token
-        top_k           only the k likeliest are drawn from
-        pad             (B,): so many on the left of each row are padding (None: no padding)
+        Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. For a
+        model in eval mode; ValueError if that takes more than the block_size tokens that it can
+        read. engine/generate.py has more: windows that slide, prompts of unequal lengths.
         """
         length = idx.size(1) + max_new_tokens - 1       # the last new token is not read
         require(length <= self.config.block_size, f"{length} tokens are more than block_size")
-        memory = self.new_memory(pad)
+        memory = self.new_memory()
         new = idx
         for _ in range(max_new_tokens):
             h = self.hidden(new, memory)[:, -1]                         # only what is new
-            logits = at_least_fp32(self.head(h))                        # (B,V)
-            if top_k is not None:
-                logits = likeliest(logits, top_k)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)                   # (B,1)
-            else:
-                new = (logits / temperature).softmax(-1).multinomial(1)
+            new = sample(self.head(h), temperature, top_k, top_p)[:, None]          # (B,1)
             idx = torch.cat((idx, new), dim=1)
         return idx
 
@@ -439,10 +431,30 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-def likeliest(logits, k):
-    """Logits (B,V), with -inf for what is less than the k largest of its row."""
-    kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
-    return logits.masked_fill(logits < kth, -math.inf)
+def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """
+    Draw a token of each row: logits (B,V) -> (B,).
+    temperature     0 takes the likeliest
+    top_k           draws from the k likeliest
+    top_p           draws from the fewest that together have this probability
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = at_least_fp32(logits)
+    # the largest becomes 0: divided by a tiny temperature, others would be infinite
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p is not None:
+        p, order = logits.softmax(-1).sort(descending=True)
+        enough = p.cumsum(-1) - p >= top_p      # the likelier ones reach top_p without it
+        enough[:, 0] = False                    # the likeliest of all stays
+        dropped = torch.zeros_like(enough).scatter(1, order, enough)
+        logits = logits.masked_fill(dropped, -math.inf)
+    p = logits.softmax(-1)
+    # as torch.multinomial, but without its check for NaN, for which the host would wait for the GPU
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -523,7 +535,8 @@ class Mechanism(nn.Module):
     gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
     reads whom, its loss.
     """
-    rule = None     # a function: which slots a slot attends to; None: those of its own pass
+    rule = None     # a function: which slots a slot attends to; None: those of its own pass. (In
+                    # a class it is made a staticmethod, or Python would pass it self.)
 
     # what engine/ and tools/ ask for, as they do for `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
@@ -599,13 +612,6 @@ class Mechanism(nn.Module):
         """What training minimises; h (B,T,C) is what `forward` returned."""
         return gpt.loss(h, targets)
 
-    def by_rows(self, function, gpt, h):
-        """
-        Just function(gpt, h), (.., C) -> (.., D). It is a method so that engine/loss.py can take
-        another in its place, for some vectors at a time: V logits of each can be too much at once.
-        """
-        return function(gpt, h)
-
 
 class Padded(Memory):
     """
@@ -680,27 +686,27 @@ class Embedding(Mechanism):
     def forward(self, gpt, x, pos, memory):
         for j in range(self.K):
             h = gpt.trunk(x, pos, memory[j])
-            x = x + self.by_rows(mixture, gpt, h)
+            x = x + self.mixture(gpt, h)
         return gpt.trunk(x, pos, memory[self.K])
+
+    @staticmethod
+    def mixture(gpt, h):
+        """P W: the mean embedding of the next token under head(h), (.., C) -> (.., C)."""
+        config, table = gpt.config, gpt.wte.weight
+        logits = gpt.head(h)                                                # (..,V)
+        if config.ponder_topk is None:
+            p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
+            mean = p @ table.to(p.dtype)
+            return mean * config.embed_scale        # cheaper than to scale the table
+        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
+        p = top.values.softmax(-1).to(table.dtype)
+        mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
+        return mean.view_as(h) * config.embed_scale
 
     def cost(self, gpt, drawn, training):
         mixed = self.config.ponder_topk or self.config.vocab_size
         step = gpt.lm_head.weight.numel() + mixed * self.config.n_embd
         return Cost(vectors=self.K + 1, keys=self.K + 1, other=self.K * step)
-
-
-def mixture(gpt, h):
-    """P W: the mean embedding of the next token under head(h), (.., C) -> (.., C)."""
-    config, table = gpt.config, gpt.wte.weight
-    logits = gpt.head(h)                                                # (..,V)
-    if config.ponder_topk is None:
-        p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
-        mean = p @ table.to(p.dtype)
-        return mean * config.embed_scale        # cheaper than to scale the table
-    top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
-    p = top.values.softmax(-1).to(table.dtype)
-    mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
-    return mean.view_as(h) * config.embed_scale
 
 
 class Loop(Mechanism):
@@ -1165,7 +1171,7 @@ def newest(query, key):
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
-class Gate(Halting):
+class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
@@ -1187,7 +1193,6 @@ class Gate(Halting):
     near sigmoid(4) = 0.98, as PonderLM.
     """
     rule = staticmethod(newest)     # (10)
-    settings = Embedding.settings
     works_on = 'embedding'
     defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
     score_name = 'gate'
@@ -1212,7 +1217,7 @@ class Gate(Halting):
         if k == 0:
             return state.x
         m, s = state.go_on, state.score
-        step = (m * s)[..., None] * self.by_rows(mixture, gpt, state.out)
+        step = (m * s)[..., None] * self.mixture(gpt, state.out)
         return state.x + step.to(state.x.dtype)                         # (6) to (9)
 
     def after(self, gpt, state, x, h, k):
@@ -1236,7 +1241,7 @@ class Gate(Halting):
         return self.config.halt_lambda * mean
 
     def cost(self, gpt, drawn, training):
-        steps = Embedding.cost(self, gpt, drawn, training)  # borrowed: Gate takes its passes
+        steps = Embedding.cost(self, gpt, drawn, training)
         return replace(steps, other=steps.other + linear_weights(self))
 
 
@@ -1474,7 +1479,12 @@ class Exit(Halting):
 
     def score_after(self, gpt, state, out):
         """doubt^k (B,T) after a pass that made `out` (B,T,C) of `state`."""
-        return 1 - self.by_rows(confidence, gpt, out).squeeze(-1)
+        return 1 - self.confidence(gpt, out).squeeze(-1)
+
+    @staticmethod
+    def confidence(gpt, h):
+        """The largest probability of head(h): (.., C) -> (.., 1)."""
+        return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1, keepdim=True)
 
     def outputs(self):
         """h^k of each pass, (B,T,C); of a token that left before, that of its last pass."""
@@ -1506,26 +1516,21 @@ class Exit(Halting):
             return 0.0
         total = 0.0
         for taken, new in self.trace[:self.K]:
-            surprise = self.by_rows(nats_of_chance, gpt, new.out).squeeze(-1)
+            surprise = self.nats_of_chance(gpt, new.out).squeeze(-1)
             total = total + mean_where(given & taken, surprise)
         return weight * total / self.K
+
+    @staticmethod
+    def nats_of_chance(gpt, h):
+        """Cross-entropy of head(h), were all tokens as likely to come next: (.., C) -> (.., 1)."""
+        logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
+        return logits.logsumexp(-1, keepdim=True) - logits.mean(-1, keepdim=True)
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel()
         if training and self.config.exit_loss == 'last':
             heads = 0
         return Cost(vectors=self.K + 1, keys=self.K + 1, other=heads)
-
-
-def confidence(gpt, h):
-    """The largest probability of head(h): (.., C) -> (.., 1)."""
-    return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1, keepdim=True)
-
-
-def nats_of_chance(gpt, h):
-    """Cross-entropy of head(h), were all tokens as likely to come next: (.., C) -> (.., 1)."""
-    logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
-    return logits.logsumexp(-1, keepdim=True) - logits.mean(-1, keepdim=True)
 
 
 class Ouro(Exit):

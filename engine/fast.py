@@ -27,7 +27,7 @@ from engine.generate import each
 from engine.loss import chunked_cross_entropy, in_parts, nats_in_parts
 from engine.memory import Cache, cache_memory, text_memory
 from engine.variant import fit
-from model import GPT, NEVER, Attention, Halting, Mask, Mechanism
+from model import GPT, NEVER, Attention, Embedding, Exit, Halting, Mask, Mechanism
 
 # What stands in for which part of model.py, and the sum of what that part computed when its
 # stand-in was last compared with it: tests/test_edits.py says how to renew one.
@@ -54,7 +54,9 @@ PARTS = {
         'GPT.loss': '78b54aafc03d',
         'at_least_fp32': '8a483de1ada9',
         'GPT.token_losses': 'b103239eb83b',
-        'Mechanism.by_rows': '3401a9524d1c',
+        'Embedding.mixture': '042032c359c1',
+        'Exit.confidence': 'de16986b11bd',
+        'Exit.nats_of_chance': '60448535f4d4',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
         'Halting.forward': 'bb795925d323',
@@ -65,6 +67,9 @@ PARTS = {
         'Mask.forward': 'dc6930bd91d5',
     },
 }
+
+# what makes V logits of each of many rows, of which engine/loss.py takes some at a time
+BY_ROWS = (Embedding, 'mixture'), (Exit, 'confidence'), (Exit, 'nats_of_chance')
 
 
 class FastGPT(GPT):
@@ -79,7 +84,9 @@ class FastGPT(GPT):
         self.dense = False              # True: over a text nobody is skipped: no shape varies
         for block in self.h:
             block.attn.attend = attend
-        self.mechanism.by_rows = in_parts
+        for kind, name in BY_ROWS:
+            if isinstance(self.mechanism, kind):
+                setattr(self.mechanism, name, partial(in_parts, getattr(kind, name)))
         forward = type(self.mechanism).forward
         if forward is Halting.forward:
             self.mechanism.forward = partial(think, self.mechanism)
@@ -143,10 +150,11 @@ def check_record():
 
 def check_own_parts(gpt):
     """UserError if a class of this model has a part of its own where FastGPT has another one."""
+    parts = [(Attention, 'attend', 'engine/attention.py'),
+             (Mechanism, 'new_memory', 'engine/memory.py')]
+    parts += [(kind, name, 'engine/loss.py') for kind, name in BY_ROWS]
     for module in gpt.modules():
-        for kind, part, stand_in in ((Attention, 'attend', 'engine/attention.py'),
-                                     (Mechanism, 'by_rows', 'engine/loss.py'),
-                                     (Mechanism, 'new_memory', 'engine/memory.py')):
+        for kind, part, stand_in in parts:
             own = isinstance(module, kind) and getattr(type(module), part)
             if own and own is not getattr(kind, part):
                 refuse(f"{type(module).__name__}.{part}", "is its own", stand_in)

@@ -9,7 +9,6 @@ and logits, and computes nothing that model.py does.
                   its next token while others still think about theirs
 """
 
-import math
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Optional
@@ -18,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from engine.files import UserError
-from model import likeliest, require
+from model import require, sample
 
 
 def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
@@ -153,27 +152,6 @@ class Sampler:
             return False
         self.done |= token == self.stop_token
         return bool(self.done.all())
-
-
-def sample(logits, temperature, top_k, top_p, generator):
-    """One token (B,) from logits (B,V)."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.float()
-    # the largest becomes 0: divided by a tiny temperature, others would be infinite
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
-    if top_k is not None:
-        logits = likeliest(logits, top_k)
-    if top_p is not None:
-        p, order = logits.softmax(-1).sort(descending=True)
-        likelier = p.cumsum(-1) - p
-        enough = likelier >= top_p  # the likelier ones reach top_p without it
-        enough[:, 0] = False        # the likeliest of all stays
-        drop = torch.zeros_like(enough).scatter(1, order, enough)
-        logits = logits.masked_fill(drop, -math.inf)
-    p = logits.softmax(-1)
-    # as torch.multinomial, but without its check for NaN, for which the host would wait for the GPU
-    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
 def in_step(gpt, tokens, n, h, memory, sampler):

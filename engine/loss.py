@@ -56,8 +56,8 @@ def with_own_dicts(memory):
 
 def in_parts(function, gpt, h):
     """
-    Mechanism.by_rows of model.py, some rows at a time: function(gpt, rows) makes V logits of each
-    row (n,C) on its way. In backward these are computed once more, if they are many.
+    function(gpt, h), some rows at a time: it makes V logits of each row (n,C) on its way. In
+    backward these are computed once more, if they are many.
     """
     V = gpt.config.vocab_size
     rows = h.reshape(-1, h.size(-1))

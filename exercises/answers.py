@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from model import mixture
+from model import Embedding
 
 # -------------------------------------------------------------------------------------------------
 # 1 to 4
@@ -146,7 +146,7 @@ def think(gpt, gates, x, pos, tau):
     for gate in gates:
         s = gate(h).sigmoid().squeeze(-1)
         m = m & (s >= tau)
-        x = x + (m * s)[..., None] * mixture(gpt, h)
+        x = x + (m * s)[..., None] * Embedding.mixture(gpt, h)
         memory = Frozen(gpt.config.n_layer, m, memory)
         h = gpt.trunk(x, pos, memory)
         readout = torch.where(m[..., None], h, readout)

@@ -12,8 +12,8 @@ and says whether that token goes on. In pass i = 0 .. K, for every token:
     readout  = h where m, else as before  a halted token's answer stays what it was
     s        = sigmoid(gate_i(h))         one number per token; there is no gate after the last pass
     m        = m and (s >= tau)           monotone: who has halted never wakes up again
-    E        = E + m s e                  e = mixture(gpt, h) is the mean embedding of exercise 5;
-                                          the gate scales it too
+    E        = E + m s e                  e = Embedding.mixture(gpt, h): the mean embedding of
+                                          exercise 5; the gate scales it too
 
 And in each layer a halted token keeps the keys and values of its last active pass, which active
 tokens go on reading:
@@ -33,7 +33,7 @@ about this: with these three frozen, would it matter if a halted token's E moved
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
 
-from model import mixture
+from model import Embedding
 
 
 class Frozen:
@@ -82,7 +82,7 @@ from check import (NotYet, call, compare, difference, draw, expect, gradients, r
 
 from model import Memory
 
-GIVEN = ('mixture',)  # what may be imported from the project
+GIVEN = ('Embedding',)  # what may be imported from the project
 HINTS = (
     "update: torch.where(self.active[:, None, :, None], k, self.before.k[layer]), and the same for "
     "v. Store the result, not the new k: the next pass must find what was frozen two passes ago.",
@@ -92,7 +92,7 @@ HINTS = (
 
     "readout = h in the first pass, then torch.where(m[..., None], h, readout), with the m that "
     "this pass began with. After the gate: m = m & (s >= tau), "
-    "x = x + (m * s)[..., None] * mixture(gpt, h).",
+    "x = x + (m * s)[..., None] * Embedding.mixture(gpt, h).",
 )
 AXES = ('row', 'position', 'channel')
 
@@ -189,7 +189,7 @@ def one_by_one(gpt, gates, x, pos, tau):
                 s = gates[i](h).sigmoid()
                 if s < tau:
                     break
-                e = e + s * mixture(gpt, h)
+                e = e + s * Embedding.mixture(gpt, h)
             for later in caches[i + 1:]:  # which find the keys and values of its last pass
                 for layer, (k, v) in caches[i].made.items():
                     later.update(layer, k, v)
@@ -253,7 +253,7 @@ def always(gpt, idx, factor):
     """Three steps for everybody, with this factor on every mean embedding."""
     x, pos = gpt.embed(idx), torch.arange(idx.size(1))
     for _ in range(3):
-        x = x + factor * mixture(gpt, gpt.trunk(x, pos))
+        x = x + factor * Embedding.mixture(gpt, gpt.trunk(x, pos))
     return gpt.trunk(x, pos)
 
 

@@ -20,7 +20,7 @@ side, and gradients flow back through all passes.
 
 In the model, gpt.embed(idx) is E_0, gpt.trunk(x, pos) runs all blocks and the final norm at
 positions pos (T,), gpt.head(h) gives logits, W is gpt.wte.weight (V, C), and its scale is
-gpt.config.embed_scale. Do not call model.mixture or gpt.hidden: you are compared with them.
+gpt.config.embed_scale. Do not call Embedding.mixture or gpt.hidden: you are compared with them.
 Afterwards, think about this: to generate with caches (exercise 3), how many caches does a model
 with K steps need?
 """
@@ -124,7 +124,7 @@ def check_ponder(gpt, idx, steps):
     """NotYet, or what ponder() and the model return: the same."""
     name = f"ponder() with steps={steps}"
     gpt.config.ponder_steps = NOT_STEPS
-    with forbid(model, 'mixture'), forbid(gpt, 'hidden'):
+    with forbid(model.Embedding, 'mixture'), forbid(gpt, 'hidden'):
         got = call(ponder, gpt, idx, steps)
     gpt.config.ponder_steps = steps
     want = gpt.hidden(idx)
@@ -157,8 +157,8 @@ def check_gradients():
 
 def conclusion():
     return ("It equals GPT.hidden with ponder='embedding', gradients included. Now read Embedding "
-            "and mixture in model.py; by_rows lets engine/loss.py take some rows at a time, so "
-            "that (B, T, V) is never held as a whole.")
+            "in model.py. With `fast` its mixture is computed for some rows at a time "
+            "(engine/loss.py), so that (B, T, V) is never held as a whole.")
 
 
 PARTS = {

@@ -407,7 +407,7 @@ def think(gpt, gates, x, pos, tau):
         if i < len(gates):
             g = torch.sigmoid(gates[i](h))
             m = m & (g[..., 0] >= tau)
-            x = x + g * mixture(gpt, h)
+            x = x + g * Embedding.mixture(gpt, h)
     return readout, passes
 ''',
     'flops': '''

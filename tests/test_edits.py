@@ -190,9 +190,10 @@ def test_blanks_count_only_where_they_mean_something():
     assert fast.what_is_computed(words[0]) != fast.what_is_computed(words[1])
 
 
-class OwnRows(model_py.Embedding):
-    def by_rows(self, function, gpt, h):
-        return 2 * function(gpt, h)
+class OwnMixture(model_py.Gate):
+    @staticmethod
+    def mixture(gpt, h):
+        return 2 * model_py.Embedding.mixture(gpt, h)
 
 
 class OwnMemory(model_py.Chain):
@@ -200,7 +201,7 @@ class OwnMemory(model_py.Chain):
         return model_py.SlotMemory(model_py.flat, pad)
 
 
-@pytest.mark.parametrize('kind, part', [(OwnRows, 'by_rows'), (OwnMemory, 'new_memory')])
+@pytest.mark.parametrize('kind, part', [(OwnMixture, 'mixture'), (OwnMemory, 'new_memory')])
 def test_a_class_with_its_own_version_of_a_part_is_refused(kind, part, monkeypatch):
     monkeypatch.setitem(model_py.PONDER, 'own', kind)
     config = GPTConfig(**TINY, ponder='own')

@@ -97,7 +97,7 @@ WRITTEN = [  # (exercise, what is written in place of the first stub, words of t
     ('depth_attention', '    import check as c, answers\n', 'uses answers'),
     ('pondering', '    return gpt.hidden(idx)', r'line \d+ uses gpt.hidden'),
     ('pondering', '    return check.call(1)', 'uses check.call'),
-    ('halting', '    from model import mixture, Gate\n', 'uses model.Gate'),
+    ('halting', '    from model import Embedding, Gate\n', 'uses model.Gate'),
     # a helper that is called as one of the check's
     ('flops', '    return parts(c)\n\n\ndef parts(c):\n    return 1', '^forward_flops.*is 1 '),
 ]

@@ -18,7 +18,7 @@ def solution(name):
     """A right file, without the check below it."""
     if name == 'halting':
         return ANSWERS
-    return ANSWERS.replace('from model import mixture\n', '')  # only that exercise gives it
+    return ANSWERS.replace('from model import Embedding\n', '')  # only that exercise gives it
 
 
 PRETENDS = '''

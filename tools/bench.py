@@ -33,12 +33,12 @@ sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, check_range, read
 from engine.answers import Progress, answer_problems, ask, totals
 from engine.compile import compile_blocks, compile_decoding
-from engine.fast import new_model, pick_fast
+from engine.fast import BY_ROWS, new_model, pick_fast
 from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
 from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
-from model import GPT, HALTING, GPTConfig, Mechanism
+from model import GPT, HALTING, GPTConfig
 from sample import exam_of_run, load_model
 from train import Settings
 
@@ -246,7 +246,8 @@ def without(part, config):
     mechanism = gpt.mechanism
     if part == 'loss':
         gpt.loss, gpt.token_losses = partial(GPT.loss, gpt), partial(GPT.token_losses, gpt)
-        mechanism.by_rows = partial(Mechanism.by_rows, mechanism)
+        for _, name in BY_ROWS:
+            vars(mechanism).pop(name, None)     # then it is the class's
     else:
         mechanism.forward = partial(type(mechanism).forward, mechanism)
         gpt.runs_ahead = False
