@@ -2,9 +2,8 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
 which needs PyTorch 2.11 or later and nothing else: copy it.
 
-    B batch   T tokens   S vectors in one call of the blocks: T in the plain GPT   C n_embd
+    B batch   T tokens   S vectors in one call of the blocks (plain GPT: T)   C n_embd
     V vocab_size   nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
-    K ponder_steps: how many extra passes, or slots (vectors in a pass), a token takes
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -25,7 +24,7 @@ gpt.trunk in GPT.hidden; docs/architecture.md has a drawing of each. Read from t
     5  halting              each token takes as many of these passes as it needs
     6  checks and costs     which settings make sense, and what a token costs
 
-To train with this file alone; plain GPTs need neither of the two lines that set something:
+To train with this file alone; a plain GPT needs neither of the two lines about its mechanism:
 
     gpt = GPT(GPTConfig(ponder='latent', ponder_steps=1))
     for step in range(steps):
@@ -61,10 +60,9 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are nearly the 360M row of the Depth-Attention paper
-    (config/size/360m.py). None stands for what the comment says, which is filled in when a config
-    is made, but for ponder_topk and what is off. dataclasses.replace copies what was filled in: to
-    change a shape or a mechanism, make a new config. Settings of mechanisms that are not chosen do
-    nothing, but must be valid.
+    (config/size/360m.py). A None is filled in when a config is made, with what its comment says.
+    dataclasses.replace keeps what was filled in: to change a shape or a mechanism, make a new
+    config. Settings of mechanisms that are not chosen do nothing, but must be valid.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -100,7 +98,7 @@ class GPTConfig:
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    # of these three None stands for what the class has as its `defaults`
+    # None, of these three: what the class has as its `defaults`
     halt_lambda: Optional[float] = None  # weight of the halting loss
     halt_start: Optional[float] = None   # share of the run at which it begins
     halt_full: Optional[float] = None    # share of the run from which its weight is full
@@ -182,16 +180,16 @@ def apply_rope(x, cos, signed_sin):
 
 class Memory:
     """
-    The KV cache: of each layer the keys and values of all tokens so far. In training a plain GPT
-    gets a text at once and nothing before it: `mask` returns None, and `update` what it is given.
+    The KV cache: of each layer the keys and values of all tokens so far. A text that is read at
+    once, as in training, has nothing before it: `mask` returns None, and `update` what it is given.
     """
 
     def __init__(self):
-        self.tokens = 0             # read so far, those of this pass included: N of them
+        self.tokens = 0             # read so far, those of this call included: N, if no slots
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
         # for part 3:
-        self.made = {}              # of each layer that ran in this pass: its (k, v)
+        self.made = {}              # of each layer that ran in this pass: its own (k, v)
         self.loops = ()             # in a Loop: the memories of the passes before
 
     def begin(self, x):
@@ -216,7 +214,7 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        # each call of gpt.trunk takes another memory[k], or a new memory.for_pass(k)
+        # a second call of the trunk needs a second pass: part 4
         assert layer not in self.made, f"block {layer} ran twice in one pass"
         self.made[layer] = k, v
         if layer in self.keys:
@@ -274,9 +272,8 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask. Usually the scores (B, nh, S, N) are
-        never all in memory. On CUDA they are, if heads share keys and q is fp32 or there is a mask:
-        engine/attention.py avoids that.
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). The scores
+        (B, nh, S, N) are rarely in memory all at once; where they are, engine/attention.py helps.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -313,7 +310,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """embed, trunk and head, see the top of this file; and a mechanism, idle in a plain GPT."""
+    """embed, trunk and head, as on top of this file, and the mechanism of parts 4 and 5."""
 
     def __init__(self, config):
         super().__init__()
@@ -346,7 +343,7 @@ class GPT(nn.Module):
             return self.head(h), None
         if not self.training:
             return None, self.loss(h, targets)                  # evaluation: cross-entropy alone
-        return None, self.mechanism.loss(self, h, targets)      # in part 5 more; else the same
+        return None, self.mechanism.loss(self, h, targets)      # the same, but for part 5
 
     def hidden(self, idx, memory=None):
         """
@@ -392,7 +389,7 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, h, targets, weights=1.0):
-        """The mean of token_losses over targets that are not negative; weights (B,T): part 5."""
+        """The mean of token_losses over targets that are not negative; weights (B,T): for Ouro."""
         total = (self.token_losses(h, targets) * weights).sum()
         return total / (targets >= 0).sum().clamp(min=1)
 
@@ -565,10 +562,10 @@ class Mechanism(nn.Module):
     @staticmethod
     def default_embed_scale(C):
         """
-        The default of GPTConfig.embed_scale. With this one scaled embeddings begin with RMS 1, like
-        hidden states: sqrt(2.5 C) times the default init_std, sqrt(0.4 / C).
+        The default of GPTConfig.embed_scale. Embeddings times 1 / init_std begin with RMS 1, like
+        hidden states.
         """
-        return math.sqrt(2.5 * C)
+        return math.sqrt(2.5 * C)       # init_std is sqrt(0.4 / C), unless it is set
 
     def init_weights(self, gpt):
         """
@@ -626,9 +623,9 @@ class Padded(Memory):
     def mask(self, S, device):
         """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
         pos = torch.arange(self.tokens, device=device)                  # (N,)
-        real = pos >= self.pad[:, None]                                 # (B,N)
-        causal = real[:, None] & (pos <= pos[-S:, None])                # (B,S,N)
-        from_padding = ~real[:, -S:, None]                              # (B,S,1)
+        is_token = pos >= self.pad[:, None]                             # (B,N)
+        causal = is_token[:, None] & (pos <= pos[-S:, None])            # (B,S,N)
+        from_padding = ~is_token[:, -S:, None]                          # (B,S,1)
         return (causal | from_padding)[:, None]
 
 
@@ -721,8 +718,8 @@ class Loop(Mechanism):
         for k in range(self.K + 1):
             if self.config.depth_attn:
                 memory[k].loops = memory[:k]                        # for depth_sources
-            normed = self.config.loop_norm or k == self.K
-            x = gpt.trunk(x, pos, memory[k], norm=normed)
+            last = k == self.K
+            x = gpt.trunk(x, pos, memory[k], norm=last or self.config.loop_norm)
         return x
 
     def cost(self, gpt, drawn, training):
@@ -757,9 +754,9 @@ class Labels:
         return Labels(t, k, log_w)
 
 
-# The time of padding; and, as keys, of tokens that stopped and of thoughts that are hidden. Nobody
-# reads these, as no rule reads what is later than the query. Padding itself reads everything: a
-# softmax over nothing would be NaN.
+# The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. As a
+# key nobody reads it, since no rule reads what is later than the query. As a query, which padding
+# is, it reads everything: a softmax over nothing would be NaN.
 NEVER = 2 ** 40
 
 
@@ -797,7 +794,7 @@ class SlotMemory(Memory):
         self.rule = rule
         self.pad = pad              # as in Padded, or None
         self.time = None            # (B,T): of the tokens of this call
-        self.n_before = 0           # slots of the tokens before these
+        self.n_before = 0           # how many slots the tokens before these have
         self.key_labels = None      # of all slots so far, if there are some
         self.query_labels = None    # of those of this pass
         self.causal = False         # whether the rule need not be asked in this pass
@@ -816,18 +813,19 @@ class SlotMemory(Memory):
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         log_w       (B, T n), for Mask's rule
         """
-        first = self.key_labels is None
+        is_first = self.key_labels is None
         self.query_labels, new = labels_of(self.time, k, n, visible, log_w)
-        self.key_labels = new if first else self.key_labels.joined(new)
+        self.key_labels = new if is_first else self.key_labels.joined(new)
         self.made = {}
         # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
         # So is by_pass, if each token has one slot in this pass.
         in_a_row = self.rule is flat or (self.rule is by_pass and n == 1)
-        self.causal = first and in_a_row and self.pad is None and visible is None
+        self.causal = is_first and in_a_row and self.pad is None and visible is None
         return self
 
     def mask(self, S, device):
         """As Memory.mask, by the rule: (B,1,S,N)."""
+        assert self.query_labels is not None, "memory.for_pass(k) comes before gpt.trunk"
         if self.causal:
             return None
         return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
@@ -842,8 +840,8 @@ class SlotMemory(Memory):
         self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
         self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
 
-    def real(self):
-        """(B,T) bool: which of these tokens are no padding."""
+    def is_token(self):
+        """(B,T) bool: False for padding."""
         return self.time < NEVER
 
 
@@ -964,14 +962,16 @@ class Feedback(Mechanism):
 
     def forward(self, gpt, x, pos, memory):
         steps = self.drawn if self.training else self.K
-        real = memory.real()[..., None]                                 # (B,T,1)
-        last = torch.zeros_like(x[:, :1]) if memory.state is None else memory.state     # (B,1,C)
-        before = F.pad(last, (0, 0, 0, x.size(1) - 1))                  # h_{t-1}: last, then zeros
+        is_token = memory.is_token()[..., None]                         # (B,T,1)
+        carried = memory.state                                          # h of the token before x_0
+        if carried is None:
+            carried = torch.zeros_like(x[:, :1])                        # (B,1,C)
+        shifted = F.pad(carried, (0, 0, 0, x.size(1) - 1))              # h_{t-1}: then zeros
         for _ in range(min(steps + 1, x.size(1))):          # T passes are exact: one for one token
             memory.rewind()                                 # what the pass before left was a guess
-            h = gpt.trunk(x + before, pos, memory.for_pass())
-            h = h.where(real, 0.0)                          # padding carries nothing on
-            before = torch.cat((last, h[:, :-1]), dim=1)
+            h = gpt.trunk(x + shifted, pos, memory.for_pass())
+            h = h.where(is_token, 0.0)                      # padding carries nothing on
+            shifted = torch.cat((carried, h[:, :-1]), dim=1)
         memory.state = h[:, -1:] if steps > 0 else None     # K = 0: nothing is fed back
         return h
 
@@ -1086,7 +1086,7 @@ class Halting(Mechanism):
 
     def forward(self, gpt, x, pos, memory):
         """Passes until every token has had enough; in training all K + 1."""
-        state = self.start(x, go_on=memory.real())
+        state = self.start(x, go_on=memory.is_token())
         self.trace = []
         for k in range(self.K + 1):
             taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
@@ -1298,10 +1298,10 @@ class Mask(Halting, Latent):
         if x.size(1) == 1 and not self.training:    # a single token: slot after slot, see `after`
             return Halting.forward(self, gpt, x, pos, memory)
 
-        real = memory.real()
-        first = self.start(x, real)
+        is_token = memory.is_token()
+        first = self.start(x, is_token)
         log_w = first.log_w                                             # (B,T,K+1)
-        needed = real[..., None].expand_as(log_w)
+        needed = is_token[..., None].expand_as(log_w)
         thoughts = []
         for n in self.slots_of_sweeps(self.R):
             # a sweep computes hidden slots all the same: the next one may want them again
@@ -1309,11 +1309,11 @@ class Mask(Halting, Latent):
             added = log_w[..., :n].flatten(1).to(x.dtype)
             h = self.sweep(gpt, [x, *thoughts], pos, memory, visible, added)
             s, log_w = self.route(h[0])
-            needed = (log_w.exp() >= self.config.halt_tau) & real[..., None]
+            needed = (log_w.exp() >= self.config.halt_tau) & is_token[..., None]
             thoughts = h[:self.K]
 
         self.passes = needed.sum(-1)                                    # (B,T)
-        self.trace = [(real, replace(first, s=s, log_w=log_w))]         # of the tokens' own slots
+        self.trace = [(is_token, replace(first, s=s, log_w=log_w))]     # of the tokens' own slots
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)

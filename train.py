@@ -194,11 +194,8 @@ class Trainer:
 
         # forward and backward, in micro-batches whose gradients add up
         total = torch.zeros(2, device=self.device)      # of losses, and of targets that count
-        batches = map(self.batch, range(self.accumulation))
-        divisors = [self.accumulation] * self.accumulation
-        if self.train_data.task is not None:
-            batches = list(batches)
-            divisors = self.by_targets(batches)
+        batches = [self.batch(micro) for micro in range(self.accumulation)]
+        divisors = self.by_targets(batches)
         for micro, (x, y) in enumerate(batches):                        # each (micro_batch, T)
             # DDP.no_sync without a `with`: in the last backward ranks average what was added up
             self.net.require_backward_grad_sync = micro == self.accumulation - 1
@@ -230,7 +227,8 @@ class Trainer:
     def by_targets(self, batches):
         """
         Divisors of the micro-batches' mean losses that make their sum, averaged over ranks, the
-        mean over all targets of the step: a made task has more in some windows than in others.
+        mean over all targets of the step. Of text each has as many, and they are the number of
+        micro-batches; a made task has more in some windows than in others.
         """
         counts = torch.stack([(y >= 0).sum() for _, y in batches]).float()
         of_all = self.ranks.sum(counts.sum()).clamp(min=1)

@@ -38,10 +38,10 @@ PARTS = {
     'engine/memory.py': {               # buffers, and no masks where none are needed
         'Memory': 'da6bc93242d1',
         'Labels': 'b75bf2606a5b',
-        'Padded': '6839614b5990',
+        'Padded': '71683ab8de85',
         'labels_of': 'c429c51033ad',
         'times': 'a8f5f8e6102b',
-        'SlotMemory': 'cd8f2056d91e',
+        'SlotMemory': 'a0aadf6ab714',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': 'bc03a5343bb4',
         'flat': '45cc7235f97c',
@@ -59,12 +59,12 @@ PARTS = {
         'Exit.nats_of_chance': '60448535f4d4',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
-        'Halting.forward': 'bb795925d323',
+        'Halting.forward': '03141c33171b',
         'TokenState.where': '01535b23cd2b',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
         'GPT.hidden': 'b4518a1feaf9',
-        'Mask.forward': 'dc6930bd91d5',
+        'Mask.forward': '3027699c9547',
     },
 }
 
@@ -217,7 +217,7 @@ def think(mechanism, gpt, x, pos, memory):
     if not skips:
         return Halting.forward(mechanism, gpt, x, pos, memory)
 
-    state = mechanism.start(x, go_on=memory.real())
+    state = mechanism.start(x, go_on=memory.is_token())
     mechanism.trace = []
     for k in range(mechanism.K + 1):
         taken = state.go_on                                             # (B,T)

@@ -219,7 +219,7 @@ class TextSlots:
         self.tokens += T
         return pos
 
-    def real(self):
+    def is_token(self):
         return torch.ones_like(self.t, dtype=torch.bool)
 
     def rewind(self):
@@ -296,7 +296,7 @@ class Cache(Memory):
             self.for_pass()
         return pos
 
-    def real(self):
+    def is_token(self):
         return self.time < NEVER
 
     # ---- a pass

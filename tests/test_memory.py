@@ -137,7 +137,7 @@ def test_a_text_as_a_whole(name, skips, kind, T):
     text, rows, leaves, got, want = TextSlots(rule, ()), Rows(None, rule), [], [], []
     pos = text.begin(torch.empty(B, T))
     rows.begin(T)
-    for opening in openings(name, text.real()):
+    for opening in openings(name, text.is_token()):
         qkv = random_qkv(T * opening.get('n', 1))
         if skips:
             outputs, opened = read_skipping(text, pos, qkv, **opening)
@@ -207,7 +207,7 @@ def test_a_cache_of_slots(name, pad, static):
         pos = cache.begin(torch.empty(B, T))
         rows.begin(T)
         real = real_tokens(pos, pad)
-        assert torch.equal(cache.real(), real)
+        assert torch.equal(cache.is_token(), real)
         for opening in openings(name, real):
             n = opening.get('n', 1)
             qkv, compared = random_qkv(T * n), real.repeat_interleave(n, dim=1)
