@@ -160,22 +160,20 @@ class RMSNorm(nn.Module):
 def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
-    turns by the angle p theta^(-2i / hd). pos (S,) or (B,S) -> cos and signed_sin, which is
-    (-sin, sin), each (.., S, 1, hd).
+    turns by the angle p theta^(-2i / hd). pos (S,) or (B,S) -> cos and sin, (.., S, 1, hd/2) each.
     """
     wide_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
     twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=wide_dtype)
     frequency = theta ** (-twice_i / head_dim)                          # (hd/2,)
     angle = pos.to(wide_dtype)[..., None, None] * frequency             # (.., S, 1 head, hd/2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def apply_rope(x, cos, signed_sin):
-    """Turn x (B,S,heads,hd): each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
-    cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)  # under autocast x is bf16, cos fp32
-    swapped = x.roll(x.size(-1) // 2, -1)                       # (b, a): cheaper than split and cat
-    return torch.addcmul(x * cos, swapped, signed_sin)          # x cos + swapped signed_sin
+def apply_rope(x, cos, sin):
+    """Turn x (B,S,heads,hd) by the angles of rope_table."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)             # under autocast x is bf16, cos fp32
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class Memory:

@@ -152,8 +152,7 @@ def turn_first(n, x, rope):
     p theta^(-2j / n), that of model.py p theta^(-2j / hd): rope_theta gives the theta for which
     they are the same.
     """
-    half, pairs = rope[0].size(-1) // 2, n // 2
-    rope = [torch.cat((t[..., :pairs], t[..., half:half + pairs]), dim=-1) for t in rope]
+    rope = [t[..., :n // 2] for t in rope]
     return torch.cat((apply_rope(x[..., :n], *rope), x[..., n:]), dim=-1)
 
 
