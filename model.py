@@ -2,7 +2,8 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
 which needs PyTorch 2.11 or later and nothing else: copy it.
 
-    B batch   T tokens   S vectors in one call of the blocks (plain GPT: T)   C n_embd
+    B batch   T tokens   S vectors in one call of the blocks: tokens, in part 4 also thoughts
+    C n_embd
     V vocab_size   nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
@@ -60,9 +61,10 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are nearly the 360M row of the Depth-Attention paper
-    (config/size/360m.py). A None is filled in when a config is made, with what its comment says.
-    dataclasses.replace keeps what was filled in: to change a shape or a mechanism, make a new
-    config. Settings of mechanisms that are not chosen do nothing, but must be valid.
+    (config/size/360m.py). Where a comment says what None means, it is filled in when a config is
+    made, if it is needed. dataclasses.replace keeps what was filled in: to change a shape or a
+    mechanism, make a new config. Settings of mechanisms that are not chosen do nothing, but must be
+    valid.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -98,10 +100,9 @@ class GPTConfig:
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    # None, of these three: what the class has as its `defaults`
-    halt_lambda: Optional[float] = None  # weight of the halting loss
-    halt_start: Optional[float] = None   # share of the run at which it begins
-    halt_full: Optional[float] = None    # share of the run from which its weight is full
+    halt_lambda: Optional[float] = None  # weight of the halting loss (None: by class, `defaults`)
+    halt_start: Optional[float] = None   # share of the run at which it begins (None: the same)
+    halt_full: Optional[float] = None    # .. and from which its weight is full (None: the same)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -179,15 +180,15 @@ def apply_rope(x, cos, sin):
 class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. A text that is read at
-    once, as in training, has nothing before it: `mask` returns None, and `update` what it is given.
+    once, as in training, has nothing before it: `mask` returns None, and `update` what it takes.
     """
 
     def __init__(self):
-        self.tokens = 0             # read so far, those of this call included: N, if no slots
+        self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
         # for part 3:
-        self.made = {}              # of each layer that ran in this pass: its own (k, v)
+        self.made = {}              # of each layer that ran in this pass: (k, v) of this pass alone
         self.loops = ()             # in a Loop: the memories of the passes before
 
     def begin(self, x):
@@ -208,7 +209,8 @@ class Memory:
         before = self.tokens - S
         if before == 0:
             return None
-        return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
+        key = torch.arange(self.tokens, device=device)
+        return key <= key[before:, None]                                # (S,N)
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
@@ -272,6 +274,7 @@ class Attention(nn.Module):
         """
         softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). The scores
         (B, nh, S, N) are rarely in memory all at once; where they are, engine/attention.py helps.
+        Without a mask S = N: is_causal would mean something else for other shapes.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -321,14 +324,14 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT without weights
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT never called
         self.init_weights()
 
     def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # parts 4, 5: smaller c_proj; in a plain GPT nothing
+        self.mechanism.init_weights(self)       # part 4: smaller c_proj; in a plain GPT nothing
 
     def forward(self, idx, targets=None):
         """
@@ -443,12 +446,14 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p is not None:
         p, order = logits.softmax(-1).sort(descending=True)
-        enough = p.cumsum(-1) - p >= top_p      # the likelier ones reach top_p without it
+        likelier = p.cumsum(-1) - p             # the probability of all that are likelier
+        enough = likelier >= top_p
         enough[:, 0] = False                    # the likeliest of all stays
         dropped = torch.zeros_like(enough).scatter(1, order, enough)
         logits = logits.masked_fill(dropped, -math.inf)
     p = logits.softmax(-1)
-    # as torch.multinomial, but without its check for NaN, for which the host would wait for the GPU
+    # With E drawn from Exp(1), p / E is largest at token i with probability p_i. torch.multinomial
+    # does the same, and a check for NaN, for which the host would wait for the GPU.
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
@@ -563,7 +568,7 @@ class Mechanism(nn.Module):
         The default of GPTConfig.embed_scale. Embeddings times 1 / init_std begin with RMS 1, like
         hidden states.
         """
-        return math.sqrt(2.5 * C)       # init_std is sqrt(0.4 / C), unless it is set
+        return math.sqrt(2.5 * C)       # 1 / sqrt(0.4 / C), the default init_std
 
     def init_weights(self, gpt):
         """
@@ -752,9 +757,9 @@ class Labels:
         return Labels(t, k, log_w)
 
 
-# The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. As a
-# key nobody reads it, since no rule reads what is later than the query. As a query, which padding
-# is, it reads everything: a softmax over nothing would be NaN.
+# The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. No
+# token reads such a key, since no rule reads what is later than the query. Padding has queries too:
+# what they read does not matter, as long as it is something, or a softmax would be NaN.
 NEVER = 2 ** 40
 
 
@@ -912,8 +917,8 @@ class Latent(Mechanism):
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
-        memory = memory.for_pass(n=n, visible=visible, log_w=log_w)
-        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory)
+        reads = memory.for_pass(n=n, visible=visible, log_w=log_w)
+        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), reads)
         return h.unflatten(1, (-1, n)).unbind(2)
 
     def slots_of_sweeps(self, R):
@@ -951,7 +956,7 @@ class Feedback(Mechanism):
     cached decoding is not implemented.
     """
     rule = staticmethod(flat)       # causal; and with a rule its memory can rewind
-    slots = 1
+    slots = 1                       # in the place of the property
     iterates = True
 
     def draws(self):
@@ -1091,8 +1096,8 @@ class Halting(Mechanism):
             reads = memory.for_pass(k, visible=taken, log_w=self.log_w(state, k))
             x = self.before(gpt, state, k)
             h = gpt.trunk(x, pos, reads, norm=self.final_norm)
-            new = self.after(gpt, state, x, h, k)
-            state = new.where(taken, state)
+            new = self.after(gpt, state, x, h, k)       # of all tokens
+            state = new.where(taken, state)             # who had stopped keeps its state
             self.trace.append((taken, new))
             if not self.training and not state.go_on.any():
                 break
@@ -1156,7 +1161,7 @@ def newest(query, key):
     """
     A rule: of each token up to its own, a query of pass k reads one slot: that of pass k, or of the
     token's last pass if it stopped before. Where token 0 stopped after pass 0, query (1,1) reads,
-    of (0,0) (1,0) (1,1), the first and the last.
+    of (0,0) (1,0) (1,1), the first and the last: `bucket` is 0, 1, 1 and `last` 0, 1, 1.
     """
     N = key.t.size(-1)
     # The keys of one token lie in one bucket, by its time. Each token so far has a key, so that its
@@ -1301,8 +1306,9 @@ class Mask(Halting, Latent):
         log_w = first.log_w                                             # (B,T,K+1)
         needed = is_token[..., None].expand_as(log_w)
         thoughts = []
+        # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
+        # slots all the same, as the next one may want them again.
         for n in self.slots_of_sweeps(self.R):
-            # a sweep computes hidden slots all the same: the next one may want them again
             visible = None if self.training else needed[..., :n].flatten(1)
             added = log_w[..., :n].flatten(1).to(x.dtype)
             h = self.sweep(gpt, [x, *thoughts], pos, memory, visible, added)
@@ -1368,7 +1374,7 @@ class Router(Halting, Chain):
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
         weight^(k) = reach^(k) (1 - g^(k)) before K*, reach^(k) at K*                     (5), (7)
         output    = sum_k weight^(k) z^(k)                                                       (8)
-        loss     += halt_lambda mean_t sum_{k <= K*} g^(k) p_k^beta                        (9), (10)
+        loss     += halt_lambda mean_t sum_{k <= K*, k < K} g^(k) p_k^beta                 (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
 
     With halt_start the last term waits until the model has learned something; the paper has it from
@@ -1496,7 +1502,7 @@ class Exit(Halting):
         """The weights of the losses of n passes."""
         last = [0] * (n - 1) + [1]
         weights = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
-        prior = [self.onset() * weight / sum(weights) for weight in weights]
+        prior = [self.onset() * weight / sum(weights) for weight in weights]    # begins as 'last'
         prior[-1] += 1 - sum(prior)     # the last pass gets what is left
         return prior
 

@@ -36,7 +36,7 @@ PARTS = {
         'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': 'da6bc93242d1',
+        'Memory': '6cff7fb2104a',
         'Labels': 'b75bf2606a5b',
         'Padded': '71683ab8de85',
         'labels_of': 'c429c51033ad',

@@ -1,6 +1,6 @@
 """
 Generation with caches: what programs need besides GPT.generate. It asks a model for hidden states
-and logits, and computes nothing that model.py does.
+and logits, and draws by `sample` of model.py.
 
     stream        token by token, for a batch of prompts of any lengths, past block_size too
     generate      all of it
@@ -134,7 +134,7 @@ class Sampler:
 
     def draw(self, logits, rows):
         """logits (r,V) of these rows of the batch -> tokens (r,)."""
-        self.finite &= logits.amax(-1).isfinite().all()     # what is not gives token 0
+        self.finite &= logits.amax(-1).isfinite().all()     # `check` asks later
         token = sample(logits, self.temperature, self.top_k, self.top_p, self.generator)
         if self.stop_token is None:
             return token

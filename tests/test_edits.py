@@ -218,11 +218,12 @@ EDITS = {
         before = self.tokens - S
         if before == 0:
             return None
-        return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
+        key = torch.arange(self.tokens, device=device)
+        return key <= key[before:, None]                                # (S,N)
 """, """\
         before = self.tokens - S
-        seen = torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
-        return seen.triu(before - 7)
+        key = torch.arange(self.tokens, device=device)
+        return (key <= key[before:, None]) & (key > key[before:, None] - 8)
 """),
     'a soft cap': ('both', {}, """\
         logits = self.lm_head(h)
@@ -241,9 +242,9 @@ EDITS = {
         total = (self.token_losses(h, targets) * weights).sum()
 """),
     'a cache without every second key': ('sample', {}, """\
-        return torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
+        return key <= key[before:, None]                                # (S,N)
 """, """\
-        seen = torch.ones(S, self.tokens, dtype=torch.bool, device=device).tril(before)
+        seen = key <= key[before:, None]
         seen[:, 1:before:2] = False
         return seen
 """),
