@@ -2,9 +2,9 @@
 nanoPonder: a GPT, and the ideas that let it think more per token. All of them are in this file,
 which needs PyTorch 2.11 or later and nothing else: copy it.
 
-    B batch   T tokens   S vectors in one call of the blocks: tokens, in part 4 also thoughts
-    C n_embd
-    V vocab_size   nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
+    B batch   T tokens   C n_embd   V vocab_size
+    nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
+    S vectors that go through the blocks at once; T of them, until part 4 adds some to each token
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -25,15 +25,22 @@ gpt.trunk in GPT.hidden; docs/architecture.md has a drawing of each. Read from t
     5  halting              each token takes as many of these passes as it needs
     6  checks and costs     which settings make sense, and what a token costs
 
-To train with this file alone; a plain GPT needs neither of the two lines about its mechanism:
+To train with this file alone:
 
-    gpt = GPT(GPTConfig(ponder='latent', ponder_steps=1))
-    for step in range(steps):
-        gpt.mechanism.progress = step / steps                       # halting asks for it
-        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())  # latent, feedback and mask
+    gpt = GPT(GPTConfig())
+    optimizer = torch.optim.AdamW(gpt.parameters())
+    for idx, targets in batches:                    # tokens (B,T), and the next ones (B,T)
         _, loss = gpt(idx, targets)
-        ...                                         # loss.backward(), and an optimizer's step
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
+
+With a mechanism, a step has two more lines in front. Halting begins late in a run, so it asks how
+much of it is done (else: all); latent, feedback and mask draw how many passes a step trains:
+
+        gpt.mechanism.progress = step / steps
+        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
 
 train.py trains these classes. On CUDA, and with fast=True, which config/halting_*.py set, it
 replaces some by faster ones, and stops with an error if you edited one of those: --fast=False runs
@@ -61,10 +68,9 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are nearly the 360M row of the Depth-Attention paper
-    (config/size/360m.py). Where a comment says what None means, it is filled in when a config is
-    made, if it is needed. dataclasses.replace keeps what was filled in: to change a shape or a
-    mechanism, make a new config. Settings of mechanisms that are not chosen do nothing, but must be
-    valid.
+    (config/size/360m.py). When a config is made, a None becomes what its comment says, where that
+    is needed. dataclasses.replace keeps what was filled in: to change a shape or a mechanism, make
+    a new config. Settings of mechanisms that are not chosen do nothing, but must be valid.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -81,7 +87,7 @@ class GPTConfig:
     tie_embeddings: bool = False         # one table for the embedding and the output head
     embed_scale: Optional[float] = None  # factor on embeddings (None: 1, or the mechanism's)
     init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(0.4 / n_embd))
-    dropout: float = 0.0                 # on embeddings, attention weights, attention and MLP
+    dropout: float = 0.0                 # of embeddings, attention weights and both branches
 
     # a plain GPT needs nothing below
 
@@ -92,7 +98,7 @@ class GPTConfig:
 
     # pondering
     ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
-    ponder_steps: int = 3                # K: extra passes or slots per token (0: one plain pass)
+    ponder_steps: int = 3                # K: extra passes, or vectors, per token (0: a plain GPT)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
@@ -100,7 +106,7 @@ class GPTConfig:
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    halt_lambda: Optional[float] = None  # weight of the halting loss (None: by class, `defaults`)
+    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
     halt_start: Optional[float] = None   # share of the run at which it begins (None: the same)
     halt_full: Optional[float] = None    # .. and from which its weight is full (None: the same)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
@@ -124,11 +130,12 @@ class GPTConfig:
         if self.init_std is None:
             self.init_std = math.sqrt(0.4 / self.n_embd)  # 0.02 at width 1,000
         if self.embed_scale is None:
-            # 1 in a plain GPT; else what the mechanism wants (part 4)
-            self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
+            self.embed_scale = 1.0
+            if self.ponder != 'none':           # what the mechanism wants: part 4
+                self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
-        if self.halting != 'none':  # part 5
+        if self.halting != 'none':  # halt_lambda, halt_start and halt_full: part 5
             for name, value in HALTING[self.halting].defaults.items():
                 if getattr(self, name) is None:
                     setattr(self, name, value)
@@ -163,16 +170,16 @@ def rope_table(pos, head_dim, theta, dtype):
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
     turns by the angle p theta^(-2i / hd). pos (S,) or (B,S) -> cos and sin, (.., S, 1, hd/2) each.
     """
-    wide_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell position 257 from 256
-    twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=wide_dtype)
+    dtype = torch.promote_types(dtype, torch.float32)   # bf16 cannot tell position 257 from 256
+    twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
     frequency = theta ** (-twice_i / head_dim)                          # (hd/2,)
-    angle = pos.to(wide_dtype)[..., None, None] * frequency             # (.., S, 1 head, hd/2)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    angle = pos.to(dtype)[..., None, None] * frequency                  # (.., S, 1 head, hd/2)
+    return angle.cos(), angle.sin()
 
 
 def apply_rope(x, cos, sin):
     """Turn x (B,S,heads,hd) by the angles of rope_table."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)             # under autocast x is bf16, cos fp32
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)                         # x may be bf16
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -180,21 +187,21 @@ def apply_rope(x, cos, sin):
 class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. A text that is read at
-    once, as in training, has nothing before it: `mask` returns None, and `update` what it takes.
+    once, as in training, has nothing before it: no mask is needed, and attention reads the keys and
+    values that it made.
     """
 
     def __init__(self):
         self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        # for part 3:
-        self.made = {}              # of each layer that ran in this pass: (k, v) of this pass alone
-        self.loops = ()             # in a Loop: the memories of the passes before
+        self.made = {}              # (k, v) of each layer that ran in this pass: part 3, a check
+        self.loops = ()             # memories of the passes before: Loop with Depth-Attention
 
     def begin(self, x):
-        """More tokens begin a pass, (B,T) or their embeddings; returns their positions (T,)."""
-        # a mechanism that leaves out `memory` in gpt.trunk(x, pos, memory) stores no keys
-        assert self.tokens == 0 or self.keys, "gpt.trunk was called without its memory"
+        """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
+        # What was counted before has left keys by now, unless `memory` was left out.
+        assert self.tokens == 0 or self.keys, "gpt.trunk(x, pos, memory) was called without memory"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -209,12 +216,13 @@ class Memory:
         before = self.tokens - S
         if before == 0:
             return None
-        key = torch.arange(self.tokens, device=device)
-        return key <= key[before:, None]                                # (S,N)
+        key_pos = torch.arange(self.tokens, device=device)              # (N,)
+        query_pos = key_pos[before:, None]                              # (S,1)
+        return key_pos <= query_pos                                     # (S,N)
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        # a second call of the trunk needs a second pass: part 4
+        # a second call of the trunk needs a second pass, part 4
         assert layer not in self.made, f"block {layer} ran twice in one pass"
         self.made[layer] = k, v
         if layer in self.keys:
@@ -272,9 +280,8 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). The scores
-        (B, nh, S, N) are rarely in memory all at once; where they are, engine/attention.py helps.
-        Without a mask S = N: is_causal would mean something else for other shapes.
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N:
+        with fewer queries, is_causal would align the first of them with the first key.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=q.size(1) > k.size(1))
@@ -324,7 +331,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; in a plain GPT never called
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; idle in a plain GPT
         self.init_weights()
 
     def init_weights(self):
@@ -336,26 +343,27 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats over the targets that are not negative. In training a
-        mechanism may have another loss.
+        the mean cross-entropy in nats over the targets that are not negative. In training,
+        mechanisms that halt have a loss of their own.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if not self.training:
-            return None, self.loss(h, targets)                  # evaluation: cross-entropy alone
-        return None, self.mechanism.loss(self, h, targets)      # the same, but for part 5
+        if self.training and self.config.ponder != 'none':
+            return None, self.mechanism.loss(self, h, targets)          # part 5 adds terms to it
+        return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
         """
         Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens: embed and trunk, or
         a mechanism in the place of the trunk.
         memory      from new_memory: idx goes on where it ends. None: idx is the whole text
+        ValueError for more tokens than block_size.
         """
         if memory is None:
             memory = self.new_memory()
         length = memory.tokens + idx.size(1)
-        assert length <= self.config.block_size, f"{length} tokens are more than block_size"
+        require(length <= self.config.block_size, f"{length} tokens are more than block_size")
         pos = memory.begin(idx)                                         # (T,)
         x = self.embed(idx)
         if self.config.ponder == 'none':
@@ -369,13 +377,13 @@ class GPT(nn.Module):
     def trunk(self, x, pos, memory=None, norm=True):
         """
         All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
-        memory      the KV cache, whose `begin` was called. None: nothing came before, as in the
-                    lines on top of this file
+        memory      the KV cache, which counted these tokens in `begin`. None: nothing came before,
+                    as in the lines on top of this file
         norm        False leaves out the final norm: parts 4 and 5
         """
         if memory is None:
             memory = Memory()
-            memory.begin(x)                                             # as GPT.hidden does
+            memory.begin(x)
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         for block in self.h:
@@ -389,10 +397,9 @@ class GPT(nn.Module):
             logits[..., self.config.n_tokens:] = -math.inf
         return logits
 
-    def loss(self, h, targets, weights=1.0):
-        """The mean of token_losses over targets that are not negative; weights (B,T): for Ouro."""
-        total = (self.token_losses(h, targets) * weights).sum()
-        return total / (targets >= 0).sum().clamp(min=1)
+    def loss(self, h, targets):
+        """The mean of token_losses over targets that are not negative."""
+        return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
 
     def token_losses(self, h, targets):
         """Cross-entropy (B,T) of each next token in nats; 0 where the target is negative."""
@@ -402,7 +409,10 @@ class GPT(nn.Module):
         return losses.view_as(targets)
 
     def new_memory(self, pad=None):
-        """An empty memory. pad (B,): how much of each row, on its left, is padding (part 4)."""
+        """
+        An empty memory. pad (B,): how much of each row, on its left, is padding; for prompts of
+        unequal lengths in engine/generate.py.
+        """
         if self.config.ponder == 'none':
             return Memory() if pad is None else Padded(pad)
         return self.mechanism.new_memory(pad)                           # parts 4 and 5
@@ -439,18 +449,18 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # the largest becomes 0: divided by a tiny temperature, others would be infinite
+    # less the largest: divided by a tiny temperature, logits would overflow
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p is not None:
         p, order = logits.softmax(-1).sort(descending=True)
-        likelier = p.cumsum(-1) - p             # the probability of all that are likelier
-        enough = likelier >= top_p
-        enough[:, 0] = False                    # the likeliest of all stays
-        dropped = torch.zeros_like(enough).scatter(1, order, enough)
-        logits = logits.masked_fill(dropped, -math.inf)
+        mass_before = p.cumsum(-1) - p          # the probability of all that are likelier
+        beyond = mass_before >= top_p
+        beyond[:, 0] = False                    # the likeliest of all stays
+        beyond = torch.zeros_like(beyond).scatter(1, order, beyond)     # in the table's order again
+        logits = logits.masked_fill(beyond, -math.inf)
     p = logits.softmax(-1)
     # With E drawn from Exp(1), p / E is largest at token i with probability p_i. torch.multinomial
     # does the same, and a check for NaN, for which the host would wait for the GPU.
@@ -487,8 +497,8 @@ def source_layers(config, layer):
 
 def depth_sources(config, layer, memory):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), from this pass. Loop, part 4, sets memory.loops: what
-    layer l itself made in the loops before comes first.
+    [(k_j, v~_j), ..] of the layers j in S(l), from this pass. In a Loop (part 4) what layer l
+    itself made in the loops before comes first.
     """
     loops = [earlier.made[layer] for earlier in memory.loops]
     return loops + [memory.made[j] for j in source_layers(config, layer)]
@@ -538,7 +548,7 @@ class Mechanism(nn.Module):
     rule = None     # a function: which slots a slot attends to; None: those of its own pass. (In
                     # a class it is made a staticmethod, or Python would pass it self.)
 
-    # what engine/ and tools/ ask for, as they do for `slots`, `passes` and `cost`
+    # for engine/ and tools/ alone, as are `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
     trains_alone = False            # training changes the mechanism's own weights alone
     skips = False                   # Router: training may leave stopped tokens out
@@ -565,8 +575,8 @@ class Mechanism(nn.Module):
     @staticmethod
     def default_embed_scale(C):
         """
-        The default of GPTConfig.embed_scale. Embeddings times 1 / init_std begin with RMS 1, like
-        hidden states.
+        The default of GPTConfig.embed_scale: with the default init_std, embeddings begin with RMS
+        1, like hidden states.
         """
         return math.sqrt(2.5 * C)       # 1 / sqrt(0.4 / C), the default init_std
 
@@ -604,7 +614,7 @@ class Mechanism(nn.Module):
         """
         Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
         next tokens. Without a rule, memory[k] is the Memory of pass k alone. With one, all passes
-        share a SlotMemory, and memory.for_pass(k) returns the memory of pass k.
+        share a SlotMemory, and memory.for_pass(k) is what gpt.trunk gets in pass k.
         """
         raise NotImplementedError
 
@@ -641,19 +651,14 @@ class Memories(list):
 
     def begin(self, x):
         """As Memory.begin, for all of them."""
-        for memory in self:
-            pos = memory.begin(x)
-        return pos
+        positions = [memory.begin(x) for memory in self]
+        return positions[0]                                             # the same in all
 
 
 class Plain(Mechanism):
-    """ponder='none': a plain GPT's answers to what is asked of any mechanism, but for `forward`."""
+    """In a plain GPT (ponder='none') what stands for a mechanism; its `forward` is never called."""
     K = 0  # in the place of the property: whatever ponder_steps says
     settings = ()
-
-    @staticmethod
-    def default_embed_scale(C):
-        return 1.0
 
     def init_weights(self, gpt):
         """As they are."""
@@ -704,9 +709,9 @@ class Embedding(Mechanism):
         return mean.view_as(h) * config.embed_scale
 
     def cost(self, gpt, drawn, training):
-        mixed = self.config.ponder_topk or self.config.vocab_size
-        step = gpt.lm_head.weight.numel() + mixed * self.config.n_embd
-        return Cost(vectors=self.K + 1, keys=self.K + 1, other=self.K * step)
+        head = gpt.lm_head.weight.numel()
+        mixture = (self.config.ponder_topk or self.config.vocab_size) * self.config.n_embd
+        return Cost(vectors=self.K + 1, keys=self.K + 1, other=self.K * (head + mixture))
 
 
 class Loop(Mechanism):
@@ -763,21 +768,22 @@ class Labels:
 NEVER = 2 ** 40
 
 
-def times(pos, B, pad):
+def token_times(pos, B, pad):
     """(B,T): the label t of tokens at pos (T,): pos itself, but NEVER for padding."""
     if pad is None:
         return pos.expand(B, -1)
     return torch.where(pos < pad[:, None], NEVER, pos)
 
 
-def labels_of(time, k, n, visible, log_w):
+def labels_of(time, first_k, n, visible, log_w):
     """
     (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
-    by side, numbered from k on. As keys, slots that are not `visible` (B, T n) have the time NEVER.
+    by side, numbered from first_k on. As keys, slots that are not `visible` (B, T n) have the time
+    NEVER.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
-    numbers = torch.arange(k, k + n, device=t.device).repeat(time.size(1))
-    query = Labels(t, numbers.expand_as(t), log_w)
+    k = torch.arange(first_k, first_k + n, device=t.device).repeat(time.size(1))
+    query = Labels(t, k.expand_as(t), log_w)
     if visible is None:
         return query, query
     return query, replace(query, t=t.where(visible, NEVER))
@@ -785,11 +791,12 @@ def labels_of(time, k, n, visible, log_w):
 
 class SlotMemory(Memory):
     """
-    A Memory of slots. rule(query, key) says who reads whom, of labels (B,S,1) and (B,1,N): (B,S,N),
-    as booleans, or as numbers to add to the scores.
+    A Memory of slots. rule(query, key) says who reads whom: of labels (B,S,1) and (B,1,N) it makes
+    (B,S,N), booleans, or numbers that are added to the scores. The order of calls:
 
-    GPT.hidden calls `begin`. A mechanism calls `for_pass` before each call of the trunk, and before
-    that `rewind`, where what the pass before left is to be replaced.
+        begin(x)        by GPT.hidden
+        rewind()        where the next pass replaces what the one before left
+        for_pass(k)     before each call of gpt.trunk, which gets what this returns
     """
 
     def __init__(self, rule, pad=None):
@@ -800,19 +807,19 @@ class SlotMemory(Memory):
         self.n_before = 0           # how many slots the tokens before these have
         self.key_labels = None      # of all slots so far, if there are some
         self.query_labels = None    # of those of this pass
-        self.causal = False         # whether the rule need not be asked in this pass
+        self.plain_causal = False   # whether the rule need not be asked in this pass
         self.state = None           # Feedback alone: what it carries on from here, (B,1,C)
 
     def begin(self, x):
         pos = super().begin(x)
-        self.time = times(pos, len(x), self.pad)
+        self.time = token_times(pos, len(x), self.pad)
         self.n_before = 0 if self.key_labels is None else self.key_labels.t.size(1)
         return pos
 
     def for_pass(self, k=0, n=1, visible=None, log_w=None):
         """
-        Pass number k over these tokens begins; returns the memory for gpt.trunk: this one, and in
-        engine/ others. With n > 1 each token has n slots, side by side, numbered from k on.
+        Pass number k over these tokens begins; returns the memory for gpt.trunk: here this one, in
+        engine/ another. With n > 1 each token has n slots, side by side, numbered from k on.
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         log_w       (B, T n), for Mask's rule
         """
@@ -823,13 +830,13 @@ class SlotMemory(Memory):
         # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
         # So is by_pass, if each token has one slot in this pass.
         in_a_row = self.rule is flat or (self.rule is by_pass and n == 1)
-        self.causal = is_first and in_a_row and self.pad is None and visible is None
+        self.plain_causal = is_first and in_a_row and self.pad is None and visible is None
         return self
 
     def mask(self, S, device):
         """As Memory.mask, by the rule: (B,1,S,N)."""
         assert self.query_labels is not None, "memory.for_pass(k) comes before gpt.trunk"
-        if self.causal:
+        if self.plain_causal:
             return None
         return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
 
@@ -890,7 +897,7 @@ class Latent(Mechanism):
     iterates = True
 
     def draws(self):
-        """R or R - 1, as in the authors' code."""
+        """R or R - 1, as in the authors' code, so that thoughts do not fit one R alone."""
         R = self.config.jacobi_iters
         return [R, max(R - 1, 0)]
 
@@ -955,7 +962,7 @@ class Feedback(Mechanism):
     P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
     cached decoding is not implemented.
     """
-    rule = staticmethod(flat)       # causal; and with a rule its memory can rewind
+    rule = staticmethod(flat)       # one slot a token: causal; and with a rule a memory rewinds
     slots = 1                       # in the place of the property
     iterates = True
 
@@ -969,7 +976,7 @@ class Feedback(Mechanism):
         carried = memory.state                                          # h of the token before x_0
         if carried is None:
             carried = torch.zeros_like(x[:, :1])                        # (B,1,C)
-        shifted = F.pad(carried, (0, 0, 0, x.size(1) - 1))              # h_{t-1}: then zeros
+        shifted = torch.cat((carried, torch.zeros_like(x[:, 1:])), dim=1)       # h_{t-1}
         for _ in range(min(steps + 1, x.size(1))):          # T passes are exact: one for one token
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + shifted, pos, memory.for_pass())
@@ -1055,7 +1062,7 @@ class TokenState:
     x: torch.Tensor         # (B,T,C)  what the input of its next pass is made from
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
-    score: torch.Tensor     # (B,T)    what was last compared with halt_tau, or would be
+    score: torch.Tensor     # (B,T)    of the last pass: what is compared with halt_tau
 
     def where(self, taken, other):
         """These fields where taken (B,T), else those of `other`: as torch.where."""
@@ -1084,7 +1091,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: what it made, of the tokens that had stopped as well. Mask leaves one pair.
+        # new: the states after it, also of tokens that had stopped before. Mask leaves one pair.
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1160,8 +1167,9 @@ def without_autocast(module, h):
 def newest(query, key):
     """
     A rule: of each token up to its own, a query of pass k reads one slot: that of pass k, or of the
-    token's last pass if it stopped before. Where token 0 stopped after pass 0, query (1,1) reads,
-    of (0,0) (1,0) (1,1), the first and the last: `bucket` is 0, 1, 1 and `last` 0, 1, 1.
+    token's last pass if it stopped before. Token 0 stopped after pass 0, so that (0,1) is hidden:
+    of the keys (0,0) (1,0) (0,1) (1,1) query (1,1) reads the first and the last. `bucket` is 0 1 4
+    1, `last` 0 1 1 1.
     """
     N = key.t.size(-1)
     # The keys of one token lie in one bucket, by its time. Each token so far has a key, so that its
@@ -1244,7 +1252,7 @@ class Gate(Halting, Embedding):
         return self.config.halt_lambda * mean
 
     def cost(self, gpt, drawn, training):
-        steps = Embedding.cost(self, gpt, drawn, training)
+        steps = super().cost(gpt, drawn, training)
         return replace(steps, other=steps.other + linear_weights(self))
 
 
@@ -1302,8 +1310,8 @@ class Mask(Halting, Latent):
             return Halting.forward(self, gpt, x, pos, memory)
 
         is_token = memory.is_token()
-        first = self.start(x, is_token)
-        log_w = first.log_w                                             # (B,T,K+1)
+        routed = self.start(x, is_token)
+        log_w = routed.log_w                                            # (B,T,K+1)
         needed = is_token[..., None].expand_as(log_w)
         thoughts = []
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
@@ -1317,7 +1325,7 @@ class Mask(Halting, Latent):
             thoughts = h[:self.K]
 
         self.passes = needed.sum(-1)                                    # (B,T)
-        self.trace = [(is_token, replace(first, s=s, log_w=log_w))]     # of the tokens' own slots
+        self.trace = [(is_token, replace(routed, s=s, log_w=log_w))]     # of the tokens' own slots
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)
@@ -1342,19 +1350,19 @@ class Mask(Halting, Latent):
         return MaskState(x=h, out=out, go_on=go_on, score=score, s=s, log_w=log_w)
 
     def decisions(self):
-        _, first = self.trace[0]
-        return list(first.log_w.exp().unbind(-1)[1:])
+        _, routed = self.trace[0]
+        return list(routed.log_w.exp().unbind(-1)[1:])
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean number of thoughts expected, sum_k k s_{t,k}."""
-        _, first = self.trace[0]
+        _, routed = self.trace[0]
         counts = targets >= 0                                           # (B,T)
-        expected = (first.s * torch.arange(self.K + 1, device=counts.device)).sum(-1)
+        expected = (routed.s * torch.arange(self.K + 1, device=counts.device)).sum(-1)
         return self.config.halt_lambda * self.onset() * mean_where(counts, expected)
 
     def cost(self, gpt, drawn, training):
         sweeps = len(self.slots_of_sweeps(drawn))
-        return replace(Latent.cost(self, gpt, drawn, training), other=sweeps * linear_weights(self))
+        return replace(super().cost(gpt, drawn, training), other=sweeps * linear_weights(self))
 
 
 @dataclass
@@ -1421,7 +1429,7 @@ class Router(Halting, Chain):
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel()                     # of p_k
         asked = (self.K + 1) * linear_weights(self)
-        return replace(Chain.cost(self, gpt, drawn, training), other=asked, no_grad=heads)
+        return replace(super().cost(gpt, drawn, training), other=asked, no_grad=heads)
 
 
 class Exit(Halting):
@@ -1473,7 +1481,7 @@ class Exit(Halting):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():   # and detached, which PyTorch's FLOP counter wants
+            with torch.no_grad():   # detach: PyTorch's FLOP counter needs it
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
@@ -1499,12 +1507,11 @@ class Exit(Halting):
         return outs
 
     def prior(self, n):
-        """The weights of the losses of n passes."""
+        """The weights of the losses of n passes: at first 'last', from halt_full on exit_loss."""
         last = [0] * (n - 1) + [1]
         weights = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
-        prior = [self.onset() * weight / sum(weights) for weight in weights]    # begins as 'last'
-        prior[-1] += 1 - sum(prior)     # the last pass gets what is left
-        return prior
+        onset, total = self.onset(), sum(weights)
+        return [(1 - onset) * old + onset * new / total for old, new in zip(last, weights)]
 
     def loss(self, gpt, h, targets):
         outs = self.outputs()
@@ -1520,13 +1527,13 @@ class Exit(Halting):
             return 0.0
         total = 0.0
         for taken, new in self.trace[:self.K]:
-            surprise = self.nats_of_chance(gpt, new.out).squeeze(-1)
+            surprise = self.uniform_nats(gpt, new.out).squeeze(-1)
             total = total + mean_where(given & taken, surprise)
         return weight * total / self.K
 
     @staticmethod
-    def nats_of_chance(gpt, h):
-        """Cross-entropy of head(h), were all tokens as likely to come next: (.., C) -> (.., 1)."""
+    def uniform_nats(gpt, h):
+        """Cross-entropy of head(h) with equal probabilities as its target: (.., C) -> (.., 1)."""
         logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
         return logits.logsumexp(-1, keepdim=True) - logits.mean(-1, keepdim=True)
 
@@ -1582,11 +1589,11 @@ class Ouro(Exit):
             return self.gate_loss(gpt, [out.detach() for out in outs], targets)
         lams = [self.lam(out) for out in outs[:self.K]]
         p = self.leaving(lams)
-        losses = sum(gpt.loss(out, targets, p_k) for out, p_k in zip(outs, p))
+        nats = sum(p_k * gpt.token_losses(out, targets) for out, p_k in zip(outs, p))   # (B,T)
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        losses = losses - self.config.halt_lambda * mean_where(targets >= 0, entropy)   # (4)
-        return losses + self.stay(lams, targets)        # in the place of Exit.penalty
+        loss = mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
+        return loss + self.stay(lams, targets)          # in the place of Exit.penalty
 
     def leaving(self, lams):
         """p_k, (B,T) each."""
@@ -1612,7 +1619,7 @@ class Ouro(Exit):
             lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
-        return total / (self.K + 1)     # there are K terms, but their code has K + 1
+        return total / (self.K + 1)     # of K terms, as in the paper: its T is K + 1
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() if training else 0
@@ -1682,9 +1689,9 @@ def check_together(c):
 
 @dataclass
 class Cost:
-    """What a mechanism costs for each token: engine/flops.py asks for it."""
+    """What a mechanism costs for each token, for engine/flops.py."""
     vectors: int        # that go through the blocks
-    keys: float         # that these attend to, in all; 1: plain causal attention
+    keys: float         # that these read, in all, in units of plain causal attention
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 

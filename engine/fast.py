@@ -36,12 +36,12 @@ PARTS = {
         'Attention.attend': '6e2e553a7fe1',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': '6cff7fb2104a',
+        'Memory': 'e2bf78e24842',
         'Labels': 'b75bf2606a5b',
         'Padded': '71683ab8de85',
-        'labels_of': 'c429c51033ad',
-        'times': 'a8f5f8e6102b',
-        'SlotMemory': 'a0aadf6ab714',
+        'labels_of': '8334a8287f73',
+        'token_times': 'dc6c2dc15d87',
+        'SlotMemory': '69ec360c25ed',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': 'bc03a5343bb4',
         'flat': '45cc7235f97c',
@@ -51,25 +51,25 @@ PARTS = {
     },
     'engine/loss.py': {                 # never all logits at once
         'GPT.head': 'd6fdd657411d',
-        'GPT.loss': '78b54aafc03d',
+        'GPT.loss': '1a69b6a69f33',
         'at_least_fp32': '8a483de1ada9',
         'GPT.token_losses': 'b103239eb83b',
         'Embedding.mixture': '042032c359c1',
         'Exit.confidence': 'de16986b11bd',
-        'Exit.nats_of_chance': '60448535f4d4',
+        'Exit.uniform_nats': '4b808969d8e5',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
         'Halting.forward': '03141c33171b',
         'TokenState.where': '01535b23cd2b',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
-        'GPT.hidden': 'b4518a1feaf9',
-        'Mask.forward': '3027699c9547',
+        'GPT.hidden': '326df1b88fe7',
+        'Mask.forward': '96bb82555ca1',
     },
 }
 
 # what makes V logits of each of many rows, of which engine/loss.py takes some at a time
-BY_ROWS = (Embedding, 'mixture'), (Exit, 'confidence'), (Exit, 'nats_of_chance')
+BY_ROWS = (Embedding, 'mixture'), (Exit, 'confidence'), (Exit, 'uniform_nats')
 
 
 class FastGPT(GPT):
@@ -98,12 +98,12 @@ class FastGPT(GPT):
     def new_memory(self, pad=None):
         return cache_memory(self, pad, self.static_places)
 
-    def loss(self, h, targets, weights=1.0):
-        return chunked_cross_entropy(h, self.lm_head.weight, targets, weights, self.config.n_tokens)
+    def loss(self, h, targets):
+        return chunked_cross_entropy(h, self.lm_head.weight, targets, self.config.n_tokens)
 
     def token_losses(self, h, targets):
         if torch.is_grad_enabled() and h.requires_grad:
-            return super().token_losses(h, targets)
+            return in_parts(GPT.token_losses, self, h, targets)
         return nats_in_parts(self.head, h, targets, self.config.vocab_size)
 
 

@@ -54,17 +54,17 @@ def with_own_dicts(memory):
     return twin
 
 
-def in_parts(function, gpt, h):
+def in_parts(function, gpt, h, *targets):
     """
-    function(gpt, h), some rows at a time: it makes V logits of each row (n,C) on its way. In
-    backward these are computed once more, if they are many.
+    function(gpt, h) or function(gpt, h, targets), some rows at a time: it makes V logits of each
+    row (n,C) on its way. In backward these are computed once more, if they are many.
     """
     V = gpt.config.vocab_size
-    rows = h.reshape(-1, h.size(-1))
-    if torch.is_grad_enabled() and len(rows) * V > LOGITS_KEPT:
+    rows = [h.reshape(-1, h.size(-1)), *(t.reshape(-1) for t in targets)]
+    if torch.is_grad_enabled() and len(rows[0]) * V > LOGITS_KEPT:
         function = recompute(function)
-    parts = rows.split(max(1, LOGITS_AT_ONCE // V))
-    return torch.cat([function(gpt, part) for part in parts]).unflatten(0, h.shape[:-1])
+    parts = zip(*(x.split(max(1, LOGITS_AT_ONCE // V)) for x in rows))
+    return torch.cat([function(gpt, *part) for part in parts]).unflatten(0, h.shape[:-1])
 
 
 @torch.no_grad()
@@ -81,32 +81,27 @@ def rows_that_count(targets):
     return (targets >= 0).nonzero()[:, 0]
 
 
-def chunked_cross_entropy(h, weight, targets, weights, n_tokens):
+def chunked_cross_entropy(h, weight, targets, n_tokens):
     """
     GPT.loss of model.py: F.cross_entropy(h @ weight[:n_tokens].T, targets) for h (..,C), weight
     (V,C) and targets (..), the mean over all targets that are not negative; 0 if there are none.
-    weights: a factor for each, (..) or a number.
     """
     rows, targets = h.reshape(-1, h.size(-1)), targets.reshape(-1)
-    factors = torch.as_tensor(weights, device=h.device).reshape(-1).expand(len(rows))
-    need_grad = torch.is_grad_enabled()
-    return ChunkedCrossEntropy.apply(rows, weight, targets, factors, n_tokens, need_grad)
+    return ChunkedCrossEntropy.apply(rows, weight, targets, n_tokens, torch.is_grad_enabled())
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
     The gradient of the logits is softmax - onehot, known as soon as they are. So forward turns each
-    chunk of logits into its share of dL/dh and dL/dW at once, and backward only scales. The
-    gradient of a factor is the row's loss.
+    chunk of logits into its share of dL/dh and dL/dW at once, and backward only scales.
     """
 
     @staticmethod
-    def forward(ctx, h, weight, targets, factors, n_tokens, need_grad):
+    def forward(ctx, h, weight, targets, n_tokens, need_grad):
         dtype = compute_dtype(h)
         wide = torch.promote_types(dtype, torch.float32)            # softmax and sums
         x, w = h.to(dtype), weight.to(dtype)                        # (N,C), (V,C)
         counts = targets >= 0                                       # (N,)
-        share = factors.to(wide) * counts                           # (N,)
         nats = torch.zeros(len(x), dtype=wide, device=h.device)     # (N,)
         dh = torch.empty_like(x) if need_grad else None
         dw = torch.zeros_like(weight) if need_grad else None
@@ -115,7 +110,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for first in range(0, len(x), rows):
             chunk = slice(first, first + rows)
             target = targets[chunk, None].clamp(min=0)              # (n,1)
-            factor = share[chunk, None]                             # (n,1)
+            counted = counts[chunk, None]                           # (n,1)
             logits = (x[chunk] @ w.t()).to(wide)                    # (n,V)
             logits[:, n_tokens:] = -math.inf                        # padding of the vocabulary
             logp = logits.log_softmax(-1)
@@ -124,21 +119,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 dlogits = logp.exp_()                               # in place from here: softmax
                 dlogits.scatter_add_(1, target, -torch.ones_like(target, dtype=wide))  # - onehot
                 dlogits = dlogits.to(dtype)
-                factor = factor.to(dtype)
-                dh[chunk] = (dlogits @ w) * factor
-                dw += dlogits.t() @ (x[chunk] * factor)
+                dh[chunk] = (dlogits @ w) * counted
+                dw += dlogits.t() @ (x[chunk] * counted)
 
         count = counts.sum().clamp(min=1)
         if need_grad:
-            ctx.save_for_backward(dh, dw, nats * counts, count)
-        return (nats * share).sum() / count
+            ctx.save_for_backward(dh, dw, count)
+        return (nats * counts).sum() / count
 
     @staticmethod
     def backward(ctx, grad):
-        dh, dw, nats, count = ctx.saved_tensors
+        dh, dw, count = ctx.saved_tensors
         scale = grad / count  # not before: small probabilities would underflow in fp16
-        dfactors = nats * scale if ctx.needs_input_grad[3] else None
-        return dh * scale, dw * scale, None, dfactors, None, None
+        return dh * scale, dw * scale, None, None, None
 
 
 def compute_dtype(h):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from engine.attention import Group, KeyBias
 from model import (NEVER, Labels, Memories, Memory, by_pass, faded, flat, labels_of, newest,
-                   times)
+                   token_times)
 
 
 def text_memory(gpt):
@@ -190,14 +190,14 @@ class RulePass(TextPass):
         """
         super().__init__(sources, before)
         self.rule = rule
-        self.causal = causal
+        self.plain_causal = causal
         self.query_labels = query
         self.key_labels = key
         if before is not None:
             self.key_labels = before.key_labels.joined(key)
 
     def mask(self, S, device):
-        if self.causal:
+        if self.plain_causal:
             return None
         return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
 
@@ -290,7 +290,7 @@ class Cache(Memory):
 
     def begin(self, x):
         pos = super().begin(x)
-        self.time = times(pos, len(x), self.pad)
+        self.time = token_times(pos, len(x), self.pad)
         self.n_before = self.length
         if self.rule is earlier:
             self.for_pass()

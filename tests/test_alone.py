@@ -27,6 +27,29 @@ def test_it_imports_pytorch_and_the_standard_library_alone():
     assert imported - sys.stdlib_module_names == {'torch'}
 
 
+def test_the_lines_on_top_of_it_run(tmp_path):
+    """Those that train a plain GPT, then, with their two more in each step, one with thoughts."""
+    shutil.copy(MODEL, tmp_path)
+    with open(MODEL, encoding='utf-8') as f:
+        doc = ast.get_docstring(ast.parse(f.read()))
+    start, more = doc.split('To train with this file alone:')[1].split('two more lines in front.')
+    plain = [line[4:] for line in start.splitlines() if line.startswith('    ')]
+    more = [line[4:] for line in more.splitlines() if line.startswith('        ')]
+    assert len(plain) == 8 and len(more) == 2
+
+    small = 'vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16'
+    latent = plain[:3] + more + plain[3:]
+    for lines, extra in (plain, ''), (latent, ", ponder='latent', halting='mask'"):
+        lines = [line.replace('GPTConfig()', f'GPTConfig({small}{extra})') for line in lines]
+        script = ['import random', 'import torch', 'from model import GPT, GPTConfig',
+                  'prompt, step, steps = torch.zeros(1, 1, dtype=torch.long), 1, 2',
+                  'batches = [torch.ones(2, 1, 8, dtype=torch.long)]',
+                  *(line.replace('100)', '3)') for line in lines), 'print(tokens.shape)']
+        (tmp_path / 'lines.py').write_text('\n'.join(script))
+        done = program('-E', 'lines.py', cwd=tmp_path)
+        assert done.stdout == 'torch.Size([1, 4])\n'
+
+
 def test_a_copy_in_an_empty_folder_trains_and_generates(tmp_path):
     """
     A few steps lower the loss; then, in float64, tokens from a cache are those of the whole text

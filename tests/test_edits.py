@@ -215,15 +215,15 @@ def test_a_class_with_its_own_version_of_a_part_is_refused(kind, part, monkeypat
 # what somebody tries first: (what to run, of which model, what to change in model.py and into what)
 EDITS = {
     'a window of 8': ('train', {}, """\
-        before = self.tokens - S
         if before == 0:
             return None
-        key = torch.arange(self.tokens, device=device)
-        return key <= key[before:, None]                                # (S,N)
+        key_pos = torch.arange(self.tokens, device=device)              # (N,)
+        query_pos = key_pos[before:, None]                              # (S,1)
+        return key_pos <= query_pos                                     # (S,N)
 """, """\
-        before = self.tokens - S
-        key = torch.arange(self.tokens, device=device)
-        return (key <= key[before:, None]) & (key > key[before:, None] - 8)
+        key_pos = torch.arange(self.tokens, device=device)              # (N,)
+        query_pos = key_pos[before:, None]                              # (S,1)
+        return (key_pos <= query_pos) & (key_pos > query_pos - 8)
 """),
     'a soft cap': ('both', {}, """\
         logits = self.lm_head(h)
@@ -236,15 +236,15 @@ EDITS = {
     return (key.t <= query.t) & ((key.k == 0) | ((key.t == query.t) & (key.k <= query.k)))
 """),
     'a loss without the first letter of a line': ('train', {}, """\
-        total = (self.token_losses(h, targets) * weights).sum()
+        return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
 """, """\
         targets = targets.masked_fill(F.pad(targets, (1, -1)) == 10, -1)
-        total = (self.token_losses(h, targets) * weights).sum()
+        return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
 """),
     'a cache without every second key': ('sample', {}, """\
-        return key <= key[before:, None]                                # (S,N)
+        return key_pos <= query_pos                                     # (S,N)
 """, """\
-        seen = key <= key[before:, None]
+        seen = key_pos <= query_pos
         seen[:, 1:before:2] = False
         return seen
 """),

@@ -218,7 +218,7 @@ def test_prompts_that_do_not_fit_are_refused(prompts, message):
 
 def test_a_text_above_block_size_is_refused(kind):
     text = torch.ones(1, 25, dtype=torch.long)
-    with pytest.raises(AssertionError, match='25 tokens are more than block_size'):
+    with pytest.raises(ValueError, match='25 tokens are more than block_size'):
         make(kind=kind)(text)
     with pytest.raises(ValueError, match='25 tokens are more than block_size'):
         make(kind=kind).generate(text[:, :5], 21)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import close, make
 
-from model import GPT, GPTConfig, RMSNorm, rope_table
+from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_table
 
 
 @pytest.mark.parametrize('settings, words', [
@@ -122,6 +122,7 @@ def test_norms_stay_in_bf16_where_autocast_widens_them(monkeypatch):
 
 def test_positions_are_told_apart_in_bf16():
     cos, sin = rope_table(torch.tensor([256, 257]), 8, 10000.0, torch.bfloat16)
-    assert cos.dtype == sin.dtype == torch.bfloat16
-    close(cos[1, 0, 0], torch.tensor(math.cos(257)), 0.01)
-    close(sin[1, 0, -4], torch.tensor(math.sin(257)), 0.01)
+    x = apply_rope(torch.ones(1, 2, 1, 8, dtype=torch.bfloat16), cos, sin)
+    assert x.dtype == torch.bfloat16
+    close(x[0, 1, 0, 0], torch.tensor(math.cos(257) - math.sin(257)), 0.02)
+    close(x[0, 1, 0, 4], torch.tensor(math.cos(257) + math.sin(257)), 0.02)
