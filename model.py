@@ -36,15 +36,16 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-With a mechanism, a step has two more lines in front. Halting begins late in a run, so it asks how
-much of it is done (else: all); latent, feedback and mask draw how many passes a step trains:
+In a mechanism two things change from step to step. Halting asks what share of the run is done (not
+told: all of it); latent, feedback and mask draw how many passes a step trains (not drawn: the
+most). For these, put in front of each step:
 
         gpt.mechanism.progress = step / steps
         gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
 
-train.py trains these classes. On CUDA, and with fast=True, which config/halting_*.py set, it
-replaces some by faster ones, and stops with an error if you edited one of those: --fast=False runs
-what you wrote.
+train.py trains these classes. On CUDA, or with its setting fast=True, as config/halting_*.py have
+it, faster ones of engine/ stand in for some, and it stops with an error if you edited one of those:
+--fast=False runs what you wrote.
 """
 
 import math
@@ -67,10 +68,11 @@ def require(ok, message):
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are nearly the 360M row of the Depth-Attention paper
-    (config/size/360m.py). When a config is made, a None becomes what its comment says, where that
-    is needed. dataclasses.replace keeps what was filled in: to change a shape or a mechanism, make
-    a new config. Settings of mechanisms that are not chosen do nothing, but must be valid.
+    Shape and toggles of a model; the defaults are config/size/360m.py, but for init_std (there
+    0.02). When a config is made, a None becomes what its comment says; ponder_topk stays None, and
+    so does what belongs to a mechanism that is off. dataclasses.replace keeps what was filled in:
+    to change a shape or a mechanism, make a new config. Settings of mechanisms that are off do
+    nothing, but must be valid.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -98,7 +100,7 @@ class GPTConfig:
 
     # pondering
     ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
-    ponder_steps: int = 3                # K: extra passes, or vectors, per token (0: a plain GPT)
+    ponder_steps: int = 3                # K: extra passes, or vectors, per token (0: one pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
@@ -128,7 +130,7 @@ class GPTConfig:
         if self.mlp_hidden is None:
             self.mlp_hidden = 64 * math.ceil(8 / 3 * self.n_embd / 64)
         if self.init_std is None:
-            self.init_std = math.sqrt(0.4 / self.n_embd)  # 0.02 at width 1,000
+            self.init_std = math.sqrt(0.4 / self.n_embd)    # PonderLM-2's: 0.02 at width 1,000
         if self.embed_scale is None:
             self.embed_scale = 1.0
             if self.ponder != 'none':           # what the mechanism wants: part 4
@@ -168,7 +170,8 @@ class RMSNorm(nn.Module):
 def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
-    turns by the angle p theta^(-2i / hd). pos (S,) or (B,S) -> cos and sin, (.., S, 1, hd/2) each.
+    turns by the angle p theta^(-2i / hd). pos (S,), or in engine/ (B,S), -> cos and sin, each
+    (.., S, 1, hd/2).
     """
     dtype = torch.promote_types(dtype, torch.float32)   # bf16 cannot tell position 257 from 256
     twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
@@ -188,19 +191,19 @@ class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. A text that is read at
     once, as in training, has nothing before it: no mask is needed, and attention reads the keys and
-    values that it made.
+    values of this call alone.
     """
 
     def __init__(self):
         self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # (k, v) of each layer that ran in this pass: part 3, a check
-        self.loops = ()             # memories of the passes before: Loop with Depth-Attention
+        self.made = {}              # (k, v) that each layer made in this pass: for part 3
+        self.loops = ()             # memories of earlier passes: part 4, Loop with part 3
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        # What was counted before has left keys by now, unless `memory` was left out.
+        # Tokens before these, but no keys of them: the trunk has stored them in another Memory.
         assert self.tokens == 0 or self.keys, "gpt.trunk(x, pos, memory) was called without memory"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
@@ -222,7 +225,7 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        # a second call of the trunk needs a second pass, part 4
+        # without `begin`, or in part 4 for_pass, in between: the cache would hold tokens twice
         assert layer not in self.made, f"block {layer} ran twice in one pass"
         self.made[layer] = k, v
         if layer in self.keys:
@@ -254,7 +257,7 @@ class Attention(nn.Module):
     def forward(self, x, rope, memory, mask):
         """
         x (B,S,C) -> (B,S,C)
-        rope        of their positions, from rope_table
+        rope        (cos, sin) of the positions of x, from rope_table
         memory      takes the keys and values, and has those of before
         mask        which keys each position attends to (None: all up to its own), see Memory.mask
         """
@@ -277,14 +280,15 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), *rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    @staticmethod
+    @staticmethod       # so that engine/ can put another function in its place
     def attend(q, k, v, mask, dropout):
         """
         softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N:
         with fewer queries, is_causal would align the first of them with the first key.
         """
+        shared_keys = q.size(1) > k.size(1)     # only then, as not every kernel can do it
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
-                                              enable_gqa=q.size(1) > k.size(1))
+                                              enable_gqa=shared_keys)
 
 
 class MLP(nn.Module):
@@ -331,26 +335,26 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; idle in a plain GPT
+        self.mechanism = new_mechanism(config)  # parts 4, 5; a plain GPT's is idle: Plain
         self.init_weights()
 
     def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # part 4: smaller c_proj; in a plain GPT nothing
+        self.mechanism.init_weights(self)       # part 4: smaller c_proj; not in a plain GPT
 
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats over the targets that are not negative. In training,
-        mechanisms that halt have a loss of their own.
+        the mean cross-entropy in nats over the targets that are not negative. In training, a
+        mechanism that halts has another loss.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
         if self.training and self.config.ponder != 'none':
-            return None, self.mechanism.loss(self, h, targets)          # part 5 adds terms to it
+            return None, self.mechanism.loss(self, h, targets)          # the same but for part 5
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
@@ -376,7 +380,8 @@ class GPT(nn.Module):
 
     def trunk(self, x, pos, memory=None, norm=True):
         """
-        All blocks and the final norm: x (B,S,C) at rotary positions pos (S,) or (B,S) -> (B,S,C).
+        All blocks and the final norm: x (B,S,C) at positions pos -> (B,S,C).
+        pos         (S,), or in engine/ (B,S)
         memory      the KV cache, which counted these tokens in `begin`. None: nothing came before,
                     as in the lines on top of this file
         norm        False leaves out the final norm: parts 4 and 5
@@ -414,15 +419,15 @@ class GPT(nn.Module):
         unequal lengths in engine/generate.py.
         """
         if self.config.ponder == 'none':
-            return Memory() if pad is None else Padded(pad)
+            return Memory() if pad is None else Padded(pad)             # Padded: part 4
         return self.mechanism.new_memory(pad)                           # parts 4 and 5
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """
-        Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. For a
-        model in eval mode; ValueError if that takes more than the block_size tokens that it can
-        read. engine/generate.py has more: windows that slide, prompts of unequal lengths.
+        Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. The
+        model should be in eval mode. ValueError if it would have to read more than block_size
+        tokens. engine/generate.py has more: windows that slide, prompts of unequal lengths.
         """
         length = idx.size(1) + max_new_tokens - 1       # the last new token is not read
         require(length <= self.config.block_size, f"{length} tokens are more than block_size")
@@ -443,13 +448,13 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """
     Draw a token of each row: logits (B,V) -> (B,).
     temperature     0 takes the likeliest
-    top_k           draws from the k likeliest
+    top_k           draws from the k likeliest, and those that equal the last of them
     top_p           draws from the fewest that together have this probability
     """
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # less the largest: divided by a tiny temperature, logits would overflow
+    # less the largest: divided by a tiny temperature, logits would overflow; by 1e-50, 0 in fp32
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -485,9 +490,9 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer that has a source, 0.03 % of the 360M model;
 # no parameter. The KV cache holds v~ in the place of v, so it does not grow.
 # Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
-# after, so that the weights a depend on no absolute position; and the cache holds v~, which makes
-# decoding exact. Sources are counted from layer 0, as in their code; a sentence of the paper counts
-# them back from layer l.
+# after, so that the weights a depend on no absolute position; and the cache holds v~, not v, so
+# that decoding reads what training reads. Sources are counted from layer 0, as in their code; a
+# sentence of the paper counts them back from layer l.
 
 
 def source_layers(config, layer):
@@ -543,9 +548,9 @@ class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
     gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
-    reads whom, its loss.
+    reads whom (whose queries attend to whose keys), its loss.
     """
-    rule = None     # a function: which slots a slot attends to; None: those of its own pass. (In
+    rule = None     # a function: which slots a slot reads; None: those of its own pass. (In
                     # a class it is made a staticmethod, or Python would pass it self.)
 
     # for engine/ and tools/ alone, as are `slots`, `passes` and `cost`
@@ -578,7 +583,7 @@ class Mechanism(nn.Module):
         The default of GPTConfig.embed_scale: with the default init_std, embeddings begin with RMS
         1, like hidden states.
         """
-        return math.sqrt(2.5 * C)       # 1 / sqrt(0.4 / C), the default init_std
+        return math.sqrt(2.5 * C)       # 1 / init_std, by default sqrt(0.4 / C)
 
     def init_weights(self, gpt):
         """
@@ -779,7 +784,7 @@ def labels_of(time, first_k, n, visible, log_w):
     """
     (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
     by side, numbered from first_k on. As keys, slots that are not `visible` (B, T n) have the time
-    NEVER.
+    NEVER; None: all are visible. log_w (B, T n) or None: as in Labels.
     """
     t = time.repeat_interleave(n, dim=1)                                # (B, T n)
     k = torch.arange(first_k, first_k + n, device=t.device).repeat(time.size(1))
@@ -843,7 +848,7 @@ class SlotMemory(Memory):
     def rewind(self):
         """Forget the slots of these tokens: they were guesses."""
         n = self.n_before
-        if n == 0:
+        if n == 0:      # as new: a first pass needs no mask
             self.key_labels, self.keys, self.values = None, {}, {}
             return
         self.key_labels = self.key_labels[:, :n]
@@ -924,8 +929,8 @@ class Latent(Mechanism):
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
-        reads = memory.for_pass(n=n, visible=visible, log_w=log_w)
-        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), reads)
+        pass_memory = memory.for_pass(n=n, visible=visible, log_w=log_w)
+        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), pass_memory)
         return h.unflatten(1, (-1, n)).unbind(2)
 
     def slots_of_sweeps(self, R):
@@ -959,15 +964,15 @@ class Feedback(Mechanism):
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. A token's
     thinking is never longer than the text before it.
-    P2N scales the two terms by 1 / sqrt(2) and 1 / sqrt(2 C); here they begin with RMS 1 both. Its
-    cached decoding is not implemented.
+    P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
+    decoding; here that is the first equation.
     """
-    rule = staticmethod(flat)       # one slot a token: causal; and with a rule a memory rewinds
+    rule = staticmethod(flat)       # one slot a token: causal. Only a memory with a rule can rewind
     slots = 1                       # in the place of the property
     iterates = True
 
     def draws(self):
-        """K or K - 1, as P2N."""
+        """K or K - 1, as P2N; never 0, where nothing is fed back."""
         return [self.K, self.K - 1] if self.K > 1 else [self.K]
 
     def forward(self, gpt, x, pos, memory):
@@ -999,8 +1004,8 @@ class Chain(Mechanism):
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), its arm of
     fixed length; Router is the adaptive one. The paper counts k from 1, we from 0.
 
-        z_t^(0)   = trunk at slot (t, 0), read from the token's embedding
-        z_t^(k+1) = trunk at slot (t, k+1), read from z_t^(k)                     k = 0 .. K - 1
+        z_t^(0)   = trunk of the token's embedding, at slot (t, 0)
+        z_t^(k+1) = trunk of z_t^(k), at slot (t, k+1)                            k = 0 .. K - 1
         slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k                (Eq. 2)
 
     Pass k never looks at later passes, so all tokens take it at once: exact, in parallel, without
@@ -1029,12 +1034,12 @@ class Pause(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        if config.ponder_steps > 0:
+        if config.ponder_steps > 0:     # else it would be a weight without a gradient
             self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
 
     @staticmethod
     def default_embed_scale(C):
-        return math.sqrt(C)     # as Embedding
+        return math.sqrt(C)     # as Embedding, in whose paper it is a baseline
 
     def forward(self, gpt, x, pos, memory):
         n = self.K + 1
@@ -1081,6 +1086,7 @@ class Halting(Mechanism):
     passes, `forward`, is here. (Mask has its own for a text that it reads at once.) Tokens that
     stopped go through the blocks all the same, and what they make there is hidden. With `fast` they
     are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
+    In the docstrings tau is halt_tau.
     """
     halts = True
     final_norm = True       # whether each pass ends with gpt.ln_f
@@ -1091,7 +1097,8 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the states after it, also of tokens that had stopped before. Mask leaves one pair.
+        # new: the states after it, also of tokens that had stopped before. Mask leaves
+        # one pair for a text that it reads at once.
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1100,9 +1107,9 @@ class Halting(Mechanism):
         self.trace = []
         for k in range(self.K + 1):
             taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
-            reads = memory.for_pass(k, visible=taken, log_w=self.log_w(state, k))
+            pass_memory = memory.for_pass(k, visible=taken, log_w=self.log_w_of_pass(state, k))
             x = self.before(gpt, state, k)
-            h = gpt.trunk(x, pos, reads, norm=self.final_norm)
+            h = gpt.trunk(x, pos, pass_memory, norm=self.final_norm)
             new = self.after(gpt, state, x, h, k)       # of all tokens
             state = new.where(taken, state)             # who had stopped keeps its state
             self.trace.append((taken, new))
@@ -1119,7 +1126,7 @@ class Halting(Mechanism):
         """What goes into pass k, (B,T,C)."""
         return state.x
 
-    def log_w(self, state, k):
+    def log_w_of_pass(self, state, k):
         """Mask: what its rule adds to the scores against the slots of pass k, (B,T)."""
         return None
 
@@ -1186,22 +1193,22 @@ class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's passes i = 0 .. K, with a gate after each that scales the next step, or ends the
-    token's pondering:
+    PonderLM's passes i = 0 .. K (k in the code), with a gate after each that scales the next step,
+    or ends the token's pondering:
 
         s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
-        m^{i+1} = m^i and s^i >= tau             who takes another pass                    (4), (5)
+        m^{i+1} = m^i and s^i >= tau, m^0 = 1    who takes another pass                    (4), (5)
         E^{i+1} = E^i + m^{i+1} s^i P^i W        PonderLM's step, scaled by the gate     (6) to (9)
         a token with m^i = 0 keeps the keys and values of its last pass, in every layer        (10)
 
-    The loss gains halt_lambda times the mean of the lowest gates (13), a share of all that grows to
-    halt_share from halt_start to halt_full (14). Before halt_start nobody halts in training:
-    otherwise cross-entropy alone would shut the gates for good.
+    The loss gains halt_lambda times the mean of the lowest gates (13), a share of all gates that
+    grows from 0 at halt_start to halt_share at halt_full (14). Before halt_start nobody halts in
+    training: otherwise cross-entropy alone would shut the gates for good.
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
     last pass; (13) also averages the gates that training still computes for it; GELU; gates start
-    near sigmoid(4) = 0.98, as PonderLM.
+    near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
     """
     rule = staticmethod(newest)     # (10)
     works_on = 'embedding'
@@ -1282,9 +1289,9 @@ class Mask(Halting, Latent):
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding takes slot after slot, by Halting.forward with `start`, `log_w` and `after` from
-    here; with `fast` it leaves hidden ones out. The loss gains halt_lambda times the expected
-    number of thoughts, in full from halt_full on; this term is ours.
+    of 1. Decoding takes slot after slot, by Halting.forward with the steps from here; with `fast`
+    it leaves hidden ones out. The loss gains halt_lambda times the expected number of thoughts, in
+    full from halt_full on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
@@ -1306,12 +1313,12 @@ class Mask(Halting, Latent):
         return log_s.exp(), F.pad(log_w[..., 1:], (1, 0))               # log w_0 is exactly 0
 
     def forward(self, gpt, x, pos, memory):
-        if x.size(1) == 1 and not self.training:    # a single token: slot after slot, see `after`
+        if x.size(1) == 1 and not self.training:    # a single token: slot after slot, by `after`
             return Halting.forward(self, gpt, x, pos, memory)
 
         is_token = memory.is_token()
-        routed = self.start(x, is_token)
-        log_w = routed.log_w                                            # (B,T,K+1)
+        state = self.start(x, is_token)
+        log_w = state.log_w                                             # (B,T,K+1)
         needed = is_token[..., None].expand_as(log_w)
         thoughts = []
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
@@ -1324,8 +1331,8 @@ class Mask(Halting, Latent):
             needed = (log_w.exp() >= self.config.halt_tau) & is_token[..., None]
             thoughts = h[:self.K]
 
-        self.passes = needed.sum(-1)                                    # (B,T)
-        self.trace = [(is_token, replace(routed, s=s, log_w=log_w))]     # of the tokens' own slots
+        self.passes = needed.sum(-1)        # (B,T): in training, those that it would take
+        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # of the tokens' own slots
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)
@@ -1335,7 +1342,7 @@ class Mask(Halting, Latent):
         out = torch.zeros_like(x, dtype=zero.dtype)
         return MaskState(x=x, out=out, go_on=go_on, score=zero[..., 0], s=zero, log_w=zero)
 
-    def log_w(self, state, k):
+    def log_w_of_pass(self, state, k):
         return state.log_w[..., k].to(state.x.dtype)
 
     def after(self, gpt, state, x, h, k):
@@ -1455,15 +1462,15 @@ class Exit(Halting):
         leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
                     a token took: later tokens learn to read early keys
         staying     tokens with negative targets, such as questions, learn to stay, since all that
-                    follows reads them: halt_lambda, which grows from halt_start to halt_full, pulls
-                    their predictions towards equal probabilities
+                    follows reads them: a loss pulls their predictions towards equal probabilities,
+                    with a weight that grows from halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
     uniform and ramp. Not counted: the heads that training takes to leave and to stay.
     The authors' code takes all passes and then picks one. Here generation with `fast` skips tokens
-    that left. Sources of Depth-Attention are those of one pass.
+    that left. Unlike in Loop, earlier loops are no sources of Depth-Attention.
     """
-    rule = staticmethod(newest)
+    rule = staticmethod(newest)     # all passes share a memory, which those of Loop do not
     settings = Loop.settings
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
@@ -1481,7 +1488,7 @@ class Exit(Halting):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():   # detach: PyTorch's FLOP counter needs it
+            with torch.no_grad():   # without detach, PyTorch's FLOP counter fails in here
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
@@ -1491,12 +1498,12 @@ class Exit(Halting):
 
     def score_after(self, gpt, state, out):
         """doubt^k (B,T) after a pass that made `out` (B,T,C) of `state`."""
-        return 1 - self.confidence(gpt, out).squeeze(-1)
+        return 1 - self.confidence(gpt, out)
 
     @staticmethod
     def confidence(gpt, h):
-        """The largest probability of head(h): (.., C) -> (.., 1)."""
-        return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1, keepdim=True)
+        """The largest probability of head(h): (.., C) -> (..)."""
+        return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1)
 
     def outputs(self):
         """h^k of each pass, (B,T,C); of a token that left before, that of its last pass."""
@@ -1527,15 +1534,15 @@ class Exit(Halting):
             return 0.0
         total = 0.0
         for taken, new in self.trace[:self.K]:
-            surprise = self.uniform_nats(gpt, new.out).squeeze(-1)
-            total = total + mean_where(given & taken, surprise)
+            nats = self.uniform_nats(gpt, new.out)
+            total = total + mean_where(given & taken, nats)
         return weight * total / self.K
 
     @staticmethod
     def uniform_nats(gpt, h):
-        """Cross-entropy of head(h) with equal probabilities as its target: (.., C) -> (.., 1)."""
+        """Cross-entropy of head(h) with equal probabilities as its target: (.., C) -> (..)."""
         logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
-        return logits.logsumexp(-1, keepdim=True) - logits.mean(-1, keepdim=True)
+        return logits.logsumexp(-1) - logits.mean(-1)
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel()
@@ -1561,8 +1568,8 @@ class Ouro(Exit):
                             I_k = max(0, L^k - L^{k+1}) is what the next pass gains         (5), (6)
 
     Ours, as in Exit: tokens with negative targets are pulled to lam = 0 (not to leave), in stage 1
-    with halt_lambda, which grows from halt_start to halt_full. In (6) the paper compares lam_k with
-    the gain of pass k itself; but what lam_k rules is the next one.
+    with a weight that grows from halt_start to halt_lambda at halt_full. In (6) the paper compares
+    lam_k with the gain of pass k itself; but what lam_k rules is the next one.
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
@@ -1642,7 +1649,7 @@ def new_mechanism(config):
 
 
 def check_values(c):
-    """ValueError for a setting of a GPTConfig that makes no sense, whatever the others are."""
+    """ValueError for a number out of its range, or a choice that there is not, of a GPTConfig."""
     positive = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
                 'mlp_hidden', 'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale',
                 'init_std')
@@ -1657,7 +1664,7 @@ def check_values(c):
         value = getattr(c, name)
         require(value is None or 0 <= value <= 1, f"{name}={value} must be between 0 and 1")
     choices_of = {
-        'ponder': PONDER,
+        'ponder': PONDER,                       # among them 'none'
         'halting': ('none', *HALTING),
         'depth_mode': ('softmax', 'uniform'),
         'exit_loss': ('last', 'uniform', 'ramp'),
@@ -1684,7 +1691,7 @@ def check_together(c):
         require(c.ponder == needs, f"halting={c.halting!r} does not work with "
                                    f"ponder={c.ponder!r}: set ponder={needs!r}")
         require(c.halt_start <= c.halt_full,
-                f"halt_start={c.halt_start} must not be above halt_full={c.halt_full}")
+                f"halt_start={c.halt_start} is above halt_full={c.halt_full}: lower it")
 
 
 @dataclass

@@ -33,7 +33,7 @@ from model import GPT, NEVER, Attention, Embedding, Exit, Halting, Mask, Mechani
 # stand-in was last compared with it: tests/test_edits.py says how to renew one.
 PARTS = {
     'engine/attention.py': {            # a kernel for each mask and length
-        'Attention.attend': '6e2e553a7fe1',
+        'Attention.attend': '1244553b4863',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
         'Memory': 'e2bf78e24842',
@@ -55,16 +55,16 @@ PARTS = {
         'at_least_fp32': '8a483de1ada9',
         'GPT.token_losses': 'b103239eb83b',
         'Embedding.mixture': '042032c359c1',
-        'Exit.confidence': 'de16986b11bd',
-        'Exit.uniform_nats': '4b808969d8e5',
+        'Exit.confidence': 'ae8eada5a756',
+        'Exit.uniform_nats': '4611bf0c3e6e',
     },
     'engine/fast.py': {                 # `think`: without the tokens that have stopped
-        'Halting.forward': '03141c33171b',
+        'Halting.forward': 'fefee1528345',
         'TokenState.where': '01535b23cd2b',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
         'GPT.hidden': '326df1b88fe7',
-        'Mask.forward': '96bb82555ca1',
+        'Mask.forward': '8529be82509b',
     },
 }
 
@@ -223,9 +223,9 @@ def think(mechanism, gpt, x, pos, memory):
         taken = state.go_on                                             # (B,T)
         chosen = Chosen(taken)
         part = each(chosen.take, state)
-        reads = memory.for_tokens(chosen.t(pos), k, mechanism.log_w(part, k))
+        pass_memory = memory.for_tokens(chosen.t(pos), k, mechanism.log_w_of_pass(part, k))
         x = mechanism.before(gpt, part, k)                              # (B,n,C)
-        h = gpt.trunk(x, chosen.take(pos), reads, norm=mechanism.final_norm)
+        h = gpt.trunk(x, chosen.take(pos), pass_memory, norm=mechanism.final_norm)
         state = each(chosen.put, state, mechanism.after(gpt, part, x, h, k))
         mechanism.trace.append((taken, state))
         if not state.go_on.any():

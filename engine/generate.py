@@ -277,7 +277,7 @@ class Rows:
             state = each(partial(take, rows, len(groups)), self.state)
             states.append(state)
             inputs.append(mechanism.before(gpt, state, k))
-            log_w.append(mechanism.log_w(state, k))
+            log_w.append(mechanism.log_w_of_pass(state, k))
 
         log_w = None if log_w[0] is None else join(back, *log_w)
         numbers = torch.tensor(self.k, device=t.device)[:, None]        # (r,1)

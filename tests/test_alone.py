@@ -32,7 +32,7 @@ def test_the_lines_on_top_of_it_run(tmp_path):
     shutil.copy(MODEL, tmp_path)
     with open(MODEL, encoding='utf-8') as f:
         doc = ast.get_docstring(ast.parse(f.read()))
-    start, more = doc.split('To train with this file alone:')[1].split('two more lines in front.')
+    start, more = doc.split('To train with this file alone:')[1].split('put in front of each step:')
     plain = [line[4:] for line in start.splitlines() if line.startswith('    ')]
     more = [line[4:] for line in more.splitlines() if line.startswith('        ')]
     assert len(plain) == 8 and len(more) == 2
