@@ -36,9 +36,9 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-In a mechanism two things change from step to step. Halting asks what share of the run is done (not
-told: all of it); latent, feedback and mask draw how many passes a step trains (not drawn: the
-most). For these, put in front of each step:
+Embedding, loop, chain and pause need no more. In other mechanisms two things change from step to
+step: without the first line halting counts in full from step 0 on, without the second one latent,
+feedback and mask train the most passes always. Put them in front of gpt(idx, targets):
 
         gpt.mechanism.progress = step / steps
         gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
@@ -72,7 +72,7 @@ class GPTConfig:
     0.02). When a config is made, a None becomes what its comment says; ponder_topk stays None, and
     so does what belongs to a mechanism that is off. dataclasses.replace keeps what was filled in:
     to change a shape or a mechanism, make a new config. Settings of mechanisms that are off do
-    nothing, but must be valid.
+    nothing, but must be valid, one by one.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -125,7 +125,7 @@ class GPTConfig:
         if self.head_dim is None:
             require(self.n_embd % self.n_head == 0,
                     f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}: "
-                    f"change one, or set head_dim")
+                    "change one, or set head_dim")
             self.head_dim = self.n_embd // self.n_head
         if self.mlp_hidden is None:
             self.mlp_hidden = 64 * math.ceil(8 / 3 * self.n_embd / 64)
@@ -191,7 +191,9 @@ class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. A text that is read at
     once, as in training, has nothing before it: no mask is needed, and attention reads the keys and
-    values of this call alone.
+    values of this call alone; the Memory that GPT.hidden makes for it is dropped afterwards.
+
+    In each call of the model: `begin` (in GPT.hidden), `mask` (GPT.trunk), `update` (every layer).
     """
 
     def __init__(self):
@@ -203,7 +205,7 @@ class Memory:
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        # Tokens before these, but no keys of them: the trunk has stored them in another Memory.
+        # an earlier call counted its tokens here, but its trunk was called without this memory
         assert self.tokens == 0 or self.keys, "gpt.trunk(x, pos, memory) was called without memory"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
@@ -225,7 +227,8 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        # without `begin`, or in part 4 for_pass, in between: the cache would hold tokens twice
+        # `begin`, and in part 4 for_pass, start a pass and empty `made`. Were that forgotten, the
+        # cache would hold these tokens twice.
         assert layer not in self.made, f"block {layer} ran twice in one pass"
         self.made[layer] = k, v
         if layer in self.keys:
@@ -342,7 +345,7 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # part 4: smaller c_proj; not in a plain GPT
+        self.mechanism.init_weights(self)       # part 4: smaller c_proj, as in the papers there
 
     def forward(self, idx, targets=None):
         """
@@ -449,12 +452,13 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     Draw a token of each row: logits (B,V) -> (B,).
     temperature     0 takes the likeliest
     top_k           draws from the k likeliest, and those that equal the last of them
-    top_p           draws from the fewest that together have this probability
+    top_p           draws from the fewest of these that together have at least this probability
     """
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # less the largest: divided by a tiny temperature, logits would overflow; by 1e-50, 0 in fp32
+    # The largest becomes 0, so that a tiny temperature cannot make it inf. In fp32 1e-50 is 0, and
+    # 0 / 0 NaN: hence at least 1e-30.
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -484,8 +488,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 #     o_l     = causal attention of (q_l, k_l, v~_l)           keys stay as they are        (Eq. 4)
 #
 # S(l) is every layer below l that is a multiple of the stride s (depth_stride), so that layer 0 has
-# no source. q and k are those of sequence attention, after norm and rotation: at one position
-# both are turned alike, so the rotation cancels.
+# no source (but in a Loop: depth_sources). q and k are those of sequence attention, after norm and
+# rotation: at one position both are turned alike, so the rotation cancels.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer that has a source, 0.03 % of the 360M model;
 # no parameter. The KV cache holds v~ in the place of v, so it does not grow.
@@ -502,8 +506,8 @@ def source_layers(config, layer):
 
 def depth_sources(config, layer, memory):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), from this pass. In a Loop (part 4) what layer l
-    itself made in the loops before comes first.
+    [(k_j, v~_j), ..] of the layers j in S(l), from this pass. In a Loop (part 4) those of layer l
+    itself from each earlier loop come first, so that there even layer 0 has sources.
     """
     loops = [earlier.made[layer] for earlier in memory.loops]
     return loops + [memory.made[j] for j in source_layers(config, layer)]
@@ -512,7 +516,7 @@ def depth_sources(config, layer, memory):
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
     The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
-    sources: [(k_j, v~_j), ..] of the layers in S(l). Queries that share a key head are averaged.
+    sources: from depth_sources. Queries that share a key head are averaged.
     """
     if not sources:
         return v
@@ -537,8 +541,8 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 #
 # A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts.
 # A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
-# K + 1 times, with a KV cache for each pass. The others have one cache for all passes, and a rule
-# says which slots attend to which: this is explained after Loop.
+# K + 1 times, with a KV cache for each pass. The others, and all that halt, have one cache for all
+# passes, and a rule says which slots attend to which: this is explained after Loop.
 #
 # To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig
 # and in its `settings`.
@@ -708,9 +712,9 @@ class Embedding(Mechanism):
             p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
             mean = p @ table.to(p.dtype)
             return mean * config.embed_scale        # cheaper than to scale the table
-        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
-        p = top.values.softmax(-1).to(table.dtype)
-        mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')
+        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # n rows: (n,k)
+        p = top.values.softmax(-1).to(table.dtype)                          # (n,k)
+        mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
         return mean.view_as(h) * config.embed_scale
 
     def cost(self, gpt, drawn, training):
@@ -884,7 +888,8 @@ class Latent(Mechanism):
     What comes out of a token's last slot predicts the next token. Attention is causal over this
     row of slots, so a token's thoughts depend on all slots before them: the exact way is
     sequential. Training, and a text that is read at once, solve it by Jacobi iteration: guess all
-    thoughts, run the trunk over all slots, take what comes out as the next guess. For K = 2:
+    thoughts, run the trunk over all slots, take what comes out as the next guess. For K = 2 and
+    R = jacobi_iters (in training also R - 1):
 
         sweep 0             x_t                 guesses z_1
         sweep 1             x_t  z_1            renews z_1, guesses z_2
@@ -893,9 +898,10 @@ class Latent(Mechanism):
 
     z_{t,k} is exact after t K + k sweeps.
 
-    Cost: K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the keys; in
-    decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each optimizer
-    step, not for each forward; and a prompt can be read exactly (`exact` in engine/generate.py).
+    Cost (K > 0): K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the
+    keys; in decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each
+    optimizer step, not for each forward; and a prompt can be read exactly (`exact` in
+    engine/generate.py).
     """
     rule = staticmethod(flat)
     settings = ('ponder_steps', 'jacobi_iters')
@@ -917,8 +923,8 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        for n in self.slots_of_sweeps(self.R):
-            h = self.sweep(gpt, [x, *thoughts], pos, memory)        # n slots of each token
+        for _ in self.slots_of_sweeps(self.R):
+            h = self.sweep(gpt, [x, *thoughts], pos, memory)
             thoughts = h[:self.K]                       # z_{k+1} came out of slot k; K at most
         return h[self.K]
 
@@ -962,8 +968,8 @@ class Feedback(Mechanism):
     h^(k)_t is exact once k >= t. The loss reads h^(K), and each optimizer step draws K or K - 1:
     with K alone a model learns to predict from h^(K), but not from the h_t of generation.
 
-    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. A token's
-    thinking is never longer than the text before it.
+    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. Behind
+    token t there are at most t passes before its own, one of each earlier token.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
     decoding; here that is the first equation.
     """
@@ -972,7 +978,7 @@ class Feedback(Mechanism):
     iterates = True
 
     def draws(self):
-        """K or K - 1, as P2N; never 0, where nothing is fed back."""
+        """K or K - 1, as P2N; but not K - 1 = 0, where nothing would be fed back."""
         return [self.K, self.K - 1] if self.K > 1 else [self.K]
 
     def forward(self, gpt, x, pos, memory):
@@ -1067,7 +1073,7 @@ class TokenState:
     x: torch.Tensor         # (B,T,C)  what the input of its next pass is made from
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
-    score: torch.Tensor     # (B,T)    of the last pass: what is compared with halt_tau
+    score: torch.Tensor     # (B,T)    of the last pass: what is compared with halt_tau; at first 1
 
     def where(self, taken, other):
         """These fields where taken (B,T), else those of `other`: as torch.where."""
@@ -1087,6 +1093,8 @@ class Halting(Mechanism):
     stopped go through the blocks all the same, and what they make there is hidden. With `fast` they
     are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
     In the docstrings tau is halt_tau.
+
+    Each also inherits from the mechanism that it stops, behind this one: settings, draws, helpers.
     """
     halts = True
     final_norm = True       # whether each pass ends with gpt.ln_f
@@ -1097,8 +1105,8 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the states after it, also of tokens that had stopped before. Mask leaves
-        # one pair for a text that it reads at once.
+        # new: the states after it, also of tokens that had stopped before. Of a text
+        # that it reads at once Mask leaves one pair, with s and log_w alone.
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1228,8 +1236,8 @@ class Gate(Halting, Embedding):
             nn.init.constant_(gate[-1].bias, 4.0)
 
     def start(self, x, go_on):
-        s = at_least_fp32(x.new_zeros(go_on.shape))
-        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=s)
+        one = at_least_fp32(x.new_ones(go_on.shape))
+        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=one)
 
     def before(self, gpt, state, k):
         if k == 0:
@@ -1279,8 +1287,8 @@ class Mask(Halting, Latent):
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
     A router decides, after a token's own slot, how many of PonderLM-2's thoughts it needs. Each is
-    read, and counts, as much as it is likely to be needed. (Of its parents Latent gives draws, R
-    and the sweeps, Halting the loss and the passes of a single token.)
+    read, and counts, as much as it is likely to be needed. (From Latent it has draws, R and the
+    sweeps.)
 
         s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -1340,7 +1348,8 @@ class Mask(Halting, Latent):
     def start(self, x, go_on):
         zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))     # log_w = 0: w = 1
         out = torch.zeros_like(x, dtype=zero.dtype)
-        return MaskState(x=x, out=out, go_on=go_on, score=zero[..., 0], s=zero, log_w=zero)
+        one = torch.ones_like(zero[..., 0])
+        return MaskState(x=x, out=out, go_on=go_on, score=one, s=zero, log_w=zero)
 
     def log_w_of_pass(self, state, k):
         return state.log_w[..., k].to(state.x.dtype)
@@ -1439,7 +1448,7 @@ class Router(Halting, Chain):
         return replace(super().cost(gpt, drawn, training), other=asked, no_grad=heads)
 
 
-class Exit(Halting):
+class Exit(Halting, Loop):
     """
     Exits from the looped Transformer by confidence (arXiv 2607.20519)
 
@@ -1470,8 +1479,7 @@ class Exit(Halting):
     The authors' code takes all passes and then picks one. Here generation with `fast` skips tokens
     that left. Unlike in Loop, earlier loops are no sources of Depth-Attention.
     """
-    rule = staticmethod(newest)     # all passes share a memory, which those of Loop do not
-    settings = Loop.settings
+    rule = staticmethod(newest)
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
     score_name = 'doubt'
@@ -1681,7 +1689,7 @@ def check_together(c):
     require(c.n_tokens <= c.vocab_size,
             f"n_tokens={c.n_tokens} is larger than vocab_size={c.vocab_size}: raise vocab_size")
     require(c.head_dim % 2 == 0, f"head_dim={c.head_dim} is odd, but rotary positions turn pairs: "
-                                 f"change n_head or head_dim")
+                                 "change n_head or head_dim")
     require(c.n_head % c.n_kv_head == 0,
             f"n_head={c.n_head} is not a multiple of n_kv_head={c.n_kv_head}: change one of them")
     require(c.ponder_topk is None or 1 <= c.ponder_topk <= c.n_tokens,
