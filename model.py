@@ -10,12 +10,12 @@ The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotar
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
 the other. GPT.hidden is the first two; GPT.forward adds the third, or with targets the loss:
 
-    x = gpt.embed(idx)          tokens (B,T)          -> embeddings (B,T,C)
-    h = gpt.trunk(x, pos)       embeddings            -> hidden states (B,T,C), pos = 0 .. T - 1
-    logits = gpt.head(h)        hidden states         -> (B,T,V)
+    x = gpt.embed(idx)          tokens (B,T)       -> embeddings (B,T,C)
+    h = gpt.trunk(x, pos)       embeddings         -> hidden states (B,T,C); pos = torch.arange(T)
+    logits = gpt.head(h)        hidden states      -> (B,T,V)
 
 Depth-Attention works inside the trunk. Every other mechanism takes the place of the call of
-gpt.trunk in GPT.hidden; docs/architecture.md has a drawing of each. Read from top to bottom: parts
+gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top to bottom: parts
 1 and 2 are an ordinary GPT; skip what is marked with a later part.
 
     1  settings             GPTConfig
@@ -36,9 +36,9 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-Embedding, loop, chain and pause need no more. In other mechanisms two things change from step to
-step: without the first line halting counts in full from step 0 on, without the second one latent,
-feedback and mask train the most passes always. Put them in front of gpt(idx, targets):
+Embedding, loop, chain and pause need no more. The others have a schedule: without the first line
+halting's loss has its full weight from step 0 on, without the second one latent, feedback and mask
+always train the most passes. In front of gpt(idx, targets), with step = 0, 1, .. steps - 1:
 
         gpt.mechanism.progress = step / steps
         gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
@@ -82,7 +82,7 @@ class GPTConfig:
     n_kv_head: Optional[int] = None      # key/value heads (None: n_head)
     n_embd: int = 960                    # width of the residual stream
     head_dim: Optional[int] = None       # width of a head (None: n_embd / n_head)
-    mlp_hidden: Optional[int] = None     # width inside the MLP (None: 8/3 n_embd, a multiple of 64)
+    mlp_hidden: Optional[int] = None     # width in the MLP (None: 8/3 n_embd, rounded up to 64s)
     rope_theta: float = 1e4              # base of the rotary frequencies
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
@@ -95,7 +95,7 @@ class GPTConfig:
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # s: with those of layers 0, s, 2s, .. (None: n_layer / 2)
+    depth_stride: Optional[int] = None   # s: with those of layers 0, s, 2s, .. (None: n_layer // 2)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
@@ -108,9 +108,9 @@ class GPTConfig:
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
-    halt_start: Optional[float] = None   # share of the run at which it begins (None: the same)
-    halt_full: Optional[float] = None    # .. and from which its weight is full (None: the same)
+    halt_lambda: Optional[float] = None  # weight of the halting loss (None: `defaults` in part 5)
+    halt_start: Optional[float] = None   # share of the run at which that begins (None: as above)
+    halt_full: Optional[float] = None    # .. and from which its weight is full (None: as above)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -171,7 +171,7 @@ def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
     turns by the angle p theta^(-2i / hd). pos (S,), or in engine/ (B,S), -> cos and sin, each
-    (.., S, 1, hd/2).
+    (.., S, 1, hd/2), of the dtype of what they turn, but at least fp32.
     """
     dtype = torch.promote_types(dtype, torch.float32)   # bf16 cannot tell position 257 from 256
     twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
@@ -205,7 +205,7 @@ class Memory:
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        # an earlier call counted its tokens here, but its trunk was called without this memory
+        # Earlier tokens must have left keys, or their trunk was called without this memory.
         assert self.tokens == 0 or self.keys, "gpt.trunk(x, pos, memory) was called without memory"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
@@ -338,20 +338,20 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4, 5; a plain GPT's is idle: Plain
+        self.mechanism = new_mechanism(config)  # parts 4, 5; in a plain GPT for tools/ alone
         self.init_weights()
 
     def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # part 4: smaller c_proj, as in the papers there
+        self.mechanism.init_weights(self)       # part 4: smaller c_proj; a plain GPT as it is
 
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats over the targets that are not negative. In training, a
-        mechanism that halts has another loss.
+        the mean cross-entropy in nats over the targets that are not negative (the tokens of a made
+        task's question are). In training, a mechanism that halts has another loss.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -422,7 +422,7 @@ class GPT(nn.Module):
         unequal lengths in engine/generate.py.
         """
         if self.config.ponder == 'none':
-            return Memory() if pad is None else Padded(pad)             # Padded: part 4
+            return Memory() if pad is None else Padded(pad)             # part 4
         return self.mechanism.new_memory(pad)                           # parts 4 and 5
 
     @torch.no_grad()
@@ -516,7 +516,8 @@ def depth_sources(config, layer, memory):
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
     The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
-    sources: from depth_sources. Queries that share a key head are averaged.
+    sources: from depth_sources. Queries that share a key head are averaged: there is one
+    value to mix.
     """
     if not sources:
         return v
@@ -749,7 +750,7 @@ class Loop(Mechanism):
 # other, that is, attends to it. The slots of two tokens with K = 1, as (t,k):
 #
 #     Chain, a pass after the other     (0,0) (1,0)   then   (0,1) (1,1)
-#     Latent, all in one sweep          (0,0) (0,1) (1,0) (1,1)
+#     Latent, all in one pass           (0,0) (0,1) (1,0) (1,1)
 
 
 @dataclass
@@ -924,7 +925,7 @@ class Latent(Mechanism):
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
         for _ in self.slots_of_sweeps(self.R):
-            h = self.sweep(gpt, [x, *thoughts], pos, memory)
+            h = self.sweep(gpt, [x, *thoughts], pos, memory)    # so many slots of each token
             thoughts = h[:self.K]                       # z_{k+1} came out of slot k; K at most
         return h[self.K]
 
@@ -965,11 +966,12 @@ class Feedback(Mechanism):
         h^(0)   = trunk(x)
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
 
-    h^(k)_t is exact once k >= t. The loss reads h^(K), and each optimizer step draws K or K - 1:
-    with K alone a model learns to predict from h^(K), but not from the h_t of generation.
+    h^(k)_t is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
+    that is K or K - 1. With K alone a model learns to predict from h^(K), but not from the h_t of
+    generation.
 
-    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. Behind
-    token t there are at most t passes before its own, one of each earlier token.
+    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. There
+    h_t has at most t passes behind it, one of each earlier token.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
     decoding; here that is the first equation.
     """
@@ -1094,7 +1096,8 @@ class Halting(Mechanism):
     are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
     In the docstrings tau is halt_tau.
 
-    Each also inherits from the mechanism that it stops, behind this one: settings, draws, helpers.
+    Each also inherits from the mechanism that it stops (settings, draws, helpers), which is named
+    second, so that `forward` and `loss` are from here.
     """
     halts = True
     final_norm = True       # whether each pass ends with gpt.ln_f
@@ -1106,7 +1109,7 @@ class Halting(Mechanism):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
         # new: the states after it, also of tokens that had stopped before. Of a text
-        # that it reads at once Mask leaves one pair, with s and log_w alone.
+        # that it reads at once Mask leaves one pair, in which only s and log_w are new.
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1128,7 +1131,8 @@ class Halting(Mechanism):
 
     def start(self, x, go_on):
         """The state before pass 0, of embeddings x (B,T,C); go_on (B,T): who takes it."""
-        raise NotImplementedError
+        one = at_least_fp32(x.new_ones(go_on.shape))
+        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=one)
 
     def before(self, gpt, state, k):
         """What goes into pass k, (B,T,C)."""
@@ -1235,14 +1239,10 @@ class Gate(Halting, Embedding):
         for gate in self.gates:
             nn.init.constant_(gate[-1].bias, 4.0)
 
-    def start(self, x, go_on):
-        one = at_least_fp32(x.new_ones(go_on.shape))
-        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=one)
-
     def before(self, gpt, state, k):
         if k == 0:
             return state.x
-        m, s = state.go_on, state.score
+        m, s = state.go_on, state.score                                 # after the last pass
         step = (m * s)[..., None] * self.mixture(gpt, state.out)
         return state.x + step.to(state.x.dtype)                         # (6) to (9)
 
@@ -1401,8 +1401,8 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*, k < K} g^(k) p_k^beta                 (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
 
-    With halt_start the last term waits until the model has learned something; the paper has it from
-    the first optimizer step on.
+    With halt_start the last term waits until the model has learned something, but leaving does not;
+    the paper has both from the first optimizer step on.
 
     Cost: the passes of Chain that are taken (in training only with `fast`), and in training a head
     for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in the others,
@@ -1488,10 +1488,6 @@ class Exit(Halting, Loop):
         super().__init__(config)
         self.final_norm = config.loop_norm
 
-    def start(self, x, go_on):
-        one = at_least_fp32(x.new_ones(go_on.shape))
-        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=one)
-
     def after(self, gpt, state, x, h, k):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
@@ -1562,7 +1558,8 @@ class Exit(Halting, Loop):
 class Ouro(Exit):
     """
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
-    Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True.
+    Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True, as
+    config/halting_ouro.py. exit_loss has no effect here.
 
         lam_k = sigmoid(w h^k + b)              one gate for all passes
         S_k   = prod_{j <= k} (1 - lam_j)       probability of another pass after k
@@ -1659,8 +1656,8 @@ def new_mechanism(config):
 def check_values(c):
     """ValueError for a number out of its range, or a choice that there is not, of a GPTConfig."""
     positive = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
-                'mlp_hidden', 'n_tokens', 'depth_stride', 'rope_theta', 'norm_eps', 'embed_scale',
-                'init_std')
+                'mlp_hidden', 'n_tokens', 'depth_stride', 'ponder_topk', 'rope_theta', 'norm_eps',
+                'embed_scale', 'init_std')
     for name in positive:
         value = getattr(c, name)
         require(value is None or value > 0, f"{name}={value} must be positive")
@@ -1692,8 +1689,8 @@ def check_together(c):
                                  "change n_head or head_dim")
     require(c.n_head % c.n_kv_head == 0,
             f"n_head={c.n_head} is not a multiple of n_kv_head={c.n_kv_head}: change one of them")
-    require(c.ponder_topk is None or 1 <= c.ponder_topk <= c.n_tokens,
-            f"ponder_topk={c.ponder_topk} must be between 1 and n_tokens={c.n_tokens}")
+    require(c.ponder != 'embedding' or (c.ponder_topk or 1) <= c.n_tokens,
+            f"ponder_topk={c.ponder_topk} is more than n_tokens={c.n_tokens}: lower it")
     if c.halting != 'none':
         needs = HALTING[c.halting].works_on
         require(c.ponder == needs, f"halting={c.halting!r} does not work with "
@@ -1706,7 +1703,7 @@ def check_together(c):
 class Cost:
     """What a mechanism costs for each token, for engine/flops.py."""
     vectors: int        # that go through the blocks
-    keys: float         # that these read, in all, in units of plain causal attention
+    keys: float         # that these read, in all; 1: what a token of a plain GPT reads
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 
