@@ -29,7 +29,7 @@ To train with this file alone:
 
     gpt = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(gpt.parameters())
-    for idx, targets in batches:                    # tokens (B,T), and the next ones (B,T)
+    for idx, targets in batches:                    # tokens (B,T), and their next ones (B,T)
         _, loss = gpt(idx, targets)
         loss.backward()
         optimizer.step()
@@ -72,7 +72,7 @@ class GPTConfig:
     0.02). When a config is made, a None becomes what its comment says; ponder_topk stays None, and
     so does what belongs to a mechanism that is off. dataclasses.replace keeps what was filled in:
     to change a shape or a mechanism, make a new config. Settings of mechanisms that are off do
-    nothing, but must be valid, one by one.
+    nothing, but must be valid.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -82,14 +82,14 @@ class GPTConfig:
     n_kv_head: Optional[int] = None      # key/value heads (None: n_head)
     n_embd: int = 960                    # width of the residual stream
     head_dim: Optional[int] = None       # width of a head (None: n_embd / n_head)
-    mlp_hidden: Optional[int] = None     # width in the MLP (None: 8/3 n_embd, rounded up to 64s)
+    mlp_hidden: Optional[int] = None     # MLP's width (None: first multiple of 64 from 8/3 n_embd)
     rope_theta: float = 1e4              # base of the rotary frequencies
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
     tie_embeddings: bool = False         # one table for the embedding and the output head
     embed_scale: Optional[float] = None  # factor on embeddings (None: 1, or the mechanism's)
     init_std: Optional[float] = None     # std of the initial matrices (None: sqrt(0.4 / n_embd))
-    dropout: float = 0.0                 # of embeddings, attention weights and both branches
+    dropout: float = 0.0                 # probability: embeddings, attention weights, both branches
 
     # a plain GPT needs nothing below
 
@@ -338,7 +338,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4, 5; in a plain GPT for tools/ alone
+        self.mechanism = new_mechanism(config)  # parts 4, 5; a plain GPT's has nothing to do
         self.init_weights()
 
     def init_weights(self):
@@ -516,8 +516,7 @@ def depth_sources(config, layer, memory):
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
     The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
-    sources: from depth_sources. Queries that share a key head are averaged: there is one
-    value to mix.
+    sources: from depth_sources. Queries that share a key head are averaged: it has one value.
     """
     if not sources:
         return v
@@ -970,8 +969,8 @@ class Feedback(Mechanism):
     that is K or K - 1. With K alone a model learns to predict from h^(K), but not from the h_t of
     generation.
 
-    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one. There
-    h_t has at most t passes behind it, one of each earlier token.
+    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one,
+    and h_t has at most t passes behind it, one of each earlier token.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
     decoding; here that is the first equation.
     """
@@ -1108,8 +1107,8 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the states after it, also of tokens that had stopped before. Of a text
-        # that it reads at once Mask leaves one pair, in which only s and log_w are new.
+        # new: the states after it, also of tokens that had stopped before. Mask leaves one pair for
+        # a text that it reads at once, in which only s and log_w are new.
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1552,14 +1551,14 @@ class Exit(Halting, Loop):
         heads = self.K * gpt.lm_head.weight.numel()
         if training and self.config.exit_loss == 'last':
             heads = 0
-        return Cost(vectors=self.K + 1, keys=self.K + 1, other=heads)
+        return replace(super().cost(gpt, drawn, training), other=heads)
 
 
 class Ouro(Exit):
     """
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
     Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True, as
-    config/halting_ouro.py. exit_loss has no effect here.
+    config/halting_ouro.py has. exit_loss has no effect here.
 
         lam_k = sigmoid(w h^k + b)              one gate for all passes
         S_k   = prod_{j <= k} (1 - lam_j)       probability of another pass after k
@@ -1636,7 +1635,7 @@ class Ouro(Exit):
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() if training else 0
         gates = self.K * linear_weights(self)
-        return Cost(vectors=self.K + 1, keys=self.K + 1, other=heads + gates)
+        return replace(super().cost(gpt, drawn, training), other=heads + gates)
 
 
 HALTING = {'gate': Gate, 'mask': Mask, 'router': Router, 'exit': Exit, 'ouro': Ouro}
@@ -1689,7 +1688,7 @@ def check_together(c):
                                  "change n_head or head_dim")
     require(c.n_head % c.n_kv_head == 0,
             f"n_head={c.n_head} is not a multiple of n_kv_head={c.n_kv_head}: change one of them")
-    require(c.ponder != 'embedding' or (c.ponder_topk or 1) <= c.n_tokens,
+    require(c.ponder_topk is None or c.ponder_topk <= c.n_tokens,
             f"ponder_topk={c.ponder_topk} is more than n_tokens={c.n_tokens}: lower it")
     if c.halting != 'none':
         needs = HALTING[c.halting].works_on

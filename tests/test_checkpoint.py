@@ -256,8 +256,7 @@ def test_nobody_reads_a_number_that_is_none(spoiled, small_data, tmp_path):
 def test_the_log_is_json_whatever_happens(run_train, monkeypatch, tmp_path):
     loss = GPT.token_losses
     monkeypatch.setattr(train, 'BAD_STEPS', 100)
-    monkeypatch.setattr('model.GPT.loss',
-                        lambda self, h, y: loss(self, h, y).sum() * math.nan)
+    monkeypatch.setattr('model.GPT.loss', lambda self, h, y: loss(self, h, y).sum() * math.nan)
     with pytest.raises(UserError, match='validation loss'):
         run_train('out', '--max_steps=2')
     assert log_of(tmp_path / 'out')[0]['loss'] is None

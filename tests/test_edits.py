@@ -37,8 +37,8 @@ RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'gain': GAIN,
         'twice': dict(ponder='twice', ponder_steps=1)}
 
 # without a body; a copy of a model, in a notebook; tools/explain.py
-NOT_CALLED = {'Mechanism.cost', 'Mechanism.forward', 'Halting.after',
-              'Halting.penalty', 'Halting.__getstate__', 'Mask.decisions'}
+NOT_CALLED = {'Mechanism.cost', 'Mechanism.forward', 'Halting.after', 'Halting.penalty',
+              'Halting.__getstate__', 'Mask.decisions'}
 
 
 class Twice(model_py.Loop):
