@@ -72,6 +72,7 @@ class Settings:
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
+    threads: Optional[int] = None       # of a CPU (None: as many as PyTorch takes, its cores)
     fast: Optional[bool] = None         # engine/'s parts for model.py's (None: on CUDA only)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
@@ -81,7 +82,7 @@ class Settings:
     def __post_init__(self):
         check_range(self, 1, math.inf, 'max_steps', 'batch_tokens', 'micro_batch', 'log_interval',
                     'eval_interval', 'eval_tokens', 'save_interval')
-        for name in ('learning_rate', 'grad_clip', 'max_seconds'):
+        for name in ('learning_rate', 'grad_clip', 'max_seconds', 'threads'):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive")
@@ -148,6 +149,8 @@ class Trainer:
         s = self.settings = settings
         self.ranks = ranks
         self.device = device
+        if s.threads is not None:
+            torch.set_num_threads(s.threads)
         kept = state.get('precision') if state and not s.eval_only else None
         own, self.why = dtype_and_reason(s.dtype or kept, device)       # a run keeps what it had
         self.dtype = ranks.first(own, device)

@@ -168,7 +168,7 @@ class Log:
         threads = torch.get_num_threads()
         if self.device.type == 'cpu' and threads > 1:   # they wait for each other by spinning
             self.say(f"{threads} threads: where other programs use these cores too, fewer are "
-                     "quicker (OMP_NUM_THREADS=1 before the command)")
+                     "quicker (--threads=1)")
         self.began = time.perf_counter()
 
     @contextlib.contextmanager

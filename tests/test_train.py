@@ -870,6 +870,21 @@ def test_ranks_compute_in_the_first_ones_precision(monkeypatch, number, theirs):
     assert Ranks(0, 2).first(getattr(torch, theirs), CPU) == getattr(torch, theirs)
 
 
+def test_threads_are_those_asked_for(run_train, capsys):
+    """Where they may be in the way of each other, the run says so; going on, it takes as many."""
+    try:
+        run_train('out', '--threads=2', '--max_steps=1')
+        assert '\n2 threads: where other programs' in capsys.readouterr().out
+        torch.set_num_threads(1)
+        run_train('out', '--max_steps=2', '--init_from=resume')
+        assert '\n2 threads: where other programs' in capsys.readouterr().out
+        run_train('out', '--threads=1', '--max_steps=3', '--init_from=resume')
+        told = capsys.readouterr().out
+        assert 'threads=1 (was 2)' in told and 'threads: where other' not in told
+    finally:
+        torch.set_num_threads(1)
+
+
 @posix
 @pytest.mark.parametrize('fails, status', [('', 0), ("raise UserError('no')", 2)])
 def test_a_ranks_status_is_its_own(fails, status):

@@ -239,7 +239,7 @@ def record_of(name, seed, args, folder, plan, problems):
         LOSS: final_loss(folder, settings),
         'commit': commit(),
         'torch': torch.__version__,
-        'hardware': hardware(settings['device']),
+        'hardware': hardware(settings['device'], settings['threads']),
         'date': time.strftime('%Y-%m-%d'),
     }
 
@@ -274,8 +274,11 @@ def commit():
     return done.stdout.strip() or None
 
 
-def hardware(name):
-    """The device's name; of a CPU also its instructions, which results depend on, and threads."""
+def hardware(name, threads):
+    """
+    The device's name; of a CPU also its instructions, which results depend on, and how many threads
+    (None: PyTorch's choice).
+    """
     device = pick_device(name)
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
@@ -283,7 +286,7 @@ def hardware(name):
     if hasattr(torch.cpu, 'get_capabilities'):
         cpu = torch.cpu.get_capabilities().get('cpu_name', '')
     instructions = torch.backends.cpu.get_cpu_capability()
-    return f'{cpu} {instructions}, {torch.get_num_threads()} threads'
+    return f'{cpu} {instructions}, {threads or torch.get_num_threads()} threads'
 
 
 def make_runs(compare, common, results):
