@@ -72,7 +72,7 @@ class Settings:
     sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
-    threads: Optional[int] = None       # of a CPU (None: as many as PyTorch takes, its cores)
+    threads: Optional[int] = None       # on a CPU (None: PyTorch's choice, one per core)
     fast: Optional[bool] = None         # engine/'s parts for model.py's (None: on CUDA only)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
@@ -81,8 +81,8 @@ class Settings:
 
     def __post_init__(self):
         check_range(self, 1, math.inf, 'max_steps', 'batch_tokens', 'micro_batch', 'log_interval',
-                    'eval_interval', 'eval_tokens', 'save_interval')
-        for name in ('learning_rate', 'grad_clip', 'max_seconds', 'threads'):
+                    'eval_interval', 'eval_tokens', 'save_interval', 'threads')
+        for name in ('learning_rate', 'grad_clip', 'max_seconds'):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive")

@@ -147,12 +147,14 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     lines = (folder / 'log.jsonl').read_text().splitlines(keepends=True)
     want = json.loads(lines[-1])
     (folder / 'log.jsonl').write_text(''.join(lines[:-1]) + '{"step": 4, "val')
-    program('tools/compare.py', *common, f'--out={tmp_path}', '--names=loop', '--seeds=3')
+    program('tools/compare.py', *common, f'--out={tmp_path}', '--names=loop', '--seeds=3',
+            '--threads=1', OMP_NUM_THREADS='2')
     [r] = records_in(tmp_path)
     assert r['val_nats_per_byte'] == want['val_nats_per_byte']
     assert (r['steps'], r['tokens'], r['seed']) == (4, 256, 3)
     assert r['flops'] == 256 * flops_per_token(
         GPT(GPTConfig(**load_checkpoint(str(folder))['config'])))
+    assert r['hardware'].endswith(', 1 threads')    # the run's, not those of compare.py
     assert 'resume' not in r['command']
     assert r['command'].startswith('python train.py config/loop.py --n_layer=2')
     assert (folder / 'output.txt').stat().st_size > 0

@@ -871,7 +871,7 @@ def test_ranks_compute_in_the_first_ones_precision(monkeypatch, number, theirs):
 
 
 def test_threads_are_those_asked_for(run_train, capsys):
-    """Where they may be in the way of each other, the run says so; going on, it takes as many."""
+    """More than one may wait for each other: the run says so. A run that goes on takes as many."""
     try:
         run_train('out', '--threads=2', '--max_steps=1')
         assert '\n2 threads: where other programs' in capsys.readouterr().out

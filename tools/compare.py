@@ -276,8 +276,8 @@ def commit():
 
 def hardware(name, threads):
     """
-    The device's name; of a CPU also its instructions, which results depend on, and how many threads
-    (None: PyTorch's choice).
+    The device's name; of a CPU also its instructions, which results depend on, and the run's
+    threads (None: PyTorch's choice).
     """
     device = pick_device(name)
     if device.type == 'cuda':
