@@ -59,7 +59,7 @@ def test_all_runs_have_the_same_recipe(common):
     asked = settings_of(common)
     plain = build(train.Settings, asked)
     cost = {}
-    for name in dict.fromkeys([*compare.ALL, *compare.RUNS]):
+    for name in [*dict.fromkeys([*compare.ALL, *compare.RUNS]), 'loop_2x', 'loop_2x_as_chain']:
         plan = compare.make_plan(name, common)
         settings = build(train.Settings, settings_of(plan.args))
         cost[name] = plan.flops * settings.max_steps
@@ -75,6 +75,9 @@ def test_all_runs_have_the_same_recipe(common):
         if '_as_' in name:
             assert cost[name] == pytest.approx(cost[name.partition('_as_')[2]], rel=0.001)
             assert cost[name] > cost['plain']
+    layers = [settings_of(compare.make_plan(name, common).args)['n_layer']
+              for name in ('plain_scaled', 'plain_scaled_2x', 'plain_scaled_4x_as_loop')]
+    assert layers == [layers[0], 2 * layers[0], 4 * layers[0]]
 
 
 @pytest.mark.parametrize('args, words', [

@@ -6,16 +6,17 @@ one run after another.
     python tools/compare.py config/size/tiny.py     every mechanism, three seeds: hours on a laptop
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
 
-A name is one of RUNS, or NAME_as_OTHER: NAME, trained for as many FLOPs as OTHER, by more or fewer
-steps. Files and settings of train.py hold for all; what RUNS adds overrules yours. Stopped, the
-same command goes on. On a made task the table counts right answers. Writes OUT/NAME-sSEED
-(train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
+A name is one of RUNS. NAME_2x has twice the layers; NAME_as_OTHER is trained for as many FLOPs as
+OTHER, by more or fewer steps. Files and settings of train.py hold for all; what RUNS adds overrules
+yours. Stopped, the same command goes on. On a made task the table counts right answers. Writes
+OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
 """
 
 import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -92,11 +93,7 @@ RUNS.update({
     # for config/tasks.py, whose models have one layer: as many layers as loop has passes
     'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
     'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
-    # for docs/claims.md, whose models have four layers: more; fewer steps; both in a loop;
-    # more thoughts
-    'plain_scaled_2x': ('loop', '--ponder_steps=0', '--n_layer=8'),
-    'plain_scaled_4x': ('loop', '--ponder_steps=0', '--n_layer=16'),
-    'plain_ponderlm_2x': ('embedding', '--ponder_steps=0', '--n_layer=8'),
+    # for docs/claims.md: fewer steps; both in a loop; more thoughts
     'embedding_1': ('embedding', '--ponder_steps=1'),
     'embedding_2': ('embedding', '--ponder_steps=2'),
     'loop+depth_attn': ('loop', '--depth_attn=True'),
@@ -139,14 +136,18 @@ class Plan:
 def make_plan(name, common):
     """The Plan of a name. common: train.py's arguments for all."""
     base, _, like = name.partition('_as_')
+    base, times = re.fullmatch(r'(.*?)(?:_(\d)x)?', base).groups()      # NAME_2x
     if base not in RUNS:
-        raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_as_OTHER such as "
-                        "plain_scaled_as_loop")
+        raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_2x such as "
+                        "plain_scaled_2x, and NAME_as_OTHER such as plain_scaled_as_loop")
     file, *options = RUNS[base]
     path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))
     args = [path, *common, *options]
 
     s, config = configs_of(args)
+    if times:
+        args.append(f'--n_layer={int(times) * config.n_layer}')
+        s, config = configs_of(args)
     settings = {**asdict(s), **asdict(config)}
     flops = flops_per_token(without_numbers(config))
     if like:
