@@ -36,9 +36,8 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-Embedding, loop, chain and pause need no more. The others have a schedule: without the first line
-halting's loss has its full weight from step 0 on, without the second one latent, feedback and mask
-always train the most passes. In front of gpt(idx, targets), with step = 0, 1, .. steps - 1:
+Latent, feedback, mask and all that halts have a schedule too: before gpt(idx, targets), with
+step = 0, 1, .. steps - 1,
 
         gpt.mechanism.progress = step / steps
         gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
@@ -70,9 +69,8 @@ class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/360m.py, but for init_std (there
     0.02). When a config is made, a None becomes what its comment says; ponder_topk stays None, and
-    so does what belongs to a mechanism that is off. dataclasses.replace keeps what was filled in:
-    to change a shape or a mechanism, make a new config. Settings of mechanisms that are off do
-    nothing, but must be valid.
+    so does what belongs to a mechanism that is off. To change a shape or a mechanism, make a new
+    config: dataclasses.replace would keep what was filled in.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -95,7 +93,7 @@ class GPTConfig:
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # s: with those of layers 0, s, 2s, .. (None: n_layer // 2)
+    depth_stride: Optional[int] = None   # s: with layers 0, s, 2s, .. (None: n_layer // 2, or 1)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
@@ -200,12 +198,11 @@ class Memory:
         self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # (k, v) that each layer made in this pass: for part 3
+        self.made = {}              # (k, v) that each layer made in this pass
         self.loops = ()             # memories of earlier passes: part 4, Loop with part 3
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        # Earlier tokens must have left keys, or their trunk was called without this memory.
         assert self.tokens == 0 or self.keys, "gpt.trunk(x, pos, memory) was called without memory"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
@@ -227,8 +224,7 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        # `begin`, and in part 4 for_pass, start a pass and empty `made`. Were that forgotten, the
-        # cache would hold these tokens twice.
+        # `begin` starts a pass, in part 4 for_pass. A second one would store these tokens twice.
         assert layer not in self.made, f"block {layer} ran twice in one pass"
         self.made[layer] = k, v
         if layer in self.keys:
@@ -283,7 +279,7 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), *rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    @staticmethod       # so that engine/ can put another function in its place
+    @staticmethod
     def attend(q, k, v, mask, dropout):
         """
         softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N:
@@ -345,19 +341,18 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # part 4: smaller c_proj; a plain GPT as it is
+        self.mechanism.init_weights(self)       # part 4: smaller c_proj, but not in a plain GPT
 
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats over the targets that are not negative (the tokens of a made
-        task's question are). In training, a mechanism that halts has another loss.
+        the mean cross-entropy in nats over the targets that are not negative.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if self.training and self.config.ponder != 'none':
-            return None, self.mechanism.loss(self, h, targets)          # the same but for part 5
+        if self.training:
+            return None, self.mechanism.loss(self, h, targets)          # self.loss, but for part 5
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
@@ -385,8 +380,7 @@ class GPT(nn.Module):
         """
         All blocks and the final norm: x (B,S,C) at positions pos -> (B,S,C).
         pos         (S,), or in engine/ (B,S)
-        memory      the KV cache, which counted these tokens in `begin`. None: nothing came before,
-                    as in the lines on top of this file
+        memory      the KV cache, which counted these tokens in `begin`. None: nothing came before
         norm        False leaves out the final norm: parts 4 and 5
         """
         if memory is None:
@@ -430,7 +424,7 @@ class GPT(nn.Module):
         """
         Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. The
         model should be in eval mode. ValueError if it would have to read more than block_size
-        tokens. engine/generate.py has more: windows that slide, prompts of unequal lengths.
+        tokens. engine/generate.py has more: texts beyond block_size, prompts of unequal lengths.
         """
         length = idx.size(1) + max_new_tokens - 1       # the last new token is not read
         require(length <= self.config.block_size, f"{length} tokens are more than block_size")
@@ -457,8 +451,7 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # The largest becomes 0, so that a tiny temperature cannot make it inf. In fp32 1e-50 is 0, and
-    # 0 / 0 NaN: hence at least 1e-30.
+    # the largest becomes 0, so that a tiny temperature makes neither inf nor NaN
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -516,7 +509,7 @@ def depth_sources(config, layer, memory):
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
     The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
-    sources: from depth_sources. Queries that share a key head are averaged: it has one value.
+    sources: from depth_sources. Queries that share a key head are averaged, as it has one value.
     """
     if not sources:
         return v
@@ -557,7 +550,7 @@ class Mechanism(nn.Module):
     rule = None     # a function: which slots a slot reads; None: those of its own pass. (In
                     # a class it is made a staticmethod, or Python would pass it self.)
 
-    # for engine/ and tools/ alone, as are `slots`, `passes` and `cost`
+    # read by programs, not in this file, as are `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
     trains_alone = False            # training changes the mechanism's own weights alone
     skips = False                   # Router: training may leave stopped tokens out
@@ -567,9 +560,10 @@ class Mechanism(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # train.py sets these two before each optimizer step
+        # Set before each optimizer step, as train.py does. Otherwise training has halting at full
+        # strength and the most passes.
         self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]    # Latent, Mask: R; Feedback: extra passes; others: None
+        self.drawn = self.draws()[0]    # Latent, Mask: sweeps R; Feedback: passes; others: None
         self.passes = None              # (B,T), if tokens halt: what each took in the last call
 
     @property
@@ -670,7 +664,7 @@ class Plain(Mechanism):
     settings = ()
 
     def init_weights(self, gpt):
-        """As they are."""
+        """A plain GPT keeps what GPT.init_weights drew."""
 
     def cost(self, gpt, drawn, training):
         return Cost(vectors=1, keys=1)
@@ -784,18 +778,18 @@ def token_times(pos, B, pad):
     return torch.where(pos < pad[:, None], NEVER, pos)
 
 
-def labels_of(time, first_k, n, visible, log_w):
+def labels_of(t, first_k, n, visible, log_w):
     """
-    (labels as queries, labels as keys) of tokens with `time` (B,T), which have n slots each, side
+    (labels as queries, labels as keys) of tokens with times t (B,T), which have n slots each, side
     by side, numbered from first_k on. As keys, slots that are not `visible` (B, T n) have the time
     NEVER; None: all are visible. log_w (B, T n) or None: as in Labels.
     """
-    t = time.repeat_interleave(n, dim=1)                                # (B, T n)
-    k = torch.arange(first_k, first_k + n, device=t.device).repeat(time.size(1))
-    query = Labels(t, k.expand_as(t), log_w)
+    slot_t = t.repeat_interleave(n, dim=1)                              # (B, T n)
+    slot_k = torch.arange(first_k, first_k + n, device=t.device).repeat(t.size(1))
+    query = Labels(slot_t, slot_k.expand_as(slot_t), log_w)
     if visible is None:
         return query, query
-    return query, replace(query, t=t.where(visible, NEVER))
+    return query, replace(query, t=slot_t.where(visible, NEVER))
 
 
 class SlotMemory(Memory):
@@ -812,7 +806,7 @@ class SlotMemory(Memory):
         super().__init__()
         self.rule = rule
         self.pad = pad              # as in Padded, or None
-        self.time = None            # (B,T): of the tokens of this call
+        self.t = None               # (B,T): times of the tokens of this call
         self.n_before = 0           # how many slots the tokens before these have
         self.key_labels = None      # of all slots so far, if there are some
         self.query_labels = None    # of those of this pass
@@ -821,25 +815,25 @@ class SlotMemory(Memory):
 
     def begin(self, x):
         pos = super().begin(x)
-        self.time = token_times(pos, len(x), self.pad)
+        self.t = token_times(pos, len(x), self.pad)
         self.n_before = 0 if self.key_labels is None else self.key_labels.t.size(1)
         return pos
 
-    def for_pass(self, k=0, n=1, visible=None, log_w=None):
+    def for_pass(self, first_k=0, n=1, visible=None, log_w=None):
         """
-        Pass number k over these tokens begins; returns the memory for gpt.trunk: here this one, in
-        engine/ another. With n > 1 each token has n slots, side by side, numbered from k on.
+        A pass over these tokens begins; returns the memory for gpt.trunk: here this one, in engine/
+        another. In it each token has n slots, side by side, numbered from first_k on.
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         log_w       (B, T n), for Mask's rule
         """
         is_first = self.key_labels is None
-        self.query_labels, new = labels_of(self.time, k, n, visible, log_w)
+        self.query_labels, new = labels_of(self.t, first_k, n, visible, log_w)
         self.key_labels = new if is_first else self.key_labels.joined(new)
         self.made = {}
         # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
         # So is by_pass, if each token has one slot in this pass.
-        in_a_row = self.rule is flat or (self.rule is by_pass and n == 1)
-        self.plain_causal = is_first and in_a_row and self.pad is None and visible is None
+        is_causal = self.rule is flat or (self.rule is by_pass and n == 1)
+        self.plain_causal = is_first and is_causal and self.pad is None and visible is None
         return self
 
     def mask(self, S, device):
@@ -847,6 +841,7 @@ class SlotMemory(Memory):
         assert self.query_labels is not None, "memory.for_pass(k) comes before gpt.trunk"
         if self.plain_causal:
             return None
+        # labels (B,S,1) and (B,1,N)
         return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
 
     def rewind(self):
@@ -861,7 +856,7 @@ class SlotMemory(Memory):
 
     def is_token(self):
         """(B,T) bool: False for padding."""
-        return self.time < NEVER
+        return self.t < NEVER
 
 
 def flat(query, key):
@@ -923,8 +918,8 @@ class Latent(Mechanism):
             return x
 
         thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        for _ in self.slots_of_sweeps(self.R):
-            h = self.sweep(gpt, [x, *thoughts], pos, memory)    # so many slots of each token
+        for _ in self.slots_of_sweeps(self.R):          # 1, 2, .. K, then K + 1 slots of each token
+            h = self.sweep(gpt, [x, *thoughts], pos, memory)
             thoughts = h[:self.K]                       # z_{k+1} came out of slot k; K at most
         return h[self.K]
 
@@ -989,7 +984,7 @@ class Feedback(Mechanism):
         if carried is None:
             carried = torch.zeros_like(x[:, :1])                        # (B,1,C)
         shifted = torch.cat((carried, torch.zeros_like(x[:, 1:])), dim=1)       # h_{t-1}
-        for _ in range(min(steps + 1, x.size(1))):          # T passes are exact: one for one token
+        for _ in range(min(steps + 1, x.size(1))):          # T passes are always exact
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + shifted, pos, memory.for_pass())
             h = h.where(is_token, 0.0)                      # padding carries nothing on
@@ -1096,7 +1091,7 @@ class Halting(Mechanism):
     In the docstrings tau is halt_tau.
 
     Each also inherits from the mechanism that it stops (settings, draws, helpers), which is named
-    second, so that `forward` and `loss` are from here.
+    last, so that `forward` and `loss` are from here.
     """
     halts = True
     final_norm = True       # whether each pass ends with gpt.ln_f
@@ -1107,8 +1102,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the states after it, also of tokens that had stopped before. Mask leaves one pair for
-        # a text that it reads at once, in which only s and log_w are new.
+        # new: the states after it, also of tokens that had stopped before.
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1339,7 +1333,7 @@ class Mask(Halting, Latent):
             thoughts = h[:self.K]
 
         self.passes = needed.sum(-1)        # (B,T): in training, those that it would take
-        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # of the tokens' own slots
+        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # one pair for all sweeps
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)
@@ -1400,8 +1394,8 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*, k < K} g^(k) p_k^beta                 (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
 
-    With halt_start the last term waits until the model has learned something, but leaving does not;
-    the paper has both from the first optimizer step on.
+    With halt_start > 0, tokens leave before it too, but without the last term; the paper has both
+    from the first optimizer step on.
 
     Cost: the passes of Chain that are taken (in training only with `fast`), and in training a head
     for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in the others,
@@ -1468,7 +1462,7 @@ class Exit(Halting, Loop):
         late        uniform and ramp begin late: before halt_start the prior is that of 'last', from
                     halt_full on theirs
         leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
-                    a token took: later tokens learn to read early keys
+                    a token took: later tokens learn to read the keys of those that left
         staying     tokens with negative targets, such as questions, learn to stay, since all that
                     follows reads them: a loss pulls their predictions towards equal probabilities,
                     with a weight that grows from halt_start to halt_lambda at halt_full
@@ -1491,7 +1485,7 @@ class Exit(Halting, Loop):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():   # without detach, PyTorch's FLOP counter fails in here
+            with torch.no_grad():   # detach: for PyTorch's FLOP counter
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)

@@ -225,7 +225,7 @@ class TextSlots:
     def rewind(self):
         self.last = None
 
-    def for_pass(self, k=0, n=1, visible=None, log_w=None):
+    def for_pass(self, first_k=0, n=1, visible=None, log_w=None):
         T = self.t.size(1)
         if self.rule in (flat, faded) and T > 1:
             assert self.last is None, 'flat, faded: all slots of a text go at once, or rewind()'
@@ -236,11 +236,11 @@ class TextSlots:
                 log_w = log_w.masked_fill(~visible, -torch.inf)
             self.last = CausalPass(self.sources, bias=log_w)
         elif self.rule is by_pass and visible is None and n == 1:
-            self.last = ChainPass(self.sources, self.last, k)
+            self.last = ChainPass(self.sources, self.last, first_k)
         elif self.rule is newest and visible is not None and n == 1:
             self.last = FrozenPass(self.sources, self.last, visible)
         else:
-            query, key = labels_of(self.t, k, n, visible, log_w)
+            query, key = labels_of(self.t, first_k, n, visible, log_w)
             self.last = RulePass(self.sources, self.last, self.rule, query, key)
         return self.last
 
@@ -281,7 +281,7 @@ class Cache(Memory):
         self.places = capacity if static else 0     # there is room for so many now
         self.key_labels = None      # (B, places) each, if there are some
         self.query_labels = None    # of this pass
-        self.time = None            # (B,T): of the tokens that are read now
+        self.t = None               # (B,T): times of the tokens that are read now
         self.length = 0             # slots so far
         self.first = 0              # where this pass begins
         self.n_before = 0           # where the tokens that are read now begin
@@ -290,24 +290,24 @@ class Cache(Memory):
 
     def begin(self, x):
         pos = super().begin(x)
-        self.time = token_times(pos, len(x), self.pad)
+        self.t = token_times(pos, len(x), self.pad)
         self.n_before = self.length
         if self.rule is earlier:
             self.for_pass()
         return pos
 
     def is_token(self):
-        return self.time < NEVER
+        return self.t < NEVER
 
     # ---- a pass
 
-    def for_pass(self, k=0, n=1, visible=None, log_w=None):
-        T = self.time.size(1)
+    def for_pass(self, first_k=0, n=1, visible=None, log_w=None):
+        T = self.t.size(1)
         if self.ordered:
             assert T == 1 or self.length == self.n_before, 'flat: all slots of a text go at once'
-            self.reserve(T * n, T == 1, self.time.device)
+            self.reserve(T * n, T == 1, self.t.device)
             return self
-        query, key = labels_of(self.time, k, n, visible, log_w)
+        query, key = labels_of(self.t, first_k, n, visible, log_w)
         return self.append_slots(query, key, T == 1)
 
     def for_tokens(self, t, k, log_w):

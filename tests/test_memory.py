@@ -101,7 +101,7 @@ def openings(name, real):
             visible = (stops > k) & real
             if hides and not visible.any():
                 return
-            yield dict(k=k, visible=visible if hides else None, **labels(name, T))
+            yield dict(first_k=k, visible=visible if hides else None, **labels(name, T))
 
 
 def read_fast(memory, qkv, n=None, **opening):
@@ -113,11 +113,11 @@ def read_fast(memory, qkv, n=None, **opening):
     return read(opened, attend, qkv), opened
 
 
-def read_skipping(memory, pos, qkv, k, visible, log_w=None):
+def read_skipping(memory, pos, qkv, first_k, visible, log_w=None):
     """The same without the slots that are hidden, as in engine/fast.py."""
     chosen = Chosen(visible)
     log_w = None if log_w is None else chosen.take(log_w)
-    opened = memory.for_tokens(chosen.t(pos), k, log_w)
+    opened = memory.for_tokens(chosen.t(pos), first_k, log_w)
     got = read(opened, attend, chosen.take(qkv))
     return chosen.put(got.new_zeros(*qkv.shape[:2], *got.shape[2:]), got), opened
 
@@ -254,7 +254,7 @@ def test_a_flat_text_goes_through_once(memory):
     memory.begin(torch.empty(B, 5))
     read(memory.for_pass(), attend, random_qkv(5))
     with pytest.raises(AssertionError, match='at once'):
-        memory.for_pass(k=1)
+        memory.for_pass(first_k=1)
 
 
 @pytest.mark.parametrize('name', ['latent', 'chain'])
