@@ -23,7 +23,7 @@ gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top 
     3  Depth-Attention      values are mixed over layers
     4  pondering            several passes for each token
     5  halting              each token takes as many of these passes as it needs
-    6  checks and costs     which settings make sense, and what a token costs
+    6  checks               which settings make sense
 
 To train with this file alone:
 
@@ -36,15 +36,10 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-Latent, feedback, mask and all that halts have a schedule too: before gpt(idx, targets), with
-step = 0, 1, .. steps - 1,
-
-        gpt.mechanism.progress = step / steps
-        gpt.mechanism.drawn = random.choice(gpt.mechanism.draws())
-
-train.py trains these classes. On CUDA, or with its setting fast=True, as config/halting_*.py have
-it, faster ones of engine/ stand in for some, and it stops with an error if you edited one of those:
---fast=False runs what you wrote.
+(Latent, feedback and all that halts have a schedule too: Mechanism, part 4.) train.py trains these
+classes. On CUDA, or with its setting fast=True, as config/halting_*.py have it, faster ones of
+engine/ stand in for some. If you edited one of those it stops with an error: --fast=False runs what
+you wrote.
 """
 
 import math
@@ -68,9 +63,8 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/360m.py, but for init_std (there
-    0.02). When a config is made, a None becomes what its comment says; ponder_topk stays None, and
-    so does what belongs to a mechanism that is off. To change a shape or a mechanism, make a new
-    config: dataclasses.replace would keep what was filled in.
+    0.02). A None stands for what its comment says. Most are filled in when a config is made, and
+    dataclasses.replace keeps that: to change a shape or a mechanism, make a new one.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -106,7 +100,7 @@ class GPTConfig:
     # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    halt_lambda: Optional[float] = None  # weight of the halting loss (None: `defaults` in part 5)
+    halt_lambda: Optional[float] = None  # weight of the halting losses (None: `defaults` in part 5)
     halt_start: Optional[float] = None   # share of the run at which that begins (None: as above)
     halt_full: Optional[float] = None    # .. and from which its weight is full (None: as above)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
@@ -198,12 +192,12 @@ class Memory:
         self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # (k, v) that each layer made in this pass
+        self.made = {}              # of each layer: (k, v) of this pass alone
         self.loops = ()             # memories of earlier passes: part 4, Loop with part 3
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "gpt.trunk(x, pos, memory) was called without memory"
+        assert self.tokens == 0 or self.keys, "the call before did not pass memory to gpt.trunk"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -224,7 +218,6 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        # `begin` starts a pass, in part 4 for_pass. A second one would store these tokens twice.
         assert layer not in self.made, f"block {layer} ran twice in one pass"
         self.made[layer] = k, v
         if layer in self.keys:
@@ -282,8 +275,7 @@ class Attention(nn.Module):
     @staticmethod
     def attend(q, k, v, mask, dropout):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N:
-        with fewer queries, is_causal would align the first of them with the first key.
+        softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N.
         """
         shared_keys = q.size(1) > k.size(1)     # only then, as not every kernel can do it
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
@@ -334,25 +326,25 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4, 5; a plain GPT's has nothing to do
+        self.mechanism = new_mechanism(config)  # parts 4, 5; a plain GPT's has no weights
         self.init_weights()
 
     def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # part 4: smaller c_proj, but not in a plain GPT
+        self.mechanism.init_weights(self)       # part 4; a plain GPT keeps these
 
     def forward(self, idx, targets=None):
         """
-        Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats over the targets that are not negative.
+        Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss)
+        in nats, the mean cross-entropy where they are not negative; halting trains by another one.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
         if self.training:
-            return None, self.mechanism.loss(self, h, targets)          # self.loss, but for part 5
+            return None, self.mechanism.loss(self, h, targets)          # the same, but for part 5
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
@@ -481,8 +473,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 #     o_l     = causal attention of (q_l, k_l, v~_l)           keys stay as they are        (Eq. 4)
 #
 # S(l) is every layer below l that is a multiple of the stride s (depth_stride), so that layer 0 has
-# no source (but in a Loop: depth_sources). q and k are those of sequence attention, after norm and
-# rotation: at one position both are turned alike, so the rotation cancels.
+# no source. q and k are those of sequence attention, after norm and rotation: at one position both
+# are turned alike, so the rotation cancels.
 #
 # Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer that has a source, 0.03 % of the 360M model;
 # no parameter. The KV cache holds v~ in the place of v, so it does not grow.
@@ -535,7 +527,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts.
 # A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
 # K + 1 times, with a KV cache for each pass. The others, and all that halt, have one cache for all
-# passes, and a rule says which slots attend to which: this is explained after Loop.
+# passes, and a rule says which slots attend to which.
 #
 # To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig
 # and in its `settings`.
@@ -560,10 +552,10 @@ class Mechanism(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # Set before each optimizer step, as train.py does. Otherwise training has halting at full
-        # strength and the most passes.
+        # Before each optimizer step: progress = step / steps, drawn = random.choice(self.draws()).
+        # As they stand here, training has halting at full strength and the most passes.
         self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]    # Latent, Mask: sweeps R; Feedback: passes; others: None
+        self.drawn = self.draws()[0]    # Latent, Mask: R; Feedback: extra passes; others: None
         self.passes = None              # (B,T), if tokens halt: what each took in the last call
 
     @property
@@ -610,8 +602,8 @@ class Mechanism(nn.Module):
         return Memories(Memory() if pad is None else Padded(pad) for _ in passes)
 
     def cost(self, gpt, drawn, training):
-        """Its Cost (part 6) with one `drawn`, in training or not."""
-        return None     # engine/flops.py then lets PyTorch count
+        """Its Cost with one `drawn`, in training or not. PyTorch counts for a class without."""
+        raise NotImplementedError
 
     def forward(self, gpt, x, pos, memory):
         """
@@ -624,6 +616,20 @@ class Mechanism(nn.Module):
     def loss(self, gpt, h, targets):
         """What training minimises; h (B,T,C) is what `forward` returned."""
         return gpt.loss(h, targets)
+
+
+@dataclass
+class Cost:
+    """What a mechanism costs for each token, for engine/flops.py."""
+    vectors: int        # that go through the blocks
+    keys: float         # that these read; a token of a plain GPT reads 1
+    other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
+    no_grad: int = 0    # those of training alone that have no backward pass
+
+
+def linear_weights(module):
+    """How many weights a module's matrices have: the multiply-adds of one vector's products."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 class Padded(Memory):
@@ -766,8 +772,8 @@ class Labels:
 
 
 # The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. No
-# token reads such a key, since no rule reads what is later than the query. Padding has queries too:
-# what they read does not matter, as long as it is something, or a softmax would be NaN.
+# token reads such a key, since no rule reads what is later than the query. Padding reads all
+# there is: a softmax needs something.
 NEVER = 2 ** 40
 
 
@@ -889,7 +895,7 @@ class Latent(Mechanism):
         sweep 0             x_t                 guesses z_1
         sweep 1             x_t  z_1            renews z_1, guesses z_2
         sweeps 2 .. R + 1   x_t  z_1  z_2       renew both
-        the last            x_t  z_1  z_2       gives the output, at the slot of z_2
+        sweep R + 2         x_t  z_1  z_2       gives the output, at the slot of z_2
 
     z_{t,k} is exact after t K + k sweeps.
 
@@ -917,10 +923,10 @@ class Latent(Mechanism):
                 x = gpt.trunk(x, pos, memory.for_pass(k))
             return x
 
-        thoughts = []                                   # z_1 .. z_K, (B,T,C) each
-        for _ in self.slots_of_sweeps(self.R):          # 1, 2, .. K, then K + 1 slots of each token
-            h = self.sweep(gpt, [x, *thoughts], pos, memory)
-            thoughts = h[:self.K]                       # z_{k+1} came out of slot k; K at most
+        h = ()
+        for n in self.slots_of_sweeps(self.R):
+            slots = [x, *h][:n]         # x_t, z_1, z_2, ..: z_{k+1} came out of slot k
+            h = self.sweep(gpt, slots, pos, memory)
         return h[self.K]
 
     def sweep(self, gpt, slots, pos, memory, visible=None, log_w=None):
@@ -964,8 +970,7 @@ class Feedback(Mechanism):
     that is K or K - 1. With K alone a model learns to predict from h^(K), but not from the h_t of
     generation.
 
-    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one,
-    and h_t has at most t passes behind it, one of each earlier token.
+    Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
     decoding; here that is the first equation.
     """
@@ -1090,8 +1095,8 @@ class Halting(Mechanism):
     are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
     In the docstrings tau is halt_tau.
 
-    Each also inherits from the mechanism that it stops (settings, draws, helpers), which is named
-    last, so that `forward` and `loss` are from here.
+    Each also inherits from the mechanism that it stops (settings, draws, helpers). Halting is named
+    first: `forward` and `loss` are from here.
     """
     halts = True
     final_norm = True       # whether each pass ends with gpt.ln_f
@@ -1160,7 +1165,7 @@ class Halting(Mechanism):
         return (self.progress - start) / (full - start)
 
     def __getstate__(self):
-        return {**self.__dict__, 'trace': []}   # deepcopy refuses tensors that have a graph
+        return {**self.__dict__, 'trace': []}   # copy.deepcopy refuses tensors that have a graph
 
 
 def mean_where(chosen, values):
@@ -1235,7 +1240,7 @@ class Gate(Halting, Embedding):
     def before(self, gpt, state, k):
         if k == 0:
             return state.x
-        m, s = state.go_on, state.score                                 # after the last pass
+        m, s = state.go_on, state.score                                 # after pass k - 1
         step = (m * s)[..., None] * self.mixture(gpt, state.out)
         return state.x + step.to(state.x.dtype)                         # (6) to (9)
 
@@ -1250,11 +1255,11 @@ class Gate(Halting, Embedding):
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
-        counts = targets >= 0                                           # (B,T)
+        is_target = targets >= 0                                        # (B,T)
         gates = torch.stack(self.decisions())                           # (K,B,T)
-        gates = gates.masked_fill(~counts, math.inf).flatten().sort().values
+        gates = gates.masked_fill(~is_target, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
-        n = (share * self.K * counts.sum()).floor()     # a tensor: an int would wait for CUDA
+        n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
         lowest = torch.arange(len(gates), device=gates.device) < n
         mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13)
         return self.config.halt_lambda * mean
@@ -1321,16 +1326,15 @@ class Mask(Halting, Latent):
         state = self.start(x, is_token)
         log_w = state.log_w                                             # (B,T,K+1)
         needed = is_token[..., None].expand_as(log_w)
-        thoughts = []
+        h = ()
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
         # slots all the same, as the next one may want them again.
         for n in self.slots_of_sweeps(self.R):
             visible = None if self.training else needed[..., :n].flatten(1)
             added = log_w[..., :n].flatten(1).to(x.dtype)
-            h = self.sweep(gpt, [x, *thoughts], pos, memory, visible, added)
+            h = self.sweep(gpt, [x, *h][:n], pos, memory, visible, added)
             s, log_w = self.route(h[0])
             needed = (log_w.exp() >= self.config.halt_tau) & is_token[..., None]
-            thoughts = h[:self.K]
 
         self.passes = needed.sum(-1)        # (B,T): in training, those that it would take
         self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # one pair for all sweeps
@@ -1365,9 +1369,9 @@ class Mask(Halting, Latent):
     def penalty(self, gpt, targets):
         """halt_lambda times the mean number of thoughts expected, sum_k k s_{t,k}."""
         _, routed = self.trace[0]
-        counts = targets >= 0                                           # (B,T)
-        expected = (routed.s * torch.arange(self.K + 1, device=counts.device)).sum(-1)
-        return self.config.halt_lambda * self.onset() * mean_where(counts, expected)
+        is_target = targets >= 0                                        # (B,T)
+        expected = (routed.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
+        return self.config.halt_lambda * self.onset() * mean_where(is_target, expected)
 
     def cost(self, gpt, drawn, training):
         sweeps = len(self.slots_of_sweeps(drawn))
@@ -1397,9 +1401,9 @@ class Router(Halting, Chain):
     With halt_start > 0, tokens leave before it too, but without the last term; the paper has both
     from the first optimizer step on.
 
-    Cost: the passes of Chain that are taken (in training only with `fast`), and in training a head
-    for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in the others,
-    embeddings are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
+    Cost: the passes of Chain that are taken; training takes all without `fast`, and a head for each
+    p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM, embeddings are
+    scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     """
     works_on = 'chain'
     defaults = dict(halt_lambda=0.4, halt_start=0.0, halt_full=0.0)     # the whole run
@@ -1465,7 +1469,7 @@ class Exit(Halting, Loop):
                     a token took: later tokens learn to read the keys of those that left
         staying     tokens with negative targets, such as questions, learn to stay, since all that
                     follows reads them: a loss pulls their predictions towards equal probabilities,
-                    with a weight that grows from halt_start to halt_lambda at halt_full
+                    with a weight that grows from 0 at halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
     uniform and ramp. Not counted: the heads that training takes to leave and to stay.
@@ -1485,7 +1489,7 @@ class Exit(Halting, Loop):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():   # detach: for PyTorch's FLOP counter
+            with torch.no_grad():   # FlopCounterMode fails on inputs with a graph
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
@@ -1566,8 +1570,8 @@ class Ouro(Exit):
                             I_k = max(0, L^k - L^{k+1}) is what the next pass gains         (5), (6)
 
     Ours, as in Exit: tokens with negative targets are pulled to lam = 0 (not to leave), in stage 1
-    with a weight that grows from halt_start to halt_lambda at halt_full. In (6) the paper compares
-    lam_k with the gain of pass k itself; but what lam_k rules is the next one.
+    with a weight that grows from 0 at halt_start to halt_lambda at halt_full. In (6) the paper
+    compares lam_k with the gain of pass k itself; but what lam_k rules is the next one.
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
@@ -1643,7 +1647,7 @@ def new_mechanism(config):
 
 
 # -------------------------------------------------------------------------------------------------
-# 6  Checks and costs: which settings make sense, and what a token costs
+# 6  Checks: which settings make sense
 
 
 def check_values(c):
@@ -1690,17 +1694,3 @@ def check_together(c):
                                    f"ponder={c.ponder!r}: set ponder={needs!r}")
         require(c.halt_start <= c.halt_full,
                 f"halt_start={c.halt_start} is above halt_full={c.halt_full}: lower it")
-
-
-@dataclass
-class Cost:
-    """What a mechanism costs for each token, for engine/flops.py."""
-    vectors: int        # that go through the blocks
-    keys: float         # that these read, in all; 1: what a token of a plain GPT reads
-    other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
-    no_grad: int = 0    # those of training alone that have no backward pass
-
-
-def linear_weights(module):
-    """How many weights a module's matrices have: the multiply-adds of one vector's products."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))

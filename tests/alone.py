@@ -30,9 +30,11 @@ def train(gpt):
     idx, targets = tokens[:, :-1], tokens[:, 1:]
     before = gpt.eval()(idx, targets)[1].item()
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-2)
+    draws = gpt.mechanism.draws()
     gpt.train()
     for step in range(STEPS):
         gpt.mechanism.progress = step / STEPS
+        gpt.mechanism.drawn = draws[step % len(draws)]
         _, loss = gpt(idx, targets)
         optimizer.zero_grad()
         loss.backward()

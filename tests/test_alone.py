@@ -28,27 +28,21 @@ def test_it_imports_pytorch_and_the_standard_library_alone():
 
 
 def test_the_lines_on_top_of_it_run(tmp_path):
-    """Those that train a plain GPT, then, with their two more in each step, one with thoughts."""
     shutil.copy(MODEL, tmp_path)
     with open(MODEL, encoding='utf-8') as f:
         doc = ast.get_docstring(ast.parse(f.read()))
     lines = doc.split('To train with this file alone:')[1].splitlines()
     code = [line[4:] for line in lines if line.startswith('    ')]
-    more = [line for line in code if 'gpt.mechanism' in line]
-    plain = [line for line in code if line not in more]
-    assert len(plain) == 8 and len(more) == 2
+    assert len(code) == 8
 
-    small = 'vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16'
-    latent = plain[:3] + more + plain[3:]
-    for lines, extra in (plain, ''), (latent, ", ponder='latent', halting='mask'"):
-        lines = [line.replace('GPTConfig()', f'GPTConfig({small}{extra})') for line in lines]
-        script = ['import random', 'import torch', 'from model import GPT, GPTConfig',
-                  'prompt, step, steps = torch.zeros(1, 1, dtype=torch.long), 1, 2',
-                  'batches = [torch.ones(2, 1, 8, dtype=torch.long)]',
-                  *(line.replace('100)', '3)') for line in lines), 'print(tokens.shape)']
-        (tmp_path / 'lines.py').write_text('\n'.join(script))
-        done = program('-E', 'lines.py', cwd=tmp_path)
-        assert done.stdout == 'torch.Size([1, 4])\n'
+    small = 'GPTConfig(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=16)'
+    code = [line.replace('GPTConfig()', small).replace('100)', '3)') for line in code]
+    script = ['import torch', 'from model import GPT, GPTConfig',
+              'prompt = torch.zeros(1, 1, dtype=torch.long)',
+              'batches = [torch.ones(2, 1, 8, dtype=torch.long)]', *code, 'print(tokens.shape)']
+    (tmp_path / 'lines.py').write_text('\n'.join(script))
+    done = program('-E', 'lines.py', cwd=tmp_path)
+    assert done.stdout == 'torch.Size([1, 4])\n'
 
 
 def test_a_copy_in_an_empty_folder_trains_and_generates(tmp_path):
