@@ -372,7 +372,7 @@ class GPT(nn.Module):
         """
         All blocks and the final norm: x (B,S,C) at positions pos -> (B,S,C).
         pos         (S,), or in engine/ (B,S)
-        memory      the KV cache, which counted these tokens in `begin`. None: nothing came before
+        memory      the KV cache, which counted these tokens in `begin`. None: x is the whole text
         norm        False leaves out the final norm: parts 4 and 5
         """
         if memory is None:
