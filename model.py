@@ -36,10 +36,11 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-(Latent, feedback and all that halts have a schedule too: Mechanism, part 4.) train.py trains these
-classes. On CUDA, or with its setting fast=True, as config/halting_*.py have it, faster ones of
-engine/ stand in for some. If you edited one of those it stops with an error: --fast=False runs what
-you wrote.
+(What halts also reads `progress`, and Latent, Mask and Feedback `drawn`: Mechanism, part 4.)
+
+train.py trains these classes. On CUDA, or with fast=True, as in config/halting_*.py, engine/ has
+faster ones for some. If you edited one that is replaced, it stops with an error: --fast=False runs
+what you wrote.
 """
 
 import math
@@ -63,8 +64,8 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/360m.py, but for init_std (there
-    0.02). A None stands for what its comment says. Most are filled in when a config is made, and
-    dataclasses.replace keeps that: to change a shape or a mechanism, make a new one.
+    0.02). A None stands for what its comment says. Most are filled in at once, and
+    dataclasses.replace would keep the old ones: for another shape or mechanism make a new config.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -192,12 +193,12 @@ class Memory:
         self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # of each layer: (k, v) of this pass alone
+        self.made = {}              # part 3: of each layer, (k, v) of this pass alone
         self.loops = ()             # memories of earlier passes: part 4, Loop with part 3
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "the call before did not pass memory to gpt.trunk"
+        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) since the last begin"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -456,8 +457,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         beyond = torch.zeros_like(beyond).scatter(1, order, beyond)     # in the table's order again
         logits = logits.masked_fill(beyond, -math.inf)
     p = logits.softmax(-1)
-    # With E drawn from Exp(1), p / E is largest at token i with probability p_i. torch.multinomial
-    # does the same, and a check for NaN, for which the host would wait for the GPU.
+    # torch.multinomial without its check for NaN, for which the host waits: with E drawn from
+    # Exp(1), p / E is largest at token i with probability p_i.
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
@@ -539,10 +540,10 @@ class Mechanism(nn.Module):
     gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
     reads whom (whose queries attend to whose keys), its loss.
     """
-    rule = None     # a function: which slots a slot reads; None: those of its own pass. (In
-                    # a class it is made a staticmethod, or Python would pass it self.)
+    rule = None     # which slots a slot reads, a function like flat; None: those of its own pass.
+                    # (In a class a staticmethod, or Python would pass it self.)
 
-    # read by programs, not in this file, as are `slots`, `passes` and `cost`
+    # for programs alone, as are `slots`, `passes` and `cost`
     halts = False                   # tokens stop by themselves: part 5
     trains_alone = False            # training changes the mechanism's own weights alone
     skips = False                   # Router: training may leave stopped tokens out
@@ -552,8 +553,8 @@ class Mechanism(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # Before each optimizer step: progress = step / steps, drawn = random.choice(self.draws()).
-        # As they stand here, training has halting at full strength and the most passes.
+        # A training loop sets both before each step: progress = step / steps, and drawn, one of
+        # draws(). As they stand here: halting at full strength, the most passes.
         self.progress = 1.0             # the share of the run that is done
         self.drawn = self.draws()[0]    # Latent, Mask: R; Feedback: extra passes; others: None
         self.passes = None              # (B,T), if tokens halt: what each took in the last call
@@ -622,7 +623,7 @@ class Mechanism(nn.Module):
 class Cost:
     """What a mechanism costs for each token, for engine/flops.py."""
     vectors: int        # that go through the blocks
-    keys: float         # that these read; a token of a plain GPT reads 1
+    keys: float         # that these read, in all; 1: as many as a token of a plain GPT
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 
@@ -772,8 +773,8 @@ class Labels:
 
 
 # The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. No
-# token reads such a key, since no rule reads what is later than the query. Padding reads all
-# there is: a softmax needs something.
+# token reads such a key, since no rule reads what is later than the query. A query of padding
+# has this time too, so that it reads something: a softmax needs that.
 NEVER = 2 ** 40
 
 
@@ -832,14 +833,14 @@ class SlotMemory(Memory):
         visible     (B, T n) bool: the other slots go through it too, but nobody reads them
         log_w       (B, T n), for Mask's rule
         """
-        is_first = self.key_labels is None
+        nothing_before = self.key_labels is None
         self.query_labels, new = labels_of(self.t, first_k, n, visible, log_w)
-        self.key_labels = new if is_first else self.key_labels.joined(new)
+        self.key_labels = new if nothing_before else self.key_labels.joined(new)
         self.made = {}
         # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
         # So is by_pass, if each token has one slot in this pass.
         is_causal = self.rule is flat or (self.rule is by_pass and n == 1)
-        self.plain_causal = is_first and is_causal and self.pad is None and visible is None
+        self.plain_causal = nothing_before and is_causal and self.pad is None and visible is None
         return self
 
     def mask(self, S, device):
@@ -923,9 +924,9 @@ class Latent(Mechanism):
                 x = gpt.trunk(x, pos, memory.for_pass(k))
             return x
 
-        h = ()
+        h = ()                          # h[k], out of slot k, is the next guess of z_{k+1}
         for n in self.slots_of_sweeps(self.R):
-            slots = [x, *h][:n]         # x_t, z_1, z_2, ..: z_{k+1} came out of slot k
+            slots = [x, *h][:n]         # x_t, z_1, z_2, ..
             h = self.sweep(gpt, slots, pos, memory)
         return h[self.K]
 
@@ -967,8 +968,7 @@ class Feedback(Mechanism):
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
 
     h^(k)_t is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
-    that is K or K - 1. With K alone a model learns to predict from h^(K), but not from the h_t of
-    generation.
+    that is K or K - 1: with K alone generation fails, which goes by the first equation.
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
@@ -1185,17 +1185,15 @@ def newest(query, key):
     """
     A rule: of each token up to its own, a query of pass k reads one slot: that of pass k, or of the
     token's last pass if it stopped before. Token 0 stopped after pass 0, so that (0,1) is hidden:
-    of the keys (0,0) (1,0) (0,1) (1,1) query (1,1) reads the first and the last. `bucket` is 0 1 4
-    1, `last` 0 1 1 1.
+    of the keys (0,0) (1,0) (0,1) (1,1) query (1,1) reads the first and the last.
     """
     N = key.t.size(-1)
-    # The keys of one token lie in one bucket, by its time. Each token so far has a key, so that its
-    # time is below N; bucket N takes the keys that nobody reads, of time NEVER.
-    bucket = key.t.clamp(max=N)                                         # (B,1,N)
-    # the largest k in each bucket (as floats: MPS has no amax of integers), then for each key
-    largest = torch.zeros(len(bucket), 1, N + 1, device=bucket.device)
-    largest = largest.scatter_reduce(-1, bucket, key.k.float(), 'amax')
-    last = largest.gather(-1, bucket)                                   # (B,1,N)
+    # whose key it is, by its time, which is below N, as each token so far has a key. N: nobody's
+    token = key.t.clamp(max=N)                                          # (B,1,N)
+    # the last pass of each token (in floats: MPS has no amax of integers), then of each key's token
+    last = torch.zeros(len(token), 1, N + 1, device=token.device)
+    last = last.scatter_reduce(-1, token, key.k.float(), 'amax')
+    last = last.gather(-1, token)                                       # (B,1,N)
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
@@ -1295,9 +1293,9 @@ class Mask(Halting, Latent):
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding takes slot after slot, by Halting.forward with the steps from here; with `fast`
-    it leaves hidden ones out. The loss gains halt_lambda times the expected number of thoughts, in
-    full from halt_full on; this term is ours.
+    of 1. Decoding takes slot after slot: Halting.forward, by `start` and `after` from here. With
+    `fast` it leaves hidden ones out. The loss gains halt_lambda times the expected number of
+    thoughts, in full from halt_full on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
@@ -1337,7 +1335,7 @@ class Mask(Halting, Latent):
             needed = (log_w.exp() >= self.config.halt_tau) & is_token[..., None]
 
         self.passes = needed.sum(-1)        # (B,T): in training, those that it would take
-        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # one pair for all sweeps
+        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # of the whole text at once
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)
@@ -1489,7 +1487,7 @@ class Exit(Halting, Loop):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():   # FlopCounterMode fails on inputs with a graph
+            with torch.no_grad():   # and detach, for FlopCounterMode
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)
