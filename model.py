@@ -345,7 +345,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(h), None
         if self.training:
-            return None, self.mechanism.loss(self, h, targets)          # the same, but for part 5
+            return None, self.mechanism.loss(self, h, targets)          # self.loss, but for part 5
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
@@ -417,7 +417,7 @@ class GPT(nn.Module):
         """
         Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. The
         model should be in eval mode. ValueError if it would have to read more than block_size
-        tokens. engine/generate.py has more: texts beyond block_size, prompts of unequal lengths.
+        tokens. sample.py uses engine/generate.py: longer texts, prompts of unequal lengths.
         """
         length = idx.size(1) + max_new_tokens - 1       # the last new token is not read
         require(length <= self.config.block_size, f"{length} tokens are more than block_size")
@@ -540,10 +540,10 @@ class Mechanism(nn.Module):
     gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
     reads whom (whose queries attend to whose keys), its loss.
     """
-    rule = None     # which slots a slot reads, a function like flat; None: those of its own pass.
+    rule = None     # which slots a slot reads, as flat, below; None: those of its own pass.
                     # (In a class a staticmethod, or Python would pass it self.)
 
-    # for programs alone, as are `slots`, `passes` and `cost`
+    # nothing here reads these five, nor `slots` and `passes`: they are for programs
     halts = False                   # tokens stop by themselves: part 5
     trains_alone = False            # training changes the mechanism's own weights alone
     skips = False                   # Router: training may leave stopped tokens out
@@ -603,7 +603,7 @@ class Mechanism(nn.Module):
         return Memories(Memory() if pad is None else Padded(pad) for _ in passes)
 
     def cost(self, gpt, drawn, training):
-        """Its Cost with one `drawn`, in training or not. PyTorch counts for a class without."""
+        """Its Cost, for engine/flops.py; PyTorch counts what a class without it costs."""
         raise NotImplementedError
 
     def forward(self, gpt, x, pos, memory):
@@ -623,7 +623,7 @@ class Mechanism(nn.Module):
 class Cost:
     """What a mechanism costs for each token, for engine/flops.py."""
     vectors: int        # that go through the blocks
-    keys: float         # that these read, in all; 1: as many as a token of a plain GPT
+    keys: float         # that these read, in all, in units of T
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 
@@ -772,6 +772,19 @@ class Labels:
         return Labels(t, k, log_w)
 
 
+def flat(query, key):
+    """
+    A rule: a slot reads all slots of earlier tokens, and of its own token those up to itself, as if
+    all slots of all tokens stood in one row.
+    """
+    return (key.t < query.t) | ((key.t == query.t) & (key.k <= query.k))
+
+
+def by_pass(query, key):
+    """A rule: a slot reads those of its own and of earlier passes, of all tokens up to its own."""
+    return (key.t <= query.t) & (key.k <= query.k)
+
+
 # The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. No
 # token reads such a key, since no rule reads what is later than the query. A query of padding
 # has this time too, so that it reads something: a softmax needs that.
@@ -864,14 +877,6 @@ class SlotMemory(Memory):
     def is_token(self):
         """(B,T) bool: False for padding."""
         return self.t < NEVER
-
-
-def flat(query, key):
-    """
-    A rule: a slot reads all slots of earlier tokens, and of its own token those up to itself, as if
-    all slots of all tokens stood in one row.
-    """
-    return (key.t < query.t) | ((key.t == query.t) & (key.k <= query.k))
 
 
 def side_by_side(slots):
@@ -968,7 +973,7 @@ class Feedback(Mechanism):
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
 
     h^(k)_t is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
-    that is K or K - 1: with K alone generation fails, which goes by the first equation.
+    that is K or K - 1: with K alone, generation by the first equation fails.
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
@@ -999,11 +1004,6 @@ class Feedback(Mechanism):
 
     def cost(self, gpt, drawn, training):
         return Cost(vectors=drawn + 1, keys=drawn + 1)
-
-
-def by_pass(query, key):
-    """A rule: a slot reads those of its own and of earlier passes, of all tokens up to its own."""
-    return (key.t <= query.t) & (key.k <= query.k)
 
 
 class Chain(Mechanism):
@@ -1096,7 +1096,7 @@ class Halting(Mechanism):
     In the docstrings tau is halt_tau.
 
     Each also inherits from the mechanism that it stops (settings, draws, helpers). Halting is named
-    first: `forward` and `loss` are from here.
+    first: its methods come before theirs.
     """
     halts = True
     final_norm = True       # whether each pass ends with gpt.ln_f
@@ -1403,6 +1403,7 @@ class Router(Halting, Chain):
     p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM, embeddings are
     scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     """
+    rule = staticmethod(by_pass)
     works_on = 'chain'
     defaults = dict(halt_lambda=0.4, halt_start=0.0, halt_full=0.0)     # the whole run
     score_name = 'probability of getting further'
@@ -1626,7 +1627,7 @@ class Ouro(Exit):
             lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
-        return total / (self.K + 1)     # of K terms, as in the paper: its T is K + 1
+        return total / (self.K + 1)     # K terms over K + 1 passes, as in the paper
 
     def cost(self, gpt, drawn, training):
         heads = self.K * gpt.lm_head.weight.numel() if training else 0

@@ -1,8 +1,8 @@
 """
-Generation with caches: what programs need besides GPT.generate. It asks a model for hidden states
-and logits, and draws by `sample` of model.py.
+Generation with caches: what programs use in the place of GPT.generate. It asks a model for hidden
+states and logits, and draws by `sample` of model.py.
 
-    stream        token by token, for a batch of prompts of any lengths, past block_size too
+    stream        token by token, for a batch of prompts of unequal lengths, past block_size too
     generate      all of it
     in_step       within one window of the context: all rows get their next token together
     run_ahead     the same with `fast`, where tokens stop thinking by themselves: a row goes on to
