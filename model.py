@@ -36,7 +36,7 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-(What halts also reads `progress`, and Latent, Mask and Feedback `drawn`: Mechanism, part 4.)
+(Halting also needs `progress` before each step, and Latent, Mask and Feedback `drawn`: Mechanism.)
 
 train.py trains these classes. On CUDA, or with fast=True, as in config/halting_*.py, engine/ has
 faster ones for some. If you edited one that is replaced, it stops with an error: --fast=False runs
@@ -540,8 +540,8 @@ class Mechanism(nn.Module):
     gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
     reads whom (whose queries attend to whose keys), its loss.
     """
-    rule = None     # which slots a slot reads, as flat, below; None: those of its own pass.
-                    # (In a class a staticmethod, or Python would pass it self.)
+    rule = None     # a function such as flat, below: which slots a slot reads; None: those of its
+                    # own pass. (In a class a staticmethod, or Python would pass it self.)
 
     # nothing here reads these five, nor `slots` and `passes`: they are for programs
     halts = False                   # tokens stop by themselves: part 5
@@ -787,7 +787,7 @@ def by_pass(query, key):
 
 # The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. No
 # token reads such a key, since no rule reads what is later than the query. A query of padding
-# has this time too, so that it reads something: a softmax needs that.
+# has this time too, so it reads something, as a softmax must.
 NEVER = 2 ** 40
 
 
@@ -1488,7 +1488,7 @@ class Exit(Halting, Loop):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():   # and detach, for FlopCounterMode
+            with torch.no_grad():   # without detach, FlopCounterMode fails in here
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)

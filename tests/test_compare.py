@@ -206,7 +206,7 @@ def test_the_table_of_losses_by_hand():
                                          ('loop', 3, 1.1, 400),
                                          ('plain_as_pause', 2, 1.25, 410),
                                          ('latent', 2, 1.0, 900),
-                                         ('plain_deep', 2, 1.0, 385))[:5]
+                                         ('plain_scaled_4x', 2, 1.0, 385))[:5]
     assert plain == ['plain', '2', '1.6000', '1.5000 to 1.7000', '', '', '1.00', '1.00']
     # paired by seed: 1.4 - 1.5 and 1.3 - 1.7; of the plain runs whose FLOPs are within 5 % the
     # nearest counts, which has 2.5 % more

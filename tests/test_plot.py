@@ -91,7 +91,7 @@ def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
     feedback = data, '--ponder=feedback'
     records = [record_of('plain', 1, 1.5, data, zero),
                record_of('plain', 2, 1.7, data, zero),
-               record_of('plain_deep', 2, 1.4, data, zero, '--n_layer=10'),
+               record_of('plain_scaled_4x', 2, 1.4, data, zero, '--n_layer=10'),
                record_of('loop', 2, 1.3, data),
                record_of('feedback', 2, 1.0, *feedback, exact_nats_per_byte=1.2),
                record_of('plain', 2, 0.1, data, zero, '--max_steps=9', right=1.0)]
@@ -105,7 +105,7 @@ def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
     assert marks['plain'] == ([1], [1.7])       # of seed 2 alone, which all have
     [cost], y = marks['four passes']
     assert 3 < cost < 4 and y == [1.3]
-    [deep], _ = marks['four layers']
+    [deep], _ = marks['four times the layers']
     assert 1.8 < deep < 2
     assert ([1, deep], [1.7, 1.4]) in drawn(figure)
 

@@ -90,10 +90,8 @@ for name in RUNS:
 
 # more, which `all` leaves out
 RUNS.update({
-    # for config/tasks.py, whose models have one layer: as many layers as loop has passes
-    'plain_deep': ('loop', '--ponder_steps=0', '--n_layer=4'),
-    'plain_deep+depth_attn': ('loop', '--ponder_steps=0', '--n_layer=4', '--depth_attn=True'),
-    # for docs/claims.md: fewer steps; both in a loop; more thoughts
+    # for docs/results.md and docs/claims.md: both in one; fewer steps; more thoughts
+    'plain_scaled+depth_attn': ('loop', '--ponder_steps=0', '--depth_attn=True'),
     'embedding_1': ('embedding', '--ponder_steps=1'),
     'embedding_2': ('embedding', '--ponder_steps=2'),
     'loop+depth_attn': ('loop', '--depth_attn=True'),

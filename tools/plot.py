@@ -106,7 +106,7 @@ def add_legend(figure, order=()):
 PLAIN_WORDS = {
     'plain_scaled': ('one pass', INK, 'o'),
     'plain_scaled_as_loop': ('one pass, trained longer', BLUE, 's'),
-    'plain_deep': ('four layers', '#009e73', 'o'),      # a ring, around loop's mark
+    'plain_scaled_4x': ('four times the layers', '#009e73', 'o'),  # a ring, as loop's mark is near
     'loop': ('four passes', ORANGE, 'D'),
     'feedback': ('feedback', '#cc79a7', 'P'),
 }
@@ -181,11 +181,11 @@ def draw_records(ax, runs, looks, x):
         front = 2 if name in PLAIN_WORDS else 1
         ax.plot([cost] * len(ends), ends, 'o', color=colour, markersize=4, zorder=front)
         look = dict(markersize=10, markeredgecolor='white')
-        if name == 'plain_deep':
+        if name == 'plain_scaled_4x':
             look = dict(markersize=18, markerfacecolor='none', markeredgewidth=2)
         ax.plot(cost, np.median(ends), mark, color=colour, zorder=front, label=words,
                 linestyle='none', **look)
-        if answers and name in PLAIN_WORDS and name != 'plain_deep':
+        if answers and name in PLAIN_WORDS and name != 'plain_scaled_4x':
             learned = sum(end >= 100 * LEARNED for end in ends)
             side = -1 if name == 'plain_scaled_as_loop' else 1      # as costly as loop
             ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (13 * side, 0),
