@@ -36,7 +36,8 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-(Halting also needs `progress` before each step, and Latent, Mask and Feedback `drawn`: Mechanism.)
+(For the papers' schedules also set `progress` before each step, and for Latent, Mask and Feedback
+`drawn`: Mechanism.)
 
 train.py trains these classes. On CUDA, or with fast=True, as in config/halting_*.py, engine/ has
 faster ones for some. If you edited one that is replaced, it stops with an error: --fast=False runs
@@ -64,8 +65,8 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/360m.py, but for init_std (there
-    0.02). A None stands for what its comment says. Most are filled in at once, and
-    dataclasses.replace would keep the old ones: for another shape or mechanism make a new config.
+    0.02). A None stands for what its comment says. Most are filled in at once, and survive
+    dataclasses.replace: for another shape or mechanism make a new config.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -98,7 +99,7 @@ class GPTConfig:
     jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
-    # halting: gate on embedding, mask on latent, router on chain, exit and ouro on loop
+    # halting. Each stops one `ponder`: gate embedding, mask latent, router chain, exit, ouro loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting losses (None: `defaults` in part 5)
@@ -182,9 +183,9 @@ def apply_rope(x, cos, sin):
 
 class Memory:
     """
-    The KV cache: of each layer the keys and values of all tokens so far. A text that is read at
-    once, as in training, has nothing before it: no mask is needed, and attention reads the keys and
-    values of this call alone; the Memory that GPT.hidden makes for it is dropped afterwards.
+    The KV cache: of each layer the keys and values of all tokens so far. With no tokens
+    before, as in training, a plain GPT needs no mask and reads the keys and values of this call
+    alone; then GPT.hidden drops the Memory that it made.
 
     In each call of the model: `begin` (in GPT.hidden), `mask` (GPT.trunk), `update` (every layer).
     """
@@ -198,7 +199,7 @@ class Memory:
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) since the last begin"
+        assert self.tokens == 0 or self.keys, "begin twice, without a gpt.trunk(x, pos, memory)"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -251,7 +252,7 @@ class Attention(nn.Module):
         """
         x (B,S,C) -> (B,S,C)
         rope        (cos, sin) of the positions of x, from rope_table
-        memory      takes the keys and values, and has those of before
+        memory      keeps these keys and values beside those of before
         mask        which keys each position attends to (None: all up to its own), see Memory.mask
         """
         q, k, v = self.project(x, rope)
@@ -278,7 +279,7 @@ class Attention(nn.Module):
         """
         softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N.
         """
-        shared_keys = q.size(1) > k.size(1)     # only then, as not every kernel can do it
+        shared_keys = q.size(1) > k.size(1)     # not every kernel has enable_gqa
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=shared_keys)
 
@@ -339,7 +340,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss)
-        in nats, the mean cross-entropy where they are not negative; halting trains by another one.
+        in nats, the mean cross-entropy where they are not negative. Halting trains by its own.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -358,7 +359,8 @@ class GPT(nn.Module):
         if memory is None:
             memory = self.new_memory()
         length = memory.tokens + idx.size(1)
-        require(length <= self.config.block_size, f"{length} tokens are more than block_size")
+        limit = self.config.block_size
+        require(length <= limit, f"{length} tokens are more than block_size={limit}")
         pos = memory.begin(idx)                                         # (T,)
         x = self.embed(idx)
         if self.config.ponder == 'none':
@@ -420,7 +422,8 @@ class GPT(nn.Module):
         tokens. sample.py uses engine/generate.py: longer texts, prompts of unequal lengths.
         """
         length = idx.size(1) + max_new_tokens - 1       # the last new token is not read
-        require(length <= self.config.block_size, f"{length} tokens are more than block_size")
+        limit = self.config.block_size
+        require(length <= limit, f"{length} tokens are more than block_size={limit}")
         memory = self.new_memory()
         new = idx
         for _ in range(max_new_tokens):
@@ -623,7 +626,7 @@ class Mechanism(nn.Module):
 class Cost:
     """What a mechanism costs for each token, for engine/flops.py."""
     vectors: int        # that go through the blocks
-    keys: float         # that these read, in all, in units of T
+    keys: float         # that these face, read or hidden, in all, in units of T
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 
@@ -814,7 +817,7 @@ def labels_of(t, first_k, n, visible, log_w):
 
 class SlotMemory(Memory):
     """
-    A Memory of slots. rule(query, key) says who reads whom: of labels (B,S,1) and (B,1,N) it makes
+    A Memory of slots. rule(query, key) says who reads whom: it maps labels (B,S,1) and (B,1,N) to
     (B,S,N), booleans, or numbers that are added to the scores. The order of calls:
 
         begin(x)        by GPT.hidden
@@ -1071,7 +1074,7 @@ PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'feedback': F
 @dataclass
 class TokenState:
     """What tokens carry from pass to pass, (B,T,..) each."""
-    x: torch.Tensor         # (B,T,C)  what the input of its next pass is made from
+    x: torch.Tensor         # (B,T,C)  from this `before` makes the input of the next pass
     out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
     go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
     score: torch.Tensor     # (B,T)    of the last pass: what is compared with halt_tau; at first 1
@@ -1092,7 +1095,7 @@ class Halting(Mechanism):
     pass and what is made of its output, and what training adds to the loss; the loop over the
     passes, `forward`, is here. (Mask has its own for a text that it reads at once.) Tokens that
     stopped go through the blocks all the same, and what they make there is hidden. With `fast` they
-    are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
+    are skipped in generation, and for Router in training too: the lines "Cost:" below speak of it.
     In the docstrings tau is halt_tau.
 
     Each also inherits from the mechanism that it stops (settings, draws, helpers). Halting is named
@@ -1107,7 +1110,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the states after it, also of tokens that had stopped before.
+        # new: the states after it, also of tokens that had stopped before. (Mask: one for all.)
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
@@ -1396,8 +1399,8 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*, k < K} g^(k) p_k^beta                 (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
 
-    With halt_start > 0, tokens leave before it too, but without the last term; the paper has both
-    from the first optimizer step on.
+    halt_start > 0 delays the last term, not that tokens leave; the paper has both from the first
+    optimizer step on.
 
     Cost: the passes of Chain that are taken; training takes all without `fast`, and a head for each
     p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM, embeddings are

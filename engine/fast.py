@@ -36,7 +36,7 @@ PARTS = {
         'Attention.attend': '1244553b4863',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': '7deefb184f96',
+        'Memory': '43caecbb6b7c',
         'Labels': 'b75bf2606a5b',
         'Padded': '71683ab8de85',
         'labels_of': '3107f9ee0ccf',
@@ -63,7 +63,7 @@ PARTS = {
         'TokenState.where': '01535b23cd2b',
     },
     'engine/generate.py': {             # `run_ahead`: rows that do not wait for each other
-        'GPT.hidden': '326df1b88fe7',
+        'GPT.hidden': 'c1c23dcfe4cf',
         'Mask.forward': '9d99aabfba24',
     },
 }
