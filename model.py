@@ -99,7 +99,7 @@ class GPTConfig:
     jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
-    # halting. Each stops one `ponder`: gate embedding, mask latent, router chain, exit, ouro loop
+    # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting losses (None: `defaults` in part 5)
@@ -183,9 +183,9 @@ def apply_rope(x, cos, sin):
 
 class Memory:
     """
-    The KV cache: of each layer the keys and values of all tokens so far. With no tokens
-    before, as in training, a plain GPT needs no mask and reads the keys and values of this call
-    alone; then GPT.hidden drops the Memory that it made.
+    The KV cache: of each layer the keys and values of all tokens so far. With none before,
+    as in training, a plain GPT needs no mask and reads the keys and values of this call alone; then
+    GPT.hidden drops the Memory that it made.
 
     In each call of the model: `begin` (in GPT.hidden), `mask` (GPT.trunk), `update` (every layer).
     """
@@ -199,7 +199,7 @@ class Memory:
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "begin twice, without a gpt.trunk(x, pos, memory)"
+        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) since the last begin"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -279,7 +279,7 @@ class Attention(nn.Module):
         """
         softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N.
         """
-        shared_keys = q.size(1) > k.size(1)     # not every kernel has enable_gqa
+        shared_keys = q.size(1) > k.size(1)     # else off: not every kernel has it
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=shared_keys)
 
@@ -340,7 +340,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss)
-        in nats, the mean cross-entropy where they are not negative. Halting trains by its own.
+        in nats, the mean cross-entropy where they are not negative; halting trains by another one.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -1095,7 +1095,7 @@ class Halting(Mechanism):
     pass and what is made of its output, and what training adds to the loss; the loop over the
     passes, `forward`, is here. (Mask has its own for a text that it reads at once.) Tokens that
     stopped go through the blocks all the same, and what they make there is hidden. With `fast` they
-    are skipped in generation, and for Router in training too: the lines "Cost:" below speak of it.
+    are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
     In the docstrings tau is halt_tau.
 
     Each also inherits from the mechanism that it stops (settings, draws, helpers). Halting is named
@@ -1110,7 +1110,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the states after it, also of tokens that had stopped before. (Mask: one for all.)
+        # new: the states after it, also of tokens that had stopped before. (Mask has one entry.)
         self.trace = []
 
     def forward(self, gpt, x, pos, memory):
