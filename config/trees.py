@@ -11,5 +11,5 @@ batch_tokens = 8 * 256
 max_steps = 7200
 eval_interval = 2400
 save_interval = 2400
-learning_rate = 2e-3    # at 4e-3 eight passes for everyone do not learn
+learning_rate = 2e-3    # at 4e-3 eight passes for everyone did not learn (one seed)
 warmup = 0.1
