@@ -36,8 +36,8 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-(For the papers' schedules also set `progress` before each step, and for Latent, Mask and Feedback
-`drawn`: Mechanism.)
+A plain GPT needs no more. For some mechanisms a loop sets two attributes before each step, as
+train.py does: gpt.mechanism.progress and gpt.mechanism.drawn (Mechanism.__init__, in part 4).
 
 train.py trains these classes. On CUDA, or with fast=True, as in config/halting_*.py, engine/ has
 faster ones for some. If you edited one that is replaced, it stops with an error: --fast=False runs
@@ -65,8 +65,8 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/360m.py, but for init_std (there
-    0.02). A None stands for what its comment says. Most are filled in at once, and survive
-    dataclasses.replace: for another shape or mechanism make a new config.
+    0.02). A None stands for what its comment says. Most are filled in at once, and then stay:
+    dataclasses.replace with another n_head would keep head_dim, so make a new config.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
@@ -102,9 +102,9 @@ class GPTConfig:
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    halt_lambda: Optional[float] = None  # weight of the halting losses (None: `defaults` in part 5)
-    halt_start: Optional[float] = None   # share of the run at which that begins (None: as above)
-    halt_full: Optional[float] = None    # .. and from which its weight is full (None: as above)
+    halt_lambda: Optional[float] = None  # weight of the halting losses (None: `defaults`, part 5)
+    halt_start: Optional[float] = None   # share of the run at which that begins (None: `defaults`)
+    halt_full: Optional[float] = None    # .. and from which its weight is full (None: `defaults`)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -127,7 +127,7 @@ class GPTConfig:
             self.init_std = math.sqrt(0.4 / self.n_embd)    # PonderLM-2's: 0.02 at width 1,000
         if self.embed_scale is None:
             self.embed_scale = 1.0
-            if self.ponder != 'none':           # what the mechanism wants: part 4
+            if self.ponder != 'none':           # sqrt(2.5 C) or sqrt(C): part 4
                 self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
@@ -183,9 +183,9 @@ def apply_rope(x, cos, sin):
 
 class Memory:
     """
-    The KV cache: of each layer the keys and values of all tokens so far. With none before,
-    as in training, a plain GPT needs no mask and reads the keys and values of this call alone; then
-    GPT.hidden drops the Memory that it made.
+    The KV cache: of each layer the keys and values of all tokens so far. In training it is new and
+    empty in each call, and dropped behind it: then a plain GPT needs no mask, and reads the keys
+    and values of this call alone.
 
     In each call of the model: `begin` (in GPT.hidden), `mask` (GPT.trunk), `update` (every layer).
     """
@@ -194,12 +194,12 @@ class Memory:
         self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # part 3: of each layer, (k, v) of this pass alone
+        self.made = {}              # {layer: (k, v)} of this pass alone, for part 3
         self.loops = ()             # memories of earlier passes: part 4, Loop with part 3
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) since the last begin"
+        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) since the first begin"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -211,7 +211,7 @@ class Memory:
         Which of N keys each of the newest S tokens attends to: (S,N), True for those up to itself.
         None stands for plain causal attention, which needs no mask and is faster.
         """
-        before = self.tokens - S
+        before = self.tokens - S            # `begin` has counted these S
         if before == 0:
             return None
         key_pos = torch.arange(self.tokens, device=device)              # (N,)
@@ -335,7 +335,7 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # part 4; a plain GPT keeps these
+        self.mechanism.init_weights(self)       # part 4; Plain's changes nothing
 
     def forward(self, idx, targets=None):
         """
@@ -346,7 +346,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(h), None
         if self.training:
-            return None, self.mechanism.loss(self, h, targets)          # self.loss, but for part 5
+            return None, self.mechanism.loss(self, h, targets)  # self.loss; part 5 adds to it
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
@@ -374,8 +374,8 @@ class GPT(nn.Module):
     def trunk(self, x, pos, memory=None, norm=True):
         """
         All blocks and the final norm: x (B,S,C) at positions pos -> (B,S,C).
-        pos         (S,), or in engine/ (B,S)
-        memory      the KV cache, which counted these tokens in `begin`. None: x is the whole text
+        pos         (S,), from memory.begin, or in engine/ (B,S)
+        memory      the KV cache. None: x is the whole text, at positions 0, 1, ..
         norm        False leaves out the final norm: parts 4 and 5
         """
         if memory is None:
@@ -788,9 +788,9 @@ def by_pass(query, key):
     return (key.t <= query.t) & (key.k <= query.k)
 
 
-# The time of padding, and of the keys of tokens that stopped and of thoughts that are hidden. No
-# token reads such a key, since no rule reads what is later than the query. A query of padding
-# has this time too, so it reads something, as a softmax must.
+# The time of padding, and of keys that nobody is to read: those a token makes after it stopped, and
+# those of hidden thoughts. No token reads them, since no rule reads what is later than the query. A
+# query of padding has this time too, so it reads something, as a softmax must.
 NEVER = 2 ** 40
 
 
@@ -853,8 +853,8 @@ class SlotMemory(Memory):
         self.query_labels, new = labels_of(self.t, first_k, n, visible, log_w)
         self.key_labels = new if nothing_before else self.key_labels.joined(new)
         self.made = {}
-        # With nothing before and nothing hidden, flat is plain causal attention, which is faster.
-        # So is by_pass, if each token has one slot in this pass.
+        # With nothing before and nothing hidden, flat is plain causal attention, as slots lie in
+        # its order; that is faster. So is by_pass, if each token has one slot in this pass.
         is_causal = self.rule is flat or (self.rule is by_pass and n == 1)
         self.plain_causal = nothing_before and is_causal and self.pad is None and visible is None
         return self
@@ -1192,11 +1192,11 @@ def newest(query, key):
     """
     N = key.t.size(-1)
     # whose key it is, by its time, which is below N, as each token so far has a key. N: nobody's
-    token = key.t.clamp(max=N)                                          # (B,1,N)
+    token = key.t.clamp(max=N)                          # (B,1,N); in the example 0 1 4 1
     # the last pass of each token (in floats: MPS has no amax of integers), then of each key's token
     last = torch.zeros(len(token), 1, N + 1, device=token.device)
     last = last.scatter_reduce(-1, token, key.k.float(), 'amax')
-    last = last.gather(-1, token)                                       # (B,1,N)
+    last = last.gather(-1, token)                       # (B,1,N); in the example 0 1 1 1
     return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
 
 
@@ -1524,7 +1524,7 @@ class Exit(Halting, Loop):
         return [(1 - onset) * old + onset * new / total for old, new in zip(last, weights)]
 
     def loss(self, gpt, h, targets):
-        outs = self.outputs()
+        outs = self.outputs()                                           # the last of them is h
         prior = self.prior(len(outs))
         losses = sum(p * gpt.loss(out, targets) for p, out in zip(prior, outs) if p > 0)
         return losses + self.penalty(gpt, targets)

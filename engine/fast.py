@@ -36,7 +36,7 @@ PARTS = {
         'Attention.attend': '1244553b4863',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': '7deefb184f96',
+        'Memory': 'c4912c9380ef',
         'Labels': 'b75bf2606a5b',
         'Padded': '71683ab8de85',
         'labels_of': '3107f9ee0ccf',
