@@ -380,7 +380,7 @@ class GPT(nn.Module):
         """
         if memory is None:
             memory = Memory()
-            memory.begin(x)
+            memory.begin(x)                                             # for its mask
         mask = memory.mask(x.size(1), x.device)                         # the same in all layers
         rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         for block in self.h:
