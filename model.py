@@ -27,7 +27,7 @@ gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top 
 
 To train with this file alone:
 
-    gpt = GPT(GPTConfig())
+    gpt = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))   # the defaults: 362M parameters
     optimizer = torch.optim.AdamW(gpt.parameters())
     for idx, targets in batches:                    # tokens (B,T), and their next ones (B,T)
         _, loss = gpt(idx, targets)
@@ -36,12 +36,13 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-A plain GPT needs no more. For some mechanisms a loop sets two attributes before each step, as
-train.py does: gpt.mechanism.progress and gpt.mechanism.drawn (Mechanism.__init__, in part 4).
+A plain GPT needs no more. For the papers' schedules a loop sets two attributes before each step,
+as train.py does: gpt.mechanism.progress (halting) and gpt.mechanism.drawn (Latent, Mask, Feedback);
+they are in Mechanism.__init__.
 
-train.py trains these classes. On CUDA, or with fast=True, as in config/halting_*.py, engine/ has
-faster ones for some. If you edited one that is replaced, it stops with an error: --fast=False runs
-what you wrote.
+train.py trains these classes. With its setting `fast`, which is on where there is CUDA and in
+config/halting_*.py, engine/ has faster ones for some. If you edited one that is replaced, train.py
+stops with an error: --fast=False runs what you wrote.
 """
 
 import math
@@ -199,7 +200,7 @@ class Memory:
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) since the first begin"
+        assert self.tokens == 0 or self.keys, "begin again, and no gpt.trunk(x, pos, memory) yet"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -279,7 +280,7 @@ class Attention(nn.Module):
         """
         softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N.
         """
-        shared_keys = q.size(1) > k.size(1)     # else off: not every kernel has it
+        shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not every kernel has it
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
                                               enable_gqa=shared_keys)
 
@@ -340,13 +341,13 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss)
-        in nats, the mean cross-entropy where they are not negative; halting trains by another one.
+        in nats, the mean cross-entropy where they are not negative; in training a mechanism's own.
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if self.training:
-            return None, self.mechanism.loss(self, h, targets)  # self.loss; part 5 adds to it
+        if self.training and self.config.ponder != 'none':
+            return None, self.mechanism.loss(self, h, targets)          # part 5 adds to self.loss
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
@@ -546,7 +547,7 @@ class Mechanism(nn.Module):
     rule = None     # a function such as flat, below: which slots a slot reads; None: those of its
                     # own pass. (In a class a staticmethod, or Python would pass it self.)
 
-    # nothing here reads these five, nor `slots` and `passes`: they are for programs
+    # for programs; nothing here reads these five, nor `slots`, `passes` and `cost`: skip them
     halts = False                   # tokens stop by themselves: part 5
     trains_alone = False            # training changes the mechanism's own weights alone
     skips = False                   # Router: training may leave stopped tokens out
@@ -669,7 +670,7 @@ class Memories(list):
 
 
 class Plain(Mechanism):
-    """In a plain GPT (ponder='none') what stands for a mechanism; its `forward` is never called."""
+    """What stands for a mechanism in a plain GPT, ponder='none'; `forward`, `loss` never run."""
     K = 0  # in the place of the property: whatever ponder_steps says
     settings = ()
 
@@ -1338,7 +1339,7 @@ class Mask(Halting, Latent):
             needed = (log_w.exp() >= self.config.halt_tau) & is_token[..., None]
 
         self.passes = needed.sum(-1)        # (B,T): in training, those that it would take
-        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # of the whole text at once
+        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # for decisions, penalty
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)
@@ -1519,9 +1520,9 @@ class Exit(Halting, Loop):
     def prior(self, n):
         """The weights of the losses of n passes: at first 'last', from halt_full on exit_loss."""
         last = [0] * (n - 1) + [1]
-        weights = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
-        onset, total = self.onset(), sum(weights)
-        return [(1 - onset) * old + onset * new / total for old, new in zip(last, weights)]
+        chosen = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
+        onset = self.onset()
+        return [(1 - onset) * a + onset * b / sum(chosen) for a, b in zip(last, chosen)]
 
     def loss(self, gpt, h, targets):
         outs = self.outputs()                                           # the last of them is h
@@ -1626,7 +1627,8 @@ class Ouro(Exit):
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
-            goes_on = torch.sigmoid(50 * (gain - 0.005)).masked_fill(targets < 0, 1.0)
+            goes_on = torch.sigmoid(50 * (gain - 0.005))
+            goes_on = goes_on.masked_fill(targets < 0, 1.0)             # a question's token stays
             lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
