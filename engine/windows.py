@@ -35,12 +35,12 @@ class Windows:
         self.T = T
         self.n_tokens, self.eot = meta['n_tokens'], meta['eot']
         self.task = task_of(meta)
-        self.paths = []
+        self.files = []     # held open: prepare_data.py may put others in their places
         windows = []
         for shard in meta[split]['shards']:
             path = os.path.join(folder, shard['name'])
             tokens = len(open_shard(path, shard['tokens']))
-            self.paths.append(path)
+            self.files.append(open(path, 'rb', buffering=0))
             windows.append(max(0, (tokens - 1) // T))  # one token more than T: the last target
         self.ends = np.cumsum(windows)  # windows up to and with each shard
         self.n = sum(windows)
@@ -60,7 +60,7 @@ class Windows:
         name, _ = self.task
         shard = int(np.argmax(self.ends > 0))
         n = min(int(self.ends[shard]), 1000)
-        tokens = open_shard(self.paths[shard])[:n * self.T]
+        tokens = open_shard(self.files[shard].name)[:n * self.T]
         rows = [tokens.reshape(n, self.T), tokens[None]]    # in windows, and as one
         in_windows, whole = (in_answers(x, name, self.eot).sum() for x in rows)
         return in_windows / max(1, whole)
@@ -96,11 +96,11 @@ class Windows:
     def read_window(self, window):
         """Tokens (T + 1,) uint16 of one window; UserError if its shard is not what it was."""
         shard = int(np.searchsorted(self.ends, window, side='right'))
-        path = self.paths[shard]
+        file = self.files[shard]
         before = self.ends[shard - 1] if shard else 0  # windows in the shards before this one
-        offset = HEADER_BYTES + 2 * self.T * int(window - before)
-        row = np.fromfile(path, np.uint16, self.T + 1, offset=offset)
+        file.seek(HEADER_BYTES + 2 * self.T * int(window - before))
+        row = np.fromfile(file, np.uint16, self.T + 1)
         if len(row) <= self.T or row.max() >= self.n_tokens:    # a GPU would say nothing of use
-            raise UserError(f"{path}: damaged, or changed while it was in use; prepare the data "
-                            "again")
+            raise UserError(f"{file.name}: damaged, or changed while it was in use; prepare the "
+                            "data again")
         return row

@@ -355,6 +355,16 @@ def test_a_shard_that_changes_while_it_is_used(small_data, tmp_path, change):
         data.get([100], CPU)
 
 
+def test_a_run_goes_on_with_the_data_it_began_with(tmp_path):
+    """Though its folder is prepared again, from other texts, in the meantime."""
+    data = Windows(str(tmp_path), 'train', write(tmp_path, numbered(100)), 16)
+    x, _ = data.get([3], CPU)
+    write(tmp_path, [b'other ' * 99 + text for text in numbered(100)])
+    assert torch.equal(data.get([3], CPU)[0], x)
+    again = Windows(str(tmp_path), 'train', read_meta(str(tmp_path)), 16)
+    assert not torch.equal(again.get([3], CPU)[0], x)
+
+
 # ---- the order of windows ------------------------------------------------------------------------
 
 def rows(tokens):
