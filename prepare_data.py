@@ -28,6 +28,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,10 @@ def prepare(settings, paths=()):
     name = paths[0] if len(paths) == 1 else None
     if settings.size is not None and name not in TASKS:
         raise UserError(f"--size is for made tasks: {', '.join(TASKS)}")
+    if settings.tokenizer is not None and name in TASKS:
+        raise UserError("--tokenizer is for texts: made tasks are bytes")
+    if settings.packages and paths:
+        raise UserError("--packages adds to the built-in corpus: name no path with it")
     if name in FINEWEB:
         with workshop(folder) as work:
             meta = fineweb(name, settings.shards, settings.tokenizer, folder)
@@ -215,20 +220,25 @@ def python_sources(packages):
 
 def your_texts(files, folder):
     """
-    The documents of your files, but for those with a NUL byte near their beginning. folder: what is
-    made of them, for the line that says how far it is.
+    The documents of your files, but for those with a NUL byte near their beginning, of which a line
+    tells. folder: what is made of them, for the line that says how far it is.
     """
     few = len(files) < FEW_FILES and not any(path.endswith('.jsonl') for path in files)
     longest = 0 if few else DOCUMENT_BYTES
     progress = Progress(folder, sum(map(os.path.getsize, files)))
-    done = 0
+    done, left_out = 0, []
     for path in files:
         with on_disk(path, 'read'), open(path, 'rb') as f:
-            if b'\0' not in f.peek(8192):
+            if b'\0' in f.peek(8192):
+                left_out.append(path)
+            else:
                 for text in documents(f, path, longest):
                     yield text
                     progress(done + f.tell())
             done += os.path.getsize(path)
+    if left_out:
+        print(f"warning: {len(left_out)} of {len(files)} files are left out for their NUL bytes, "
+              f"which UTF-16 has, and what is no text: the first is {left_out[0]}", file=sys.stderr)
 
 
 def documents(f, path, longest):
@@ -280,14 +290,19 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
         raise UserError(f"--tokenizer={tokenizer.name}: its {tokenizer.n_vocab} tokens do not fit "
                         "into 16 bits; use byte or gpt2")
     with workshop(folder) as work:
+        say_replaced(folder, source)
         train = ShardWriter(work, 'train')
         val = ShardWriter(work, 'val')
+        no_utf8 = 0
         for text, tokens in encode_all(tokenizer, texts):
             writer = val if position(text) < val_fraction else train
             writer.add(tokens, len(text))
+            no_utf8 += tokenizer.name != 'byte' and not is_utf8(text)
+        if no_utf8:
+            print(f"warning: no UTF-8 in {no_utf8} documents, and {tokenizer.name} reads nothing "
+                  "else: they have U+FFFD in places; convert them, as with iconv", file=sys.stderr)
         if not 0 < val.bytes < train.bytes:
-            advice = ("give more text, or a larger --val_fraction (files with NUL bytes, as in "
-                      "UTF-16, are left out)")
+            advice = "give more text, or a larger --val_fraction"
             if task_of({'source': source}):
                 advice = "it has too few problems that differ: give a larger --size"
             raise UserError(f"{source}: no sensible split, {train.bytes:,} bytes to train and "
@@ -296,6 +311,22 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
                     source=source, train=train.finish(), val=val.finish())
         publish(work, folder, meta)
     return meta
+
+
+def say_replaced(folder, source):
+    """A line for a folder that holds data made of something else."""
+    if os.path.exists(os.path.join(folder, 'meta.json')):
+        before = read_meta(folder)['source']
+        if before != source:
+            print(f"{folder} was made of {before}, which this replaces by {source}")
+
+
+def is_utf8(text):
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def position(text):

@@ -93,7 +93,8 @@ def test_your_own_files_through_the_command_line(tmp_path):
     os.mkfifo(tmp_path / 'texts' / 'pipe')
 
     command = [PROGRAM, 'texts', 'all.jsonl', '--name=mine', '--val_fraction=0.2']
-    program(*command, cwd=tmp_path)
+    said = program(*command, cwd=tmp_path).stderr
+    assert '1 of 124 files are left out' in said and 'texts/picture.bin' in said
     train, val = documents(tmp_path / 'data' / 'mine')
     assert train | val == set(texts.values()), "every document whole, byte for byte"
     assert not train & val and len(val) >= 3
@@ -165,7 +166,7 @@ def test_large_files_are_never_in_memory_as_a_whole(tmp_path, monkeypatch):
 
 # ---- tokenizers ----------------------------------------------------------------------------------
 
-def test_tokens_are_tiktokens(tmp_path):
+def test_tokens_are_tiktokens(tmp_path, capsys):
     pairs = [b'th', b'he', b'the', b' t', b' the', b'in', b'er', b' a', b'\xc3\xa9']
     tokens = [bytes([i]) for i in range(256)] + pairs
     words = tiktoken.Encoding('words', pat_str=r' ?\p{L}+|\s+|[^\s\p{L}]+',
@@ -181,6 +182,14 @@ def test_tokens_are_tiktokens(tmp_path):
             expected += [words.eot_token]
     assert open_shard(tmp_path / 'train_000000.bin').tolist() == expected
     assert meta['n_tokens'] == 266
+    assert 'no UTF-8 in 1 documents' in capsys.readouterr().err
+
+
+def test_other_data_in_its_place_is_told(tmp_path, capsys):
+    for source, told in (('a.txt', ''), ('a.txt', ''), ('b.txt', 'was made of a.txt, which')):
+        write_dataset(str(tmp_path), numbered(99), get_tokenizer('byte'), 0.3, source)
+        out = capsys.readouterr().out
+        assert told in out and bool(out) == bool(told)
 
 
 def test_byte_encoding_is_what_tiktoken_says():
@@ -221,6 +230,8 @@ def test_vocabularies_that_cannot_be_had(tmp_path, monkeypatch):
     (['--name=../x'], '--name=../x'),
     (['fineweb-edu', '--shards=100'], '1 to 99'),
     (['fineweb', '--tokenizer=byte'], 'gpt2'),
+    (['traffic', '--tokenizer=gpt2'], '--tokenizer is for texts'),
+    (['empty.txt', '--packages=True'], '--packages adds to the built-in corpus'),
     (['...'], '--name='),
 ])
 def test_what_cannot_be_prepared_is_one_line(tmp_path, monkeypatch, argv, words):
