@@ -12,8 +12,9 @@ from configurator import build, read
 from engine.checkpoint import load_checkpoint
 from engine.files import UserError
 from engine.flops import flops_per_token
+from engine.shards import get_tokenizer
 from model import GPT, GPTConfig
-from prepare_data import DataSettings
+from prepare_data import DataSettings, write_dataset
 from tools import compare
 
 RECIPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=32', '--block_size=32',
@@ -132,6 +133,29 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
     assert len(records_in(tmp_path)) == 4
 
 
+def test_what_a_name_stands_for_may_not_change_between_runs(in_process, tmp_path):
+    """A config file, or the data, of which the command says no more than a name."""
+    data, out = tmp_path / 'data', tmp_path / 'out'
+    write_dataset(str(data), texts(1), get_tokenizer('byte'), 0.3, 'test')
+    (tmp_path / 'mine.py').write_text('warmup = 0.1\n')
+    args = [str(tmp_path / 'mine.py'), *RECIPE, f'--data_dir={data}', '--seeds=1', f'--out={out}']
+    compare.main([*args, '--names=plain'])
+    compare.main([*args, '--names=plain,loop'])
+    assert in_process == ['plain-s1', 'loop-s1']
+
+    (tmp_path / 'mine.py').write_text('warmup = 0.2\n')
+    with pytest.raises(UserError, match='plain-s1 was made with warmup=0.1, not 0.2: choose'):
+        compare.main([*args, '--names=plain,depth_attn'])
+    (tmp_path / 'mine.py').write_text('warmup = 0.1\n')
+    write_dataset(str(data), texts(2), get_tokenizer('byte'), 0.3, 'test')
+    with pytest.raises(UserError, match='data=.*choose another --out'):
+        compare.main([*args, '--names=plain,depth_attn'])
+
+
+def texts(seed):
+    return [f'text {seed} {i} '.encode() * 20 for i in range(99)]
+
+
 def test_the_loss_of_feedback_is_measured_token_by_token_too(common, in_process, tmp_path):
     for steps, as_exact in (2, False), (31, True):      # in windows of 32 tokens
         out = tmp_path / str(steps)
@@ -146,7 +170,7 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     """From a shell."""
     folder = tmp_path / 'loop-s3'
     loop = os.path.join(ROOT, 'config', 'loop.py')
-    train.main([loop, *common, '--seed=3', f'--out_dir={folder}'])
+    train.main([loop, *common, '--seed=3', f'--out_dir={folder}', '--threads=1'])
     lines = (folder / 'log.jsonl').read_text().splitlines(keepends=True)
     want = json.loads(lines[-1])
     (folder / 'log.jsonl').write_text(''.join(lines[:-1]) + '{"step": 4, "val')

@@ -13,6 +13,7 @@ OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/run
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -292,9 +293,14 @@ def make_runs(compare, common, results):
     """Make all runs that are not finished; returns how many failed."""
     names = ALL if compare.names == 'all' else compare.names.split(',')
     plans = {name: make_plan(name, common) for name in names}    # what is wrong shows first
-    keep_recipe(compare.out, [*common, f'--answers={compare.answers}'])
+    data = id_of_data(plans[names[0]].settings['data_dir'])
+    keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'data={data}'])
+    seeds = compare.seeds.split(',')
+    for seed in seeds:
+        for name in names:
+            check_made(os.path.join(compare.out, f'{name}-s{seed}'), plans[name].settings)
     failed = 0
-    for seed in compare.seeds.split(','):
+    for seed in seeds:
         for name in names:
             made = [(r['name'], r['seed']) for r in read_lines(results)]
             if (name, int(seed)) in made:
@@ -305,6 +311,26 @@ def make_runs(compare, common, results):
                 print(error, file=sys.stderr, flush=True)
                 failed += 1
     return failed
+
+
+def id_of_data(folder):
+    """Letters that are others once the folder is prepared from other texts."""
+    meta = read_meta(folder)
+    parts = json.dumps([meta['train'], meta['val']])
+    return hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+
+def check_made(folder, settings):
+    """UserError if there is a run with other settings, as before a config file was edited."""
+    path = os.path.join(folder, 'settings.json')
+    if not os.path.exists(path):
+        return
+    with open(path, encoding='utf-8') as f:
+        before = json.load(f)
+    for name, value in settings.items():
+        if name not in OURS and before.get(name, value) != value:
+            raise UserError(f"{folder} was made with {name}={before[name]}, not {value}: choose "
+                            "another --out")
 
 
 def keep_recipe(out, common):
