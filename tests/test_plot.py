@@ -41,8 +41,10 @@ def test_curves(tmp_path):
     paths = [write_run(tmp_path / 'loop-s1', 5, 4, 3, ponder='loop'),
              write_run(tmp_path / 'loop-s2', 5, 4, 2, ponder='loop'),
              write_run(tmp_path / 'plain', 5, 3, 2)]
-    with open(tmp_path / 'plain' / 'log.jsonl', 'a') as f:  # step 4 once more: this line counts
-        f.write('\n' + json.dumps(dict(step=4, tokens=256, loss=2.5, ms=20)))
+    again = [dict(step=4, tokens=256, loss=2.5, ms=20), dict(step=6, tokens=384, loss=2, ms=10),
+             dict(step=6, tokens=384, val_loss=1.5)]
+    with open(tmp_path / 'plain' / 'log.jsonl', 'a') as f:  # on from step 2: these lines count
+        f.write('\n' + '\n'.join(map(json.dumps, again)))
     figure = plot.curves(paths, PlotSettings(x='tokens'))
     assert drawn(figure) == [
         ([128, 256, 384], [5, 4, 3]), ([384], [2.5]),
@@ -55,6 +57,15 @@ def test_curves(tmp_path):
     assert by_flops[0][0] == pytest.approx([1e9, 2e9, 3e9])
     by_seconds = drawn(plot.curves(paths, PlotSettings(x='seconds')))
     assert by_seconds[4][0] == pytest.approx([0.02, 0.06, 0.08])
+
+
+def test_what_was_given_up_is_no_part_of_a_curve(tmp_path):
+    """A run that died before its first checkpoint, and a shorter one in the same folder."""
+    path = write_run(tmp_path / 'died', 9, 8, 7, 6)
+    lines = [dict(step=2, tokens=128, loss=3, ms=10), dict(step=4, tokens=256, loss=2, ms=10)]
+    with open(tmp_path / 'died' / 'log.jsonl', 'a') as f:
+        f.write('\n' + '\n'.join(map(json.dumps, lines)))
+    assert plot.read_run(path, 'tokens') == {'loss': [(128, 3), (256, 2)], 'val_loss': []}
 
 
 def test_records_of_earlier_days(tmp_path, monkeypatch):

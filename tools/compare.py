@@ -180,9 +180,28 @@ def read_lines(path):
     return records
 
 
+def read_log(folder):
+    """
+    The steps and evaluations in a run's log.jsonl, without what was given up: where a run went on
+    from an earlier step, or another began in its folder, the later lines hold.
+    """
+    log = []
+    for line in read_lines(os.path.join(folder, 'log.jsonl')):
+        if 'step' in line:
+            while log and in_order(log[-1]) >= in_order(line):
+                log.pop()
+            log.append(line)
+    return log
+
+
+def in_order(line):
+    """A step's line has its milliseconds; that of an evaluation comes after it and has none."""
+    return line['step'], 'ms' not in line
+
+
 def final_loss(folder, settings):
     """Validation nats per byte after the last step, None if the run is not finished."""
-    for record in read_lines(os.path.join(folder, 'log.jsonl')):
+    for record in read_log(folder):
         if record.get('step') == settings['max_steps'] and LOSS in record:
             return record[LOSS]
     return None
@@ -220,7 +239,7 @@ def record_of(name, seed, args, folder, plan, problems):
     """The line of runs.jsonl for a finished run. problems: how many of a made task it answers."""
     settings = plan.settings
     tokens = settings['max_steps'] * settings['batch_tokens']
-    seconds = seconds_by_step(read_lines(os.path.join(folder, 'log.jsonl')))
+    seconds = seconds_by_step(read_log(folder))
     model, _, kept = load_model(folder, pick_device(settings['device']))
     more = {}
     if task_of(read_meta(settings['data_dir'])):

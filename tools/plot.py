@@ -32,7 +32,7 @@ from engine.files import UserError, run, whole
 from engine.flops import flops_of_new_token
 from engine.hardware import pick_device
 from sample import encode_prompt, exam_for_prompt, load_model
-from tools.compare import EXACT, LEARNED, LOSS, configs_of, read_lines, seconds_by_step
+from tools.compare import EXACT, LEARNED, LOSS, configs_of, read_lines, read_log, seconds_by_step
 from tools.explain import look, validation_tokens
 
 X = {
@@ -276,13 +276,9 @@ def draw_halting(ax, name, records, colour):
 def read_run(folder, x):
     """
     {'loss': [(x, nats per token), ..], 'val_loss': the same} of a run: in training, and on the
-    validation set. Of steps taken twice the later hold.
+    validation set.
     """
-    latest = {}  # a step's line has its milliseconds, that of an evaluation after it has none
-    for r in read_lines(os.path.join(folder, 'log.jsonl')):
-        if 'step' in r and 'tokens' in r:
-            latest[r['step'], 'ms' in r] = r
-    found = [r for _, r in sorted(latest.items())]
+    found = [r for r in read_log(folder) if 'tokens' in r]
     if not any('ms' in r for r in found):
         raise UserError(f"{folder}: no log.jsonl of train.py in it")
     at = places(found, x, folder)
