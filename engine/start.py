@@ -174,6 +174,8 @@ def idle_settings(model, asked):
     on = {  # beginning of a name: whether settings of such names do something
         'depth_': config.depth_attn and several,
         'halt_': model.mechanism.halts,     # not with ponder_steps=0
+        'halt_share': config.halting == 'gate',
+        'halt_beta': config.halting == 'router',
         'exit_': model.mechanism.halts and config.halting == 'exit',
         'ouro_': model.mechanism.halts and config.halting == 'ouro',
     }
@@ -216,7 +218,8 @@ def say_changes(state, given, ranks):
     for name, value in given.items():
         stays = name in before and name not in ('out_dir', 'init_from', 'max_seconds',
                                                 'batch_tokens')
-        if stays and before[name] != value:
+        filled_in = value is None and name in state['config']   # which holds what None stood for
+        if stays and before[name] != value and not filled_in:
             told.append(f"{name}={value} (was {before[name]})")
     if told and ranks.rank == 0:
         print(f"from here on with {', '.join(told)}")

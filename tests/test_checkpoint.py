@@ -286,7 +286,7 @@ def test_what_a_resumed_run_changes_is_said(run_train, capsys):
     """A setting that was given for a test, and would stay in the checkpoint."""
     run_train('out', '--ponder=loop', '--ponder_steps=2', '--max_steps=1')
     capsys.readouterr()
-    again = ['--init_from=resume', '--ponder=loop', '--ponder_steps=2']
+    again = ['--init_from=resume', '--ponder=loop', '--ponder_steps=2', '--head_dim=None']
     run_train('out', *again, '--max_steps=2', '--max_seconds=600')      # its own time is each run's
     assert 'from here on with max_steps=2 (was 1)\n' in capsys.readouterr().out
     run_train('out', *again, '--max_steps=3', '--ponder_steps=1')

@@ -1,4 +1,5 @@
 """tools/evaluate.py: its numbers against plain loops; right answers are in test_tasks.py."""
+import json
 import math
 import os
 import shutil
@@ -253,12 +254,19 @@ def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):
     (['CKPT', 'no.txt'], 'no.txt: there is no such'),
     (['CKPT', 'TMP/empty.txt'], 'no text'),
     (['CKPT', 'TMP/other.bin'], 'token 1299 of a vocabulary of 257'),
+    (['CKPT', 'TMP/words/val_000000.bin'], 'words has tokens of gpt2 that are not those of byte'),
+    (['CKPT', 'TMP/records.jsonl'], 'records.jsonl: records.*prepare_data.py'),
     (['CKPT', 'CKPT'], 'a checkpoint; only the first'),
     (['CKPT', '--ponder_steps=x'], 'give numbers'),
     (['CKPT', '--halt_tau=0.1'], "halting='none'"),
 ])
 def test_refusals(folder, tmp_path, args, words):
     (tmp_path / 'empty.txt').write_text('')
+    (tmp_path / 'records.jsonl').write_text('{"text": "text"}\n')
+    (tmp_path / 'words').mkdir()
+    (tmp_path / 'words' / 'val_000000.bin').touch()
+    meta = dict(tokenizer='gpt2', n_tokens=50257, eot=50256)
+    (tmp_path / 'words' / 'meta.json').write_text(json.dumps(meta))
     header = np.array([MAGIC, VERSION, 300] + [0] * 253, np.int32).tobytes()
     (tmp_path / 'other.bin').write_bytes(header + np.arange(1000, 1300, dtype=np.uint16).tobytes())
     args = [arg.replace('CKPT', folder).replace('TMP', str(tmp_path)) for arg in args]

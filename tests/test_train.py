@@ -633,10 +633,12 @@ def test_another_rule_has_its_own_defaults(run_train, tmp_path):
 
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     """Else what was never on would look like a mechanism that does nothing."""
-    asked = dict(depth_stride=1, halt_tau=0.5, exit_loss='ramp', ponder_steps=2, jacobi_iters=2)
+    asked = dict(depth_stride=1, halt_tau=0.5, halt_share=0.2, exit_loss='ramp', ponder_steps=2,
+                 jacobi_iters=2)
     for on, idle in ((dict(), {*asked}),
                      (dict(ponder='loop'), {*asked} - {'ponder_steps'}),
-                     (dict(ponder='latent', halting='mask', depth_attn=True), {'exit_loss'})):
+                     (dict(ponder='latent', halting='mask', depth_attn=True),
+                      {'halt_share', 'exit_loss'})):
         assert {*idle_settings(make(**asked, **on), asked)} == idle
     no_steps = dict(ponder='loop', ponder_steps=0, halting='exit', halt_tau=0.5)
     assert idle_settings(make(**no_steps), no_steps) == ['halt_tau']

@@ -125,7 +125,13 @@ def token_arrays(path, tokenizer):
         for shard in read_meta(path, tokenizer)['val']['shards']:
             shards.append(os.path.join(path, shard['name']))
     elif path.endswith('.bin'):
+        folder = os.path.dirname(path) or '.'
+        if os.path.exists(os.path.join(folder, 'meta.json')):
+            read_meta(folder, tokenizer)    # UserError for the tokens of another tokenizer
         shards.append(path)
+    elif path.endswith('.jsonl'):
+        raise UserError(f"{path}: records, and this reads text: write their texts to a .txt file, "
+                        "or prepare them (prepare_data.py) and name the folder")
 
     for shard in shards:
         count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
