@@ -212,7 +212,7 @@ def gigabytes(parts, sharded, worlds):
 
 def print_days(flops, worlds):
     """How long so many FLOPs take, for each kind and number of GPUs."""
-    print_row(f"\ndays at {MFU:.0%} of the peak", [])
+    print_row(f"\ndays at {MFU:.0%} of the bf16 peak", [])
     for name, peak in PEAK_FLOPS.items():
         days = [flops / (peak * MFU * n) / DAY for n in worlds]
         cells = [f"{d:,.2f}" if d >= 0.01 else '< 0.01' for d in days]

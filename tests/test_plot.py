@@ -68,6 +68,18 @@ def test_what_was_given_up_is_no_part_of_a_curve(tmp_path):
     assert plot.read_run(path, 'tokens') == {'loss': [(128, 3), (256, 2)], 'val_loss': []}
 
 
+def test_runs_of_two_places_are_not_one(tmp_path):
+    paths = [write_run(tmp_path / place / 'loop-s1', 5, 4) for place in ('narrow', 'wide')]
+    figure = plot.curves(paths, PlotSettings(x='tokens'))
+    words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert words == [f'{tmp_path}/narrow/loop', f'{tmp_path}/wide/loop']
+
+    path = os.path.join(ROOT, 'docs', 'runs', 'halting-text.jsonl')
+    figure = plot.halting([path], PlotSettings(names='exit'))
+    words = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert words == {'out/text/exit', 'out/text28/exit'}
+
+
 def test_records_of_earlier_days(tmp_path, monkeypatch):
     """A dot for each seed, a mark at the median, how many learned it."""
     paths = [os.path.join(ROOT, 'docs', 'runs', f'{name}.jsonl') for name in ('addition', 'text')]
@@ -119,6 +131,11 @@ def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
     [deep], _ = marks['four times the layers']
     assert 1.8 < deep < 2
     assert ([1, deep], [1.7, 1.4]) in drawn(figure)
+
+    paths[1].write_text(json.dumps(record_of('loop', 1, 1.3, data, '--ponder_steps=1')))
+    figure = plot.records(paths[1:], PlotSettings(x='generated'))
+    [word] = figure.legends[0].get_texts()
+    assert word.get_text() == 'loop', "these are two passes"
 
     for more, words in [(record_of('loop', 2, 1, data, '--max_steps=9'), '2 recipes'),
                         (record_of('chain', 3, 1, data, '--ponder=chain'), '0 shared'),

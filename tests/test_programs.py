@@ -94,7 +94,7 @@ def no_memory(monkeypatch):
 def test_every_size_can_be_planned(dry_run, size):
     name = os.path.basename(size)
     out = dry_run(os.path.join(CONFIG, 'depth_attn.py'), size, f'--vocab_size={VOCABULARY}')
-    for line in ('compute', 'GB per GPU', 'days at 40% of the peak', 'H100'):
+    for line in ('compute', 'GB per GPU', 'days at 40% of the bf16 peak', 'H100'):
         assert line in out
     if name in PAPER:
         millions = float(out.split()[1].removesuffix('M,').replace(',', ''))

@@ -386,6 +386,8 @@ def test_an_exported_model_is_trained_on_and_asked(small_data, tmp_path, capsys)
     folder = save(tmp_path / 'plain', make(vocab_size=320, n_tokens=257))
     exported = str(tmp_path / 'exported')
     hf.main([folder, exported])
+    with open(os.path.join(exported, 'config.json')) as f:
+        assert json.load(f)['eos_token_id'] == 256, "others stop where a text ends"
     train.main([f'--init_from=hf:{exported}', f'--data_dir={small_data}', '--max_steps=1',
                 f'--out_dir={tmp_path / "on"}', '--batch_tokens=24', '--micro_batch=1',
                 '--eval_tokens=24', '--sample_tokens=0', '--device=cpu', '--dtype=float32'])

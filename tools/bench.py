@@ -393,6 +393,8 @@ def main(argv):
     if device.type == 'cpu':
         given = {'vocab_size': 320, **given}    # bytes; on a GPU the table of larger tokenizers
         tune_cpu()
+    if train.threads is not None:
+        torch.set_num_threads(train.threads)
     plain = dict(depth_attn=False, ponder='none', halting='none')  # whatever a config file says
     configs = {name: build(GPTConfig, {**given, **plain, **TOGGLES[name]})
                for name in setup.own.toggles.split(',')}

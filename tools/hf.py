@@ -8,6 +8,7 @@ beside it (bytes have none). The other way needs no program: hf:FOLDER stands fo
 docs/released.md.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from engine import released
 from engine.checkpoint import load_checkpoint, model_of
 from engine.files import UserError, on_disk, run, whole
 from engine.generate import generate
+from engine.shards import get_tokenizer
 from engine.variant import ReleasedConfig
 from model import GPT
 
@@ -43,8 +45,11 @@ def load_released(folder, dtype=torch.float32):
     return model
 
 
-def config_to_hf(config):
-    """The dictionary of config.json that describes a plain GPT."""
+def config_to_hf(config, eot=None):
+    """
+    The dictionary of config.json that describes a plain GPT. eot: the end-of-text token, at which
+    others stop (None: nowhere, not at the number that they would take).
+    """
     return dict(
         model_type='qwen3' if config.qk_norm else 'llama',
         architectures=['Qwen3ForCausalLM' if config.qk_norm else 'LlamaForCausalLM'],
@@ -61,6 +66,8 @@ def config_to_hf(config):
         tie_word_embeddings=config.tie_embeddings,
         hidden_act='silu',
         attention_bias=False,
+        bos_token_id=None,
+        eos_token_id=eot,
         torch_dtype='float32')
 
 
@@ -93,13 +100,17 @@ def save_hf(model, folder, tokenizer=None):
     if isinstance(c, ReleasedConfig) or c.depth_attn or c.ponder != 'none' or c.embed_scale != 1:
         raise UserError("only plain models are exported: Hugging Face's Llama and Qwen3 would load "
                         "the weights of this one and compute something else")
+    named, eot = {}, None
+    if tokenizer is not None:
+        named = {released.TOKENIZER: tokenizer}
+        with contextlib.suppress(UserError):    # a vocabulary that cannot be had now
+            eot = get_tokenizer(tokenizer).eot_token
     with on_disk(folder, 'written'):
         os.makedirs(folder, exist_ok=True)
         with whole(os.path.join(folder, 'model.safetensors'), 'wb') as f:
             f.write(save(weights_to_hf(model), metadata={'format': 'pt'}))
         with whole(os.path.join(folder, 'config.json')) as f:
-            named = {} if tokenizer is None else {released.TOKENIZER: tokenizer}
-            json.dump({**config_to_hf(c), **named}, f, indent=1)
+            json.dump({**config_to_hf(c, eot), **named}, f, indent=1)
 
 
 def main(argv):

@@ -124,6 +124,9 @@ def records(paths, s):
                                 if name not in PLAIN_WORDS))
     looks = {name: (name, GREY, MARKS[i % len(MARKS)]) for i, name in enumerate(others)}
     looks.update(PLAIN_WORDS)
+    loops = [record for runs in panels for record in runs.get('loop', [])]
+    if any('--ponder_steps' in record['command'] for record in loops):
+        looks['loop'] = ('loop', *PLAIN_WORDS['loop'][1:])      # not four passes
     for ax, runs in zip(axes, panels):
         draw_records(ax, runs, looks, s.x)
     add_legend(figure, [looks[name][0] for name in (*PLAIN_WORDS, *others)])
@@ -219,15 +222,20 @@ def halting(paths, s):
     """A panel for each data set: medians over seeds, against the passes that were taken."""
     panels = {}     # {data set: {name: [record, ..]}}
     colours = {}    # of a name, in all panels
+    found = {}      # of each data set
     for record in [record for path in paths for record in read_lines(path)]:
         name = name_of(record.get('checkpoint', ''))
-        if not name or (s.names and name not in s.names.split(',')):
-            continue
-        if not record['taus']:
-            name += ', the same for all'
-        colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
-        runs = panels.setdefault(os.path.basename(record['data'].rstrip('/')), {})
-        runs.setdefault(name, []).append(record)
+        if name and (s.names is None or name in s.names.split(',')):
+            found.setdefault(os.path.basename(record['data'].rstrip('/')), []).append(record)
+    for data, beside in found.items():
+        runs = panels[data] = {}
+        names = names_of([record['checkpoint'] for record in beside])
+        for record in beside:
+            name = names[record['checkpoint']]
+            if not record['taus']:
+                name += ', the same for all'
+            colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+            runs.setdefault(name, []).append(record)
     if not panels:
         raise UserError(f"{', '.join(paths)}: no line of tools/choices.py with one of these names")
     size = (1 + 4.2 * len(panels), 4.2)
@@ -248,6 +256,19 @@ def halting(paths, s):
 def name_of(folder):
     """What the runs of all seeds are called: of out/loop-s1, loop."""
     return re.sub(r'-s\d+$', '', os.path.basename(folder.rstrip('/')))
+
+
+def names_of(folders):
+    """{folder: name_of(folder), but with its path where runs of two places have that name}."""
+    places = {}     # of each name
+    for folder in folders:
+        places.setdefault(name_of(folder), set()).add(os.path.dirname(folder.rstrip('/')))
+    names = {}
+    for folder in folders:
+        name = name_of(folder)
+        place = os.path.dirname(folder.rstrip('/'))
+        names[folder] = name if len(places[name]) == 1 else os.path.join(place, name)
+    return names
 
 
 def draw_halting(ax, name, records, colour):
@@ -305,8 +326,7 @@ def curves(paths, s):
         raise UserError("x=generated is for records")
     figure, (ax,) = new_figure()
     colours = {}    # of a name, which its seeds share
-    for path in paths:
-        name = name_of(path)
+    for path, name in names_of(paths).items():
         known = name in colours
         colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
         run = read_run(path, s.x)
