@@ -287,7 +287,7 @@ def inside(name, gpt, *patches):
         for each in patches:
             patched.enter_context(each)
         got = gpt(idx)[0][..., :30]
-    compare(f"{name} is right alone, but a GPT with it inside is not: the tensor of its logits",
+    compare(f"a GPT with {name} inside is not right: the tensor of its logits",
             got, want, ('row', 'position', 'token'))
     gradients(f"{name} inside a GPT", gpt, got, want)
 
@@ -298,6 +298,8 @@ def gradients(name, gpt, got, want):
     NotYet unless a loss of got, computed by the student's code, has the same gradients as one of
     want, for all parameters of gpt.
     """
+    expect(got.shape == want.shape and same(got, want),
+           f"{name}: its values are not right, so its gradients cannot be")
     expect(got.requires_grad,
            f"{name}: the values are right, but no gradient can flow: is there a detach() or "
            "torch.no_grad()?")

@@ -66,6 +66,25 @@ def test_a_mistake_gets_its_sentence(name, right, wrong, words):
     assert '\n' not in said
 
 
+@pytest.mark.parametrize('seed', [2, 5, 17])
+def test_no_draw_lets_a_wrong_token_pass(seed):
+    """In the first model of these seeds padding is never the likeliest."""
+    wrong = ANSWERS.replace('gpt.head(h[:, -1])', 'gpt.lm_head(h[:, -1])')
+    exercise = solved('kv_cache', wrong)
+    outcomes = [check.judge(part, exercise.__file__, seed) for part in exercise.PARTS.values()]
+    assert any('padding of the vocabulary' in outcome.words for outcome in outcomes)
+
+
+def test_each_part_alone_says_what_is_wrong():
+    """A grader asks for the gradients though the values are wrong."""
+    more = ANSWERS.replace('range(iterations + 1)', 'range(iterations + 2)')
+    assert more != ANSWERS
+    exercise = solved('jacobi', more)
+    words = [check.judge(part, exercise.__file__, 3).words for part in exercise.PARTS.values()]
+    assert any('one iteration more' in said for said in words)
+    assert not any('the values are right' in said for said in words)
+
+
 def test_a_changed_library_is_named(monkeypatch):
     exercise = load('rope')
     assert not check.changed(exercise)
