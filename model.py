@@ -200,7 +200,7 @@ class Memory:
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "begin again, and no gpt.trunk(x, pos, memory) yet"
+        assert self.tokens == 0 or self.keys, "a second begin, and no gpt.trunk(x, pos, memory) yet"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T
@@ -1522,7 +1522,8 @@ class Exit(Halting, Loop):
         last = [0] * (n - 1) + [1]
         chosen = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
         onset = self.onset()
-        return [(1 - onset) * a + onset * b / sum(chosen) for a, b in zip(last, chosen)]
+        total = sum(chosen)
+        return [(1 - onset) * old + onset * new / total for old, new in zip(last, chosen)]
 
     def loss(self, gpt, h, targets):
         outs = self.outputs()                                           # the last of them is h

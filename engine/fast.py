@@ -36,7 +36,7 @@ PARTS = {
         'Attention.attend': '1244553b4863',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': '85ba0cfcf142',
+        'Memory': 'bb66020705fc',
         'Labels': 'b75bf2606a5b',
         'Padded': '71683ab8de85',
         'labels_of': '3107f9ee0ccf',

@@ -144,5 +144,5 @@ def test_a_memory_has_to_be_used(ponder, idx, kind):
     model.mechanism = Forgets(model.config)
     memory = model.new_memory()
     model.hidden(idx, memory)
-    with pytest.raises(AssertionError, match='begin again'):
+    with pytest.raises(AssertionError, match='a second begin'):
         model.hidden(idx[:, :1], memory)

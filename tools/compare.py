@@ -13,7 +13,6 @@ OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/run
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.fast import without_numbers
-from engine.files import UserError, run, table
+from engine.files import UserError, checksum, run, table
 from engine.flops import flops_per_token
 from engine.hardware import pick_device
 from engine.loss import token_nats
@@ -312,31 +311,26 @@ def make_runs(compare, common, results):
     """Make all runs that are not finished; returns how many failed."""
     names = ALL if compare.names == 'all' else compare.names.split(',')
     plans = {name: make_plan(name, common) for name in names}    # what is wrong shows first
-    data = id_of_data(plans[names[0]].settings['data_dir'])
+    data_dir = plans[names[0]].settings['data_dir']     # the same for all
+    data = checksum(os.path.join(data_dir, 'meta.json'))[:12]
     keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'data={data}'])
-    seeds = compare.seeds.split(',')
-    for seed in seeds:
-        for name in names:
-            check_made(os.path.join(compare.out, f'{name}-s{seed}'), plans[name].settings)
+    runs = [(name, int(seed)) for seed in compare.seeds.split(',') for name in names]
+    for name, seed in runs:
+        check_made(folder_of(compare, name, seed), plans[name].settings)
     failed = 0
-    for seed in seeds:
-        for name in names:
-            made = [(r['name'], r['seed']) for r in read_lines(results)]
-            if (name, int(seed)) in made:
-                continue
-            try:
-                make_run(name, int(seed), plans[name], compare, results)
-            except UserError as error:  # the others may go well
-                print(error, file=sys.stderr, flush=True)
-                failed += 1
+    for name, seed in runs:
+        if (name, seed) in [(r['name'], r['seed']) for r in read_lines(results)]:
+            continue
+        try:
+            make_run(name, seed, plans[name], compare, results)
+        except UserError as error:  # the others may go well
+            print(error, file=sys.stderr, flush=True)
+            failed += 1
     return failed
 
 
-def id_of_data(folder):
-    """Letters that are others once the folder is prepared from other texts."""
-    meta = read_meta(folder)
-    parts = json.dumps([meta['train'], meta['val']])
-    return hashlib.sha256(parts.encode()).hexdigest()[:12]
+def folder_of(compare, name, seed):
+    return os.path.join(compare.out, f'{name}-s{seed}')
 
 
 def check_made(folder, settings):
@@ -368,7 +362,7 @@ def keep_recipe(out, common):
 
 def make_run(name, seed, plan, compare, results):
     """Make a run, if it is not finished, and add its line to the results; UserError if it fails."""
-    folder = os.path.join(compare.out, f'{name}-s{seed}')
+    folder = folder_of(compare, name, seed)
     args = [*plan.args, f'--seed={seed}', f'--out_dir={folder}']
     label = f"{name}, seed {seed}"
     if final_loss(folder, plan.settings) is None:

@@ -116,18 +116,26 @@ def answers_in(tokens, T, task, eot):
     return in_answers(inputs, task, eot).ravel()[:len(tokens) - 1]
 
 
+def data_folder(path):
+    """The data folder that `path` is, or that has this shard; None of a text, or a shard alone."""
+    if os.path.isdir(path):
+        return path
+    folder = os.path.dirname(path) or '.'
+    described = path.endswith('.bin') and os.path.exists(os.path.join(folder, 'meta.json'))
+    return folder if described else None
+
+
 def token_arrays(path, tokenizer):
     """The token arrays of a text file, a shard, or the validation shards of a data folder."""
     if os.path.exists(os.path.join(path, CHECKPOINTS[0])):
         raise UserError(f"{path}: a checkpoint; only the first folder is one")
+    folder = data_folder(path)
+    meta = folder and read_meta(folder, tokenizer)  # UserError for the tokens of another tokenizer
     shards = []
-    if os.path.isdir(path):
-        for shard in read_meta(path, tokenizer)['val']['shards']:
+    if folder == path:
+        for shard in meta['val']['shards']:
             shards.append(os.path.join(path, shard['name']))
     elif path.endswith('.bin'):
-        folder = os.path.dirname(path) or '.'
-        if os.path.exists(os.path.join(folder, 'meta.json')):
-            read_meta(folder, tokenizer)    # UserError for the tokens of another tokenizer
         shards.append(path)
     elif path.endswith('.jsonl'):
         raise UserError(f"{path}: records, and this reads text: write their texts to a .txt file, "
@@ -147,15 +155,12 @@ def read_text(path, tokenizer):
 
 def about(path):
     """(bytes of text in a file, data folder or, not known: None, a shard; its made task or None)"""
-    is_folder = os.path.isdir(path)
-    if not (is_folder or path.endswith('.bin')):
-        return os.path.getsize(path), None
-    folder = path if is_folder else os.path.dirname(path) or '.'
-    if not os.path.exists(os.path.join(folder, 'meta.json')):
-        return None, None
+    folder = data_folder(path)
+    if folder is None:
+        return None if path.endswith('.bin') else os.path.getsize(path), None
     meta = read_meta(folder)
     made = task_of(meta)
-    return meta['val']['bytes'] if is_folder else None, made and made[0]
+    return meta['val']['bytes'] if folder == path else None, made and made[0]
 
 
 def evaluate_text(model, tokenizer, path, s):

@@ -3,9 +3,9 @@ Write a plain checkpoint as a Hugging Face folder, a Llama or Qwen3:
 
     python tools/hf.py out/vanilla exported/vanilla
 
-Its config.json has the tokenizer's name, for this project; for others put the tokenizer's file
-beside it (bytes have none). The other way needs no program: hf:FOLDER stands for a checkpoint, see
-docs/released.md.
+Its config.json has the tokenizer's name, for this project, and the token that ends a text; for
+others put the tokenizer's file beside it (bytes have none). The other way needs no program:
+hf:FOLDER stands for a checkpoint, see docs/released.md.
 """
 
 import contextlib
@@ -45,11 +45,8 @@ def load_released(folder, dtype=torch.float32):
     return model
 
 
-def config_to_hf(config, eot=None):
-    """
-    The dictionary of config.json that describes a plain GPT. eot: the end-of-text token, at which
-    others stop (None: nowhere, not at the number that they would take).
-    """
+def config_to_hf(config):
+    """The dictionary of config.json that describes a plain GPT."""
     return dict(
         model_type='qwen3' if config.qk_norm else 'llama',
         architectures=['Qwen3ForCausalLM' if config.qk_norm else 'LlamaForCausalLM'],
@@ -66,8 +63,8 @@ def config_to_hf(config, eot=None):
         tie_word_embeddings=config.tie_embeddings,
         hidden_act='silu',
         attention_bias=False,
-        bos_token_id=None,
-        eos_token_id=eot,
+        bos_token_id=None,      # or others would take numbers of their own
+        eos_token_id=None,
         torch_dtype='float32')
 
 
@@ -100,17 +97,17 @@ def save_hf(model, folder, tokenizer=None):
     if isinstance(c, ReleasedConfig) or c.depth_attn or c.ponder != 'none' or c.embed_scale != 1:
         raise UserError("only plain models are exported: Hugging Face's Llama and Qwen3 would load "
                         "the weights of this one and compute something else")
-    named, eot = {}, None
+    described = config_to_hf(c)
     if tokenizer is not None:
-        named = {released.TOKENIZER: tokenizer}
+        described[released.TOKENIZER] = tokenizer
         with contextlib.suppress(UserError):    # a vocabulary that cannot be had now
-            eot = get_tokenizer(tokenizer).eot_token
+            described['eos_token_id'] = get_tokenizer(tokenizer).eot_token
     with on_disk(folder, 'written'):
         os.makedirs(folder, exist_ok=True)
         with whole(os.path.join(folder, 'model.safetensors'), 'wb') as f:
             f.write(save(weights_to_hf(model), metadata={'format': 'pt'}))
         with whole(os.path.join(folder, 'config.json')) as f:
-            json.dump({**config_to_hf(c, eot), **named}, f, indent=1)
+            json.dump(described, f, indent=1)
 
 
 def main(argv):

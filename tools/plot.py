@@ -260,15 +260,12 @@ def name_of(folder):
 
 def names_of(folders):
     """{folder: name_of(folder), but with its path where runs of two places have that name}."""
-    places = {}     # of each name
+    paths = {}
     for folder in folders:
-        places.setdefault(name_of(folder), set()).add(os.path.dirname(folder.rstrip('/')))
-    names = {}
-    for folder in folders:
-        name = name_of(folder)
-        place = os.path.dirname(folder.rstrip('/'))
-        names[folder] = name if len(places[name]) == 1 else os.path.join(place, name)
-    return names
+        paths[folder] = os.path.join(os.path.dirname(os.path.normpath(folder)), name_of(folder))
+    names = [os.path.basename(path) for path in {*paths.values()}]
+    return {folder: path if names.count(name_of(folder)) > 1 else name_of(folder)
+            for folder, path in paths.items()}
 
 
 def draw_halting(ax, name, records, colour):
@@ -299,7 +296,7 @@ def read_run(folder, x):
     {'loss': [(x, nats per token), ..], 'val_loss': the same} of a run: in training, and on the
     validation set.
     """
-    found = [r for r in read_log(folder) if 'tokens' in r]
+    found = read_log(folder)
     if not any('ms' in r for r in found):
         raise UserError(f"{folder}: no log.jsonl of train.py in it")
     at = places(found, x, folder)
