@@ -169,6 +169,8 @@ def print_plan(settings, given, builtin, state):
     per_pass = settings.micro_batch * config.block_size
     worlds = [n for n in WORLDS if settings.batch_tokens % (per_pass * n) == 0]
     print_memory(config, settings, dtype, worlds)
+    if settings.checkpoint_activations:
+        flops *= 4 / 3      # forward, forward again, and backward, which is two of them
     print_days(flops, worlds)
 
 
