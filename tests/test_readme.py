@@ -2,10 +2,12 @@
 import ast
 import glob
 import importlib
+import json
 import os
 import re
 import shutil
 import subprocess
+from statistics import mean
 
 import prepare_data
 import pytest
@@ -298,6 +300,64 @@ def test_names_in_tables_are_in_the_model(page):
     assert len(names) > 5
     missing = names - defined('model.py')
     assert not missing
+
+
+# ---- numbers of docs/runs
+
+def losses(kept, exact):
+    """{name: {seed: nats per byte}} of docs/runs/KEPT.jsonl. exact: token by token, where known."""
+    runs = {}
+    for line in read_text(f'docs/runs/{kept}.jsonl').splitlines():
+        record = json.loads(line)
+        loss = record['val_nats_per_byte']
+        if exact:
+            loss = record.get('exact_nats_per_byte', loss)
+        runs.setdefault(record['name'], {})[record['seed']] = loss
+    return runs
+
+
+def rows(page, title):
+    """The cells of the rows of the first table below a title of a page, without the head."""
+    table = read_text(page).partition(f'\n## {title}')[2].partition('\n| ---')[2]
+    lines = table.partition('\n\n')[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines]
+
+
+def test_losses_with_much_text():
+    runs = losses('text-long', exact=True)
+    told = {}
+    for label, *cells in rows('docs/claims.md', 'Ten times the text'):
+        name = re.match(r'[`\[]([\w+]+)', label)[1]
+        told[name] = {seed: cell for seed, cell in zip((1, 2, 1337), cells, strict=True) if cell}
+    assert told == {name: {seed: f'{loss:.3f}' for seed, loss in of_run.items()}
+                    for name, of_run in runs.items()}
+
+
+def test_losses_and_differences_of_text_read_once():
+    runs = losses('text', exact=False)
+    plain = runs['plain_scaled']
+    told = {name: [seeds, difference]
+            for name, seeds, difference, _ in rows('docs/results.md', 'Text, read once')}
+    assert told.pop('plain_scaled')[1] == ''
+    for name, (seeds, difference) in told.items():
+        here = [seed for seed in (1, 2, 1337) if seed in runs[name]]
+        assert seeds == ', '.join(f'{runs[name][seed]:.3f}' for seed in here), name
+        found = [runs[name][seed] - plain[seed] for seed in here]
+        summary = [mean(found)] if len(found) == 1 else [mean(found), min(found), max(found)]
+        assert re.findall(r'[-+]?\d\.\d+', difference) == [signed(d) for d in summary], name
+
+
+def signed(difference):
+    return '0.000' if f'{difference:.3f}' in ('0.000', '-0.000') else f'{difference:+.3f}'
+
+
+def test_losses_of_the_table_of_toggles():
+    runs = losses('text', exact=True)
+    for toggle, *_, text in rows('README.md', 'Toggles'):
+        name = re.findall(r'\w+', toggle)[-1]
+        name = {'none': 'plain', 'True': 'depth_attn'}.get(name, name)
+        if text and name not in ('feedback', 'pause'):      # of other recipes
+            assert text == f'{mean(runs[name][seed] for seed in (1, 2, 1337)):.3f}', name
 
 
 # ---- the README itself
