@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from unittest import mock
 
@@ -23,7 +23,7 @@ import torch
 from engine.fast import shapes_only, without_numbers
 from engine.files import UserError, whole
 from engine.released import load_released
-from engine.variant import config_of
+from engine.variant import ReleasedConfig, config_of
 from model import require
 
 VERSION = 3
@@ -112,6 +112,11 @@ def load_checkpoint(folder):
             continue
         for problem in problems:
             print(f"warning: {problem}; using {path}", file=sys.stderr)
+        unknown = sorted(state['config'].keys() - asdict(ReleasedConfig()).keys())
+        if unknown:
+            told = ', '.join(f"{name}={state['config'][name]!r}" for name in unknown)
+            print(f"warning: {path}: model.py has no setting {told}, and goes on without",
+                  file=sys.stderr)
         return state
     nothing = f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}"
     raise UserError('; '.join(problems) or nothing)
@@ -141,6 +146,10 @@ def model_of(state, fast=False):
     load_weights(model, state['model'], assign=True)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UserError(f"the checkpoint lacks {name}, which a changed model.py asks for: "
+                            "register that buffer without persistent=False, and train again")
     return model
 
 
@@ -151,7 +160,8 @@ def load_weights(model, weights, assign=False):
     except RuntimeError as error:
         reason = ' '.join(str(error).split())[:120]
         raise UserError(f"the checkpoint's weights do not fit the model's settings ({reason}); "
-                        f"leave out what differs from the checkpoint's") from None
+                        "leave out what differs from the checkpoint's; or model.py has other "
+                        "weights than when it was trained") from None
 
 
 def load_optimizer(optimizer, scaler, state):

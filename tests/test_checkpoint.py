@@ -18,7 +18,7 @@ import train
 from engine.checkpoint import load_checkpoint, model_of, save_checkpoint
 from engine.files import UserError, alone
 from engine.shards import get_tokenizer
-from model import GPT
+from model import GPT, MLP
 from prepare_data import write_dataset
 from tools import evaluate
 from train import Trainer
@@ -116,6 +116,25 @@ def test_checkpoints_of_another_program(out, run_train, capsys):
     rewrite(out, config=state['config'], settings={**state['settings'], 'min_lr': 0.5})
     run_train('out', '--init_from=resume', '--max_steps=5')
     assert 'no longer settings: min_lr' in capsys.readouterr().err
+
+
+def test_a_setting_that_model_py_has_not_is_told(out, capsys):
+    state = load_checkpoint(str(out))
+    assert capsys.readouterr().err == ''
+    rewrite(out, config={**state['config'], 'activation': 'gelu'})
+    load_checkpoint(str(out))
+    assert "ckpt.pt: model.py has no setting activation='gelu'" in capsys.readouterr().err
+
+
+def test_a_buffer_that_no_checkpoint_holds(out, monkeypatch):
+    class Buffered(MLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer('table', torch.ones(2), persistent=False)
+
+    monkeypatch.setattr('model.MLP', Buffered)
+    with pytest.raises(UserError, match=r'lacks h\.0\.mlp\.table, .*without persistent=False'):
+        model_of(load_checkpoint(str(out)))
 
 
 def test_another_model_than_the_one_that_was_saved(out, run_train):
