@@ -210,7 +210,8 @@ class Memory:
     def mask(self, S, device):
         """
         Which of N keys each of the newest S tokens attends to: (S,N), True for those up to itself.
-        None stands for plain causal attention, which needs no mask and is faster.
+        None stands for plain causal attention, which needs no mask and is faster. Some mechanisms
+        have a rule in its place: part 4.
         """
         before = self.tokens - S            # `begin` has counted these S
         if before == 0:
@@ -651,9 +652,11 @@ class Padded(Memory):
         """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
         pos = torch.arange(self.tokens, device=device)                  # (N,)
         is_token = pos >= self.pad[:, None]                             # (B,N)
-        causal = is_token[:, None] & (pos <= pos[-S:, None])            # (B,S,N)
+        seen = super().mask(S, device)                                  # (S,N)
+        if seen is None:
+            seen = pos <= pos[-S:, None]
         from_padding = ~is_token[:, -S:, None]                          # (B,S,1)
-        return (causal | from_padding)[:, None]
+        return (is_token[:, None] & seen | from_padding)[:, None]
 
 
 class Memories(list):

@@ -24,7 +24,7 @@ from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halt
 from engine.compile import compile_decoding
 from engine.fast import pick_fast
 from engine.files import UserError, on_disk, run
-from engine.generate import stream
+from engine.generate import check_pieces, stream
 from engine.hardware import check_causal, expect_new_lengths, pick_device
 from engine.shards import encode, get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
 
@@ -217,6 +217,7 @@ def main(argv):
     s, folder = read_one(argv, __doc__, SampleSettings, "python sample.py out/depth_attn")
     model, tokenizer, settings = open_as(s, folder)
     override(model, s)
+    check_pieces(model)
     start, exam = s.start, exam_for_prompt(settings)
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set

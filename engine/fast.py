@@ -38,7 +38,7 @@ PARTS = {
     'engine/memory.py': {               # buffers, and no masks where none are needed
         'Memory': 'bb66020705fc',
         'Labels': 'b75bf2606a5b',
-        'Padded': '71683ab8de85',
+        'Padded': 'ca08ee8425c3',
         'labels_of': '3107f9ee0ccf',
         'token_times': 'dc6c2dc15d87',
         'SlotMemory': '916712885131',
@@ -48,6 +48,7 @@ PARTS = {
         'by_pass': '375d7c1d6b52',
         'newest': 'ceaf666cdb07',
         'faded': '103501571112',
+        'source_layers': '1a9ead7b2e5c',
     },
     'engine/loss.py': {                 # never all logits at once
         'GPT.head': 'd6fdd657411d',
@@ -141,7 +142,7 @@ def without_numbers(config, fast=False):
 
 def check_record():
     """UserError for the first part of model.py that no longer computes what PARTS has recorded."""
-    sums = recorded_parts(source_of_model())
+    sums = sums_of(source_of_model(), [part for parts in PARTS.values() for part in parts])
     for stand_in, parts in PARTS.items():
         for part, recorded in parts.items():
             if sums[part] != recorded:
@@ -153,6 +154,8 @@ def check_own_parts(gpt):
     parts = [(Attention, 'attend', 'engine/attention.py'),
              (Mechanism, 'new_memory', 'engine/memory.py')]
     parts += [(kind, name, 'engine/loss.py') for kind, name in BY_ROWS]
+    if type(gpt.lm_head) is not torch.nn.Linear or gpt.lm_head.bias is not None:
+        refuse('GPT.lm_head', "is another", 'engine/loss.py')
     for module in gpt.modules():
         for kind, part, stand_in in parts:
             own = isinstance(module, kind) and getattr(type(module), part)
@@ -169,8 +172,8 @@ def source_of_model():
     return inspect.getsource(model_py)
 
 
-def recorded_parts(source):
-    """{part: the sum of what it computes} for all of PARTS, of the source of model.py."""
+def sums_of(source, parts):
+    """{part: the sum of what it computes}, of the source of model.py; a part is Class.method."""
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -180,12 +183,15 @@ def recorded_parts(source):
                     found[f'{node.name}.{method.name}'] = method
     lines = source.splitlines(keepends=True)
     sums = {}
-    for part in (name for parts in PARTS.values() for name in parts):
+    for part in parts:
         node = found.get(part)
         text = '' if node is None else ''.join(lines[node.lineno - 1:node.end_lineno])
-        computed = what_is_computed(textwrap.dedent(text))
-        sums[part] = hashlib.sha256(computed.encode()).hexdigest()[:12]
+        sums[part] = sum_of(textwrap.dedent(text))
     return sums
+
+
+def sum_of(source):
+    return hashlib.sha256(what_is_computed(source).encode()).hexdigest()[:12]
 
 
 def what_is_computed(source):

@@ -4,17 +4,20 @@ states and logits, and draws by `sample` of model.py.
 
     stream        token by token, for a batch of prompts of unequal lengths, past block_size too
     generate      all of it
+    check_pieces  warns of a changed model.py that does not generate as it was trained
     in_step       within one window of the context: all rows get their next token together
     run_ahead     the same with `fast`, where tokens stop thinking by themselves: a row goes on to
                   its next token while others still think about theirs
 """
 
+import sys
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Optional
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from engine.files import UserError
 from model import require, sample
@@ -94,6 +97,31 @@ def generate(gpt, prompts, max_new_tokens, **options):
     if isinstance(prompts, torch.Tensor):
         return torch.cat((prompts.to(device), new), dim=1)
     return [torch.cat((prompt, cut(row, stop))) for prompt, row in zip(rows, new)]
+
+
+@torch.inference_mode()
+def check_pieces(gpt):
+    """
+    Warn if the model predicts otherwise when a text is read in pieces, or beside padding, than at
+    once: then model.py was changed, and something reaches other tokens past the memory. Not for
+    what is read by iteration, nor below fp32: there, more than rounding differs.
+    """
+    T = min(12, gpt.config.block_size - 2)
+    if gpt.mechanism.iterates or gpt.wte.weight.dtype != torch.float32 or T < 2:
+        return
+    device = gpt.wte.weight.device
+    text = torch.arange(T, device=device)[None] * 7 % gpt.config.n_tokens       # any will do
+    at_once = gpt.head(gpt.hidden(text)).softmax(-1)                            # (1,T,V)
+    for pad, how in (0, "in pieces, as in generation,"), (2, "beside padding, as in a batch,"):
+        memory = gpt.new_memory(torch.tensor([pad], device=device) if pad else None)
+        parts = F.pad(text, (pad, 0)).split([pad + T // 2, *[1] * (T - T // 2)], dim=1)
+        h = torch.cat([gpt.hidden(part, memory) for part in parts], dim=1)[:, pad:]
+        off = (gpt.head(h).softmax(-1) - at_once).abs().max().item()
+        if off > 0.01:
+            print(f"warning: a text read {how} is not predicted as one that is read at once (a "
+                  f"probability is {off:.2f} off): something in model.py reaches other tokens past "
+                  "the memory (docs/modify.md)", file=sys.stderr)
+            return
 
 
 def cut(row, stop):

@@ -151,6 +151,7 @@ class ChainPass(TextPass):
 
     def __init__(self, sources, before, k):
         super().__init__(sources, before)
+        assert k == (before.passes if before else 0), "by_pass: for_pass(k) with the pass's number"
         self.passes = k + 1
 
     def mask(self, S, device):

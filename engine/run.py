@@ -22,6 +22,7 @@ from engine.checkpoint import CHECKPOINTS
 from engine.fast import FastGPT
 from engine.files import UserError, alone, whole
 from engine.flops import flops_per_token
+from engine.generate import check_pieces
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
 
@@ -275,9 +276,12 @@ class Log:
         the model goes on with a piece of the validation text. data: its Windows. autocast: makes
         the context that the model runs in.
         """
+        if self.ranks.rank > 0:
+            return
+        check_pieces(self.model)
         if self.outcomes:
             print_answers(self.outcomes)
-        elif self.ranks.rank == 0:
+        else:
             with autocast():
                 print_sample(self.model, data, meta['tokenizer'], self.settings)
 

@@ -13,6 +13,7 @@ import sys
 import types
 
 import pytest
+import torch
 from conftest import ONE_EACH, ROOT, TOGGLES, program, refused
 
 import model as model_py
@@ -22,6 +23,7 @@ import train
 from engine import fast
 from engine.fast import new_model
 from engine.files import UserError
+from engine.generate import check_pieces
 from model import GPTConfig
 from tools import evaluate
 
@@ -146,7 +148,7 @@ def test_the_record_is_true():
     After a change of a part, make its stand-in do the same; then put these sums into PARTS of
     engine/fast.py.
     """
-    found = fast.recorded_parts(SOURCE)
+    found = fast.sums_of(SOURCE, ALL_PARTS)
     recorded = {part: of for parts in fast.PARTS.values() for part, of in parts.items()}
     assert {part: of for part, of in found.items() if recorded[part] != of} == {}
 
@@ -174,7 +176,7 @@ def test_a_change_of_a_part_is_seen(part, monkeypatch):
         return SOURCE[:place] + f'{indentation}{text}\n' + SOURCE[place:]
 
     for nothing in ('# a comment', '"""A text that nobody reads."""', ''):
-        assert fast.recorded_parts(with_line(nothing)) == fast.recorded_parts(SOURCE)
+        assert fast.sums_of(with_line(nothing), [part]) == fast.sums_of(SOURCE, [part])
     monkeypatch.setattr(fast, 'source_of_model', lambda: with_line('changed = True'))
     with pytest.raises(UserError, match=f'{part} of model.py was changed.*--fast=False'):
         new_model(GPTConfig(**TINY), fast=True)
@@ -199,6 +201,42 @@ class OwnMixture(model_py.Gate):
 class OwnMemory(model_py.Chain):
     def new_memory(self, pad):
         return model_py.SlotMemory(model_py.flat, pad)
+
+
+def test_another_head_is_refused_with_fast():
+    gpt = new_model(GPTConfig(**TINY), fast=True)
+    gpt.lm_head = torch.nn.Linear(8, 64)    # with a bias
+    with pytest.raises(UserError, match='GPT.lm_head of model.py .*engine/loss.py.*--fast=False'):
+        fast.check_own_parts(gpt)
+
+
+class Shift(model_py.Block):
+    """Reads the token before, and not by the memory."""
+
+    def forward(self, x, rope, memory, mask):
+        before = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        return super().forward(x + before, rope, memory, mask)
+
+
+class Window(model_py.Memory):
+    """Three tokens, on top of the causal mask; but a batch with padding knows nothing of it."""
+
+    def mask(self, S, device):
+        pos = torch.arange(self.tokens, device=device)
+        return (pos <= pos[-S:, None]) & (pos > pos[-S:, None] - 3)
+
+
+@pytest.mark.parametrize('part, kind, says', [
+    ('Block', Shift, 'read in pieces, as in generation,'),
+    ('Memory', Window, 'read beside padding, as in a batch,')])
+def test_what_passes_by_the_memory_is_warned_of(part, kind, says, monkeypatch, capsys):
+    shape = {**TINY, 'block_size': 16, 'n_layer': 2, 'init_std': 0.5}
+    torch.manual_seed(0)
+    check_pieces(model_py.GPT(GPTConfig(**shape)).eval())
+    assert capsys.readouterr().err == ''
+    monkeypatch.setattr(model_py, part, kind)
+    check_pieces(model_py.GPT(GPTConfig(**shape)).eval())
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('kind, part', [(OwnMixture, 'mixture'), (OwnMemory, 'new_memory')])
