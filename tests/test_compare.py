@@ -239,6 +239,15 @@ def test_the_table_of_losses_by_hand():
     assert latent[4:] == ['-0.7000 (-0.7000 to -0.7000)', '', '9.00', '1.00']
 
 
+def test_the_table_says_if_model_py_was_changed_between_its_runs():
+    common = dict(seed=1, val_nats_per_byte=1.5, flops=100, seconds=10, commit='abc-dirty',
+                  torch='2.13.0', hardware='a CPU', date='2026-01-01')
+    runs = [dict(name=name, model=of, **common)
+            for name, of in [('plain', 'a'), ('loop', 'b'), ('chain', 'b')]]
+    assert compare.table_of(runs).endswith('model.py was changed between: plain; loop, chain.')
+    assert 'changed' not in compare.table_of(runs[1:])
+
+
 def test_the_table_of_right_answers_has_medians_and_seeds_that_learned():
     _, loop = table_of(('plain', 1, 1.5, 100), ('loop', 1, 1.4, 400), ('loop', 2, 1.2, 400),
                        ('loop', 3, 1.3, 400), right=[0.5, 0.95, 0.2, 0.9], passes=[1, 4, 4, 4])

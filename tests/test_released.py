@@ -381,6 +381,18 @@ def test_only_plain_models_are_exported(tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
+def test_the_export_knows_the_parts_of_model_py_that_it_was_written_for(
+        tmp_path, monkeypatch, capsys):
+    """After a change of one: do others compute it so? Then put the new sum into tools/hf.py."""
+    assert hf.written_sum() == hf.SUM
+    source = hf.source_of_model()
+    edited = source.replace('logits = self.lm_head(h)', 'logits = 2 * self.lm_head(h)')
+    for text, says in (source, ''), (edited, 'model.py was changed'):
+        monkeypatch.setattr(hf, 'source_of_model', lambda text=text: text)
+        save_hf(make(), str(tmp_path))
+        assert says in capsys.readouterr().err
+
+
 def test_an_exported_model_is_trained_on_and_asked(small_data, tmp_path, capsys):
     """Of bytes there is no tokenizer's file: the folder says that they are bytes."""
     folder = save(tmp_path / 'plain', make(vocab_size=320, n_tokens=257))

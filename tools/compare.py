@@ -32,7 +32,7 @@ import prepare_data
 from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
-from engine.fast import without_numbers
+from engine.fast import source_of_model, sum_of, without_numbers
 from engine.files import UserError, checksum, run, table
 from engine.flops import flops_per_token
 from engine.hardware import pick_device
@@ -256,6 +256,7 @@ def record_of(name, seed, args, folder, plan, problems):
         'seconds': max(seconds.values()),
         LOSS: final_loss(folder, settings),
         'commit': commit(),
+        'model': sum_of(source_of_model()),
         'torch': torch.__version__,
         'hardware': hardware(settings['device'], settings['threads']),
         'date': time.strftime('%Y-%m-%d'),
@@ -401,9 +402,16 @@ def table_of(records):
                 for key in ('flops', 'seconds')]
     about = [', '.join(sorted({str(r[key]) for r in records}))
              for key in ('hardware', 'torch', 'commit', 'date')]
-    return (table([*header, 'x FLOPs', 'x time'], rows)
-            + "\n\nMedians; learned it: {:.0%} right or more; equal FLOPs: within 5 %. "
-              "{}; torch {}; commit {}; {}.".format(LEARNED, *about))
+    text = table([*header, 'x FLOPs', 'x time'], rows)
+    text += ("\n\nMedians; learned it: {:.0%} right or more; equal FLOPs: within 5 %. "
+             "{}; torch {}; commit {}; {}.".format(LEARNED, *about))
+    versions = {}   # of model.py: {its sum: the names of its runs}
+    for r in records:
+        versions.setdefault(r.get('model'), {})[r['name']] = True
+    if len(versions) > 1:
+        names = [', '.join(names) for names in versions.values()]
+        text += f"\nmodel.py was changed between: {'; '.join(names)}."
+    return text
 
 
 def median(records, key):

@@ -20,11 +20,17 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import read
 from engine import released
 from engine.checkpoint import load_checkpoint, model_of
+from engine.fast import source_of_model, sum_of, sums_of
 from engine.files import UserError, on_disk, run, whole
 from engine.generate import generate
 from engine.shards import get_tokenizer
 from engine.variant import ReleasedConfig
 from model import GPT
+
+# the parts of model.py that Llama and Qwen3 compute like, and their sum, see tests/test_released.py
+WRITTEN = ('RMSNorm', 'rope_table', 'apply_rope', 'Attention', 'MLP', 'Block', 'GPT.__init__',
+           'GPT.hidden', 'GPT.embed', 'GPT.trunk', 'GPT.head')
+SUM = 'd815f80ebb0d'
 
 
 class ReleasedGPT(GPT):
@@ -83,6 +89,10 @@ def weights_to_hf(model):
     return out
 
 
+def written_sum():
+    return sum_of(' '.join(sums_of(source_of_model(), WRITTEN).values()))
+
+
 def save_hf(model, folder, tokenizer=None):
     """
     Write a plain GPT as config.json and model.safetensors; the logits are the same. tokenizer: its
@@ -97,6 +107,9 @@ def save_hf(model, folder, tokenizer=None):
     if isinstance(c, ReleasedConfig) or c.depth_attn or c.ponder != 'none' or c.embed_scale != 1:
         raise UserError("only plain models are exported: Hugging Face's Llama and Qwen3 would load "
                         "the weights of this one and compute something else")
+    if written_sum() != SUM:
+        print("warning: model.py was changed: whether Hugging Face's Llama or Qwen3 computes the "
+              "same is for you to see", file=sys.stderr)
     described = config_to_hf(c)
     if tokenizer is not None:
         described[released.TOKENIZER] = tokenizer
