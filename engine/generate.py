@@ -111,7 +111,8 @@ def check_pieces(gpt):
         return
     device = gpt.wte.weight.device
     text = torch.arange(T, device=device)[None] * 7 % gpt.config.n_tokens       # any will do
-    at_once = gpt.head(gpt.hidden(text)).softmax(-1)                            # (1,T,V)
+    # with a memory: without one, compiled blocks would be compiled for this length
+    at_once = gpt.head(gpt.hidden(text, gpt.new_memory())).softmax(-1)          # (1,T,V)
     for pad, how in (0, "in pieces, as in generation,"), (2, "beside padding, as in a batch,"):
         memory = gpt.new_memory(torch.tensor([pad], device=device) if pad else None)
         parts = F.pad(text, (pad, 0)).split([pad + T // 2, *[1] * (T - T // 2)], dim=1)
