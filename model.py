@@ -1099,8 +1099,9 @@ class Halting(Mechanism):
     pass and what is made of its output, and what training adds to the loss; the loop over the
     passes, `forward`, is here. (Mask has its own for a text that it reads at once.) Tokens that
     stopped go through the blocks all the same, and what they make there is hidden. With `fast` they
-    are skipped in generation, and for Router in training too; the lines "Cost:" below assume that.
-    In the docstrings tau is halt_tau.
+    are skipped in generation, and for Router in training too, and over a text a pass with the rule
+    `newest` faces none of the keys that it replaces; the lines "Cost:" below assume that. In the
+    docstrings tau is halt_tau.
 
     Each also inherits from the mechanism that it stops (settings, draws, helpers). Halting is named
     first: its methods come before theirs.
@@ -1372,7 +1373,7 @@ class Mask(Halting, Latent):
         return list(routed.log_w.exp().unbind(-1)[1:])
 
     def penalty(self, gpt, targets):
-        """halt_lambda times the mean number of thoughts expected, sum_k k s_{t,k}."""
+        """halt_lambda and the onset times the mean number of thoughts, sum_k k s_{t,k}."""
         _, routed = self.trace[0]
         is_target = targets >= 0                                        # (B,T)
         expected = (routed.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
@@ -1435,7 +1436,7 @@ class Router(Halting, Chain):
         return RouterState(x=h, out=out, go_on=go_on, score=next_reach, g=g)
 
     def penalty(self, gpt, targets):
-        """halt_lambda times the mean over tokens of sum_k g^(k) p_k^beta."""
+        """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
         for taken, new in self.trace[:self.K]:
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
@@ -1478,7 +1479,8 @@ class Exit(Halting, Loop):
                     with a weight that grows from 0 at halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
-    uniform and ramp. Not counted: the heads that training takes to leave and to stay.
+    uniform and ramp, from halt_start on (counted for the whole run). Not counted: the heads that
+    training takes to leave and to stay.
     The authors' code takes all passes and then picks one. Here generation with `fast` skips tokens
     that left. Unlike in Loop, earlier loops are no sources of Depth-Attention.
     """

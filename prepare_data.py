@@ -14,11 +14,11 @@ Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokeni
 whose own keep their names (see engine/shards.py), and meta.json with tokenizer, vocabulary, counts
 and checksums; it comes last, so a folder with meta.json is complete.
 
-A document is a file, or a record {"text": ...} of a .jsonl file; one above a megabyte is cut into
-many at line ends, and so are all of fewer than 100 files, unless one is a .jsonl. Documents end
-with an end-of-text token, and go to train or val by a hash of their content: adding files moves no
-other document, and a copy never lands on the other side. Whatever is interrupted goes on, or starts
-over, with the same command.
+A document is a file, or a record {"text": ...} of a .jsonl file; of your files one above a megabyte
+is cut into many at line ends, and so are all if they are fewer than 100, unless one is a .jsonl.
+Documents end with an end-of-text token, and go to train or val by a hash of their content: adding
+files moves no other document (but for the one that ends the cutting), and a copy never lands on the
+other side. Whatever is interrupted goes on, or starts over, with the same command.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems, task_of
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
-DOCUMENT_BYTES = 2 ** 20     # longer texts are cut
+DOCUMENT_BYTES = 2 ** 20     # longer texts of a user are cut
 FEW_FILES = 100              # below this all texts are cut, or validation might get nothing
 PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
 
@@ -175,8 +175,8 @@ def check(folder):
 
 def walk(root, skip=()):
     """
-    Paths of all files below a folder, sorted, without hidden ones, links to folders, and folders
-    named in `skip`; of a file its own.
+    Paths of all files below a folder, each folder's own first and sorted, without hidden ones,
+    links to folders, and folders named in `skip`; of a file its own.
     """
     if not os.path.exists(root):
         raise UserError(f"{root}: no such file or folder, and no data set of that name")
@@ -199,8 +199,7 @@ def refuse_folder(error):
 
 def python_sources(packages):
     """
-    The standard library's .py files, in the order of their paths; with `packages`, site-packages
-    too.
+    The standard library's .py files, in the order of `walk`; with `packages`, site-packages too.
     """
     # Not every installation has the tests and the other folders named here: without them the corpus
     # is the same everywhere.

@@ -36,7 +36,7 @@ class SampleSettings:
     """what to draw, and how"""
     start: Optional[str] = None         # text to go on from, or FILE:path (None: a new document)
     num_samples: int = 1                # samples, one after the other
-    max_new_tokens: int = 500           # length of each
+    max_new_tokens: int = 500           # of each, at most
     temperature: float = 0.7            # 0 always takes the likeliest token
     top_k: Optional[int] = None         # keep only the k likeliest tokens
     top_p: Optional[float] = None       # keep the fewest tokens that together have this probability
@@ -47,7 +47,7 @@ class SampleSettings:
     show_steps: bool = False            # colour each token by its passes
     exact: bool = False                 # read prompts token by token (latent, mask, feedback)
     compile: bool = False               # compile decoding: pays after some ten thousand tokens
-    fast: Optional[bool] = None         # engine/'s parts (None: on CUDA, or as in training)
+    fast: Optional[bool] = None         # engine/'s parts (None: as in training, or on CUDA)
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves memory traffic where hardware has it
 
@@ -81,7 +81,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
     """
     A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
     train.py's settings and what the run kept of its data). halting: a rule it was not trained with.
-    fast: a FastGPT (None: on CUDA, or if it was trained so). UserError if there is no checkpoint.
+    fast: a FastGPT (None: as it was trained, or on CUDA). UserError if there is no checkpoint.
     """
     device = torch.device(device)
     check_causal(device, dtype)

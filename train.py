@@ -15,7 +15,8 @@ a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctr
 SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once. The exit
 status after a signal is not 0.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
-ones too: a config file for the same mechanism) and log.jsonl (one JSON object per log line).
+ones too: a config file for the same mechanism) and log.jsonl (a JSON object for each line of
+steps or evaluation).
 """
 
 import math

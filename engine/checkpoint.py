@@ -90,8 +90,8 @@ def bytes_as_tensor(data):
 
 def load_checkpoint(folder):
     """
-    The newest readable checkpoint of a folder: a dict of step, config, settings, precision,
-    tokenizer, model, optimizer, scaler and train_data. A damaged one is reported and the one before
+    The newest readable checkpoint of a folder: what train.py saved, a dict of step, config,
+    settings, tokenizer, model, optimizer and so on. A damaged one is reported and the one before
     it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
     """
     if folder.startswith('hf:'):

@@ -1,7 +1,7 @@
 """
 A model made ready for its device, and torch.compile: the blocks for training, a whole pass for
-decoding. Both are model.py's own code; what holds keys and values between blocks stays outside of
-the compiled code.
+decoding. Both are model.py's own code; with `fast`, what holds keys and values between blocks stays
+outside of the compiled code.
 """
 
 import torch
@@ -44,8 +44,8 @@ def compile_blocks(model):
 class CompiledBlock:
     """
     In the place of a block's forward. With `fast`, what a pass holds stays outside of the compiled
-    code; model.py's memories are compiled with it, for each layer anew. Where lengths change, in
-    generation and outside of training, a block runs as it is.
+    code; model.py's memories are compiled with it, for each layer anew, and in training alone. In
+    generation, where lengths change, a block runs as it is.
     """
 
     def __init__(self, block, on_tensors, with_memory):

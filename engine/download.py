@@ -24,7 +24,7 @@ from engine.files import UserError, checksum
 from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer, token_lengths
 
 TIMEOUT = 30        # seconds without a byte after which a connection counts as dead
-TRIES = 6           # failed tries in a row, none of which brought a new byte, before giving up
+TRIES = 6           # failed tries, none of which but the first brought a new byte, before giving up
 PAUSE = 1           # seconds before the second try; doubles with every further one
 BLOCK = 2 ** 14     # bytes that are written at once
 

@@ -213,8 +213,8 @@ def what_is_computed(source):
 
 
 # -------------------------------------------------------------------------------------------------
-# Tokens that have stopped are left out: in generation always, in training where a mechanism needs
-# nothing of them, as shapes then change from step to step.
+# Tokens that have stopped are left out: in generation always (but in a prompt that Mask reads at
+# once), in training where a mechanism needs nothing of them: shapes then change from step to step.
 
 
 def think(mechanism, gpt, x, pos, memory):

@@ -17,9 +17,9 @@ def flops_per_token(gpt, T=None, training=True):
     FLOPs of one token in a text of T (None: block_size), forward and backward, or forward alone: 2
     for each multiply-add of a matrix product, as PyTorch's own counter has them. In training the
     mean over what is drawn; nobody halts. Attention counts all T keys, read or not, as is usual.
-    Each matrix of a block is taken to be used once by each vector, and one head by each token: for a
-    model.py in which it is not, take counted_flops. Left out: norms, activations, sources of earlier
-    loops, recomputation, the heads by which Exit trains to leave and to stay.
+    Each matrix of a block is taken to be used once by each vector, one head by each token: for a
+    model.py in which it is not, take counted_flops. Left out: norms, activations, sources of
+    earlier loops, recomputation, the heads by which Exit trains to leave and to stay.
     """
     c, mechanism = gpt.config, gpt.mechanism
     T = T or c.block_size

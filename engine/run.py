@@ -2,7 +2,7 @@
 What a run says and leaves behind, and what ends it early.
 
     stop = Stop(ranks, device, max_seconds)     asked(): is the run to save and end?
-    log = Log(settings, model, ranks, device)   lines for people, and a JSON object for each
+    log = Log(settings, model, ranks, device)   lines for people, JSON objects for programs
     log.open(written, resumed)                  the run's folder: settings.json, log.jsonl
 """
 
@@ -26,7 +26,7 @@ from engine.generate import check_pieces
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
 
-SILENCE = 20    # seconds: no run is longer without a line
+SILENCE = 20    # seconds without a line, after which a run says how far it is
 PROBLEMS = 100  # of a made task, which each evaluation asks
 OFTEN = 100     # times that a run may read its data without a warning
 

@@ -33,6 +33,7 @@ HEADER_BYTES = HEADER_INTS * 4
 
 # what prepare_data.py makes by itself or downloads: data/NAME, and the arguments that make it
 KNOWN = {'python': '', 'python-packages': '--packages=True',
+         'trees': 'minimax --size=6 --name=trees',
          **{name: name for name in ('shakespeare', 'fineweb', 'fineweb-edu', *TASKS)}}
 
 

@@ -246,8 +246,11 @@ def test_what_cannot_be_prepared_is_one_line(tmp_path, monkeypatch, argv, words)
 
 def test_missing_data_names_its_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder, arguments in (('data/mine', ' PATH... --name=mine'), ('data/fineweb', ' fineweb'),
-                              ('else/python-packages', ' --packages=True'), ('data/python', '')):
+    builtin = [(folder, ''.join(f' {argument}' for argument in arguments))
+               for folder, arguments in prepare_data.BUILTIN.items()]
+    for folder, arguments in (*builtin, ('data/mine', ' PATH... --name=mine'),
+                              ('data/fineweb', ' fineweb'),
+                              ('else/python-packages', ' --packages=True')):
         with pytest.raises(UserError, match=f'python prepare_data.py{arguments}$'):
             read_meta(folder)
 

@@ -14,7 +14,8 @@ a step's FLOPs per second as a share of the one, in decoding the blocks' weights
 a share of the other.
 
 Where tokens halt, decisions are drawn, not learned: each goes on to the next of up to 4 passes with
-the same probability, so that it takes 1.5, 2 or 3 on average. Ideal is 4 / (passes taken).
+the same probability, so that it takes 1.5, 2 or 3 on average. Ideal is 4 / (passes taken). But with
+--parts they are the model's own.
 """
 
 import math
@@ -47,7 +48,7 @@ from train import Settings
 class BenchSettings:
     """
     what to measure; shape, micro_batch, device, dtype, fast and compile are train.py's (where
-    tokens halt fast is on, nothing is compiled, and decoding is in fp32)
+    tokens halt, but with --parts, fast is on, nothing is compiled, and decoding is in fp32)
     """
     toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, the first is the base
     parts: bool = False                # beside each: with fast, and without each of its parts
@@ -377,7 +378,7 @@ def seconds_per_answer(model, exam, batch, device):
 class Setup:
     """What was asked for, and where it is measured."""
     own: BenchSettings
-    train: Settings       # micro_batch, device, dtype, compile
+    train: Settings       # micro_batch, device, dtype, fast, compile
     device: torch.device
     dtype: torch.dtype    # of training steps: the autocast type
 

@@ -9,7 +9,8 @@ one run after another.
 A name is one of RUNS. NAME_2x has twice the layers; NAME_as_OTHER is trained for as many FLOPs as
 OTHER, by more or fewer steps. Files and settings of train.py hold for all; what RUNS adds overrules
 yours. Stopped, the same command goes on. On a made task the table counts right answers. Writes
-OUT/NAME-sSEED (train.py's folder, and output.txt) and a line per run in OUT/runs.jsonl.
+OUT/NAME-sSEED (train.py's folder, and output.txt), a line per run in OUT/runs.jsonl, and what holds
+for all in OUT/recipe.txt.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ from train import Settings, for_this_machine
 @dataclass
 class CompareSettings:
     """what to compare; every other setting is train.py's"""
-    names: str = 'all'        # comma-separated (all: RUNS, and a PLAIN_as_NAME for what costs more)
+    names: str = 'all'        # comma-separated (all: ALL below, the methods beside plain models)
     seeds: str = '1337,1,2'   # every name is run with the first seed, then with the next
     out: str = 'out/compare'  # folder of the runs
     answers: int = 1000       # on a made task: problems that every finished model answers

@@ -54,7 +54,7 @@ class EvaluateSettings:
     batch_size: int = 16                # windows of a text computed together
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' is faster on some hardware, a little less exact
-    fast: Optional[bool] = None         # engine/'s parts (None: on CUDA, or as in training)
+    fast: Optional[bool] = None         # engine/'s parts (None: as in training, or on CUDA)
 
     def __post_init__(self):
         check_range(self, 0, math.inf, 'answers')

@@ -86,7 +86,7 @@ class Recorder:
     def __init__(self, model):
         self.config = model.config
         self.outputs = []           # of each pass: (1,S,C)
-        self.shares = []            # of each pass, with Depth-Attention: (1,S,L,L+1)
+        self.shares = []            # of each pass, who mixes whose values: (1,S,L,L+1)
         self.layers = None          # whose values the block that runs now mixes
         self.ln_f = model.ln_f
         self.run_trunk = model.trunk
