@@ -278,6 +278,7 @@ class Log:
         """
         if self.ranks.rank > 0:
             return
+        self.model.eval()
         check_pieces(self.model)
         if self.outcomes:
             print_answers(self.outcomes)
@@ -317,7 +318,6 @@ def print_sample(model, data, tokenizer, settings):
     device = model.wte.weight.device
     window, _ = data.get([data.n // 2], device)                         # (1,T)
     prompt = window[:, :max(1, data.T // 4)]
-    model.eval()
     torch.manual_seed(settings.seed)
     most = model.config.block_size - prompt.size(1)     # that fit behind it
     out = model.generate(prompt, min(settings.sample_tokens, most), temperature=0.7)
