@@ -15,7 +15,7 @@ import inspect
 import io
 import textwrap
 import tokenize
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import torch
@@ -142,7 +142,7 @@ def without_numbers(config, fast=False):
 
 def check_record():
     """UserError for the first part of model.py that no longer computes what PARTS has recorded."""
-    sums = sums_of(source_of_model(), [part for parts in PARTS.values() for part in parts])
+    sums = sums_of(source_of_model(), tuple(part for parts in PARTS.values() for part in parts))
     for stand_in, parts in PARTS.items():
         for part, recorded in parts.items():
             if sums[part] != recorded:
@@ -172,6 +172,7 @@ def source_of_model():
     return inspect.getsource(model_py)
 
 
+@cache
 def sums_of(source, parts):
     """{part: the sum of what it computes}, of the source of model.py; a part is Class.method."""
     found = {}

@@ -98,43 +98,26 @@ def run_programs(name, is_fast, data, folder):
     return called
 
 
-@pytest.fixture(scope='module')
-def programs(small_data, tmp_path_factory):
-    """{(name of the run, fast): {program: what it calls}}"""
-    folder = tmp_path_factory.mktemp('edits')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_py.PONDER, 'twice', Twice)
-        patch.chdir(folder)
-        task = prepare_data.DataSettings(problems=400, size=3, name='trees')
-        prepare_data.prepare(task, ['minimax'])
-        found = {}
-        for name in RUNS:
-            # a task's questions do not count as targets, which `exit` treats in its own way; they
-            # have several lengths
-            of_task = name.startswith('exit') or name == 'answers'
-            data = str(folder / 'data' / 'trees') if of_task else small_data
-            for is_fast in (False, True):
-                found[name, is_fast] = run_programs(name, is_fast, data, folder)
-    return found
-
-
-def test_every_function_is_called(programs):
-    called = set().union(*(names for (_, is_fast), of in programs.items() if not is_fast
-                           for names in of.values()))
-    assert set(functions().values()) - called == NOT_CALLED
-
-
-def test_what_fast_does_not_call_is_on_record(programs):
+def test_every_function_is_called_and_what_fast_does_not_call_is_on_record(
+        small_data, tmp_path, monkeypatch):
     """Program by program: or one would run what was edited, and another not."""
+    monkeypatch.setitem(model_py.PONDER, 'twice', Twice)
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(prepare_data.DataSettings(problems=400, size=3, name='trees'), ['minimax'])
     on_record = {part for parts in fast.PARTS.values() for part in parts}
-    for (name, is_fast), of in programs.items():
-        if is_fast:
-            continue
-        for program_name, names in of.items():
-            missing = names - programs[name, True][program_name]
-            for part in missing:
+    called = set()
+    for name in RUNS:
+        # a task's questions do not count as targets, which `exit` treats in its own way; they have
+        # several lengths
+        of_task = name.startswith('exit') or name == 'answers'
+        data = str(tmp_path / 'data' / 'trees') if of_task else small_data
+        plain, quick = [run_programs(name, is_fast, data, tmp_path) for is_fast in (False, True)]
+        called.update(*plain.values())
+        for program_name, names in plain.items():
+            for part in names - quick[program_name]:
                 said = part in on_record or part.split('.')[0] in on_record
                 assert said, f"{part}: {program_name} calls it, but not with fast ({name})"
+    assert set(functions().values()) - called == NOT_CALLED
 
 
 # ---- what is on record ---------------------------------------------------------------------------
@@ -148,7 +131,7 @@ def test_the_record_is_true():
     After a change of a part, make its stand-in do the same; then put these sums into PARTS of
     engine/fast.py.
     """
-    found = fast.sums_of(SOURCE, ALL_PARTS)
+    found = fast.sums_of(SOURCE, tuple(ALL_PARTS))
     recorded = {part: of for parts in fast.PARTS.values() for part, of in parts.items()}
     assert {part: of for part, of in found.items() if recorded[part] != of} == {}
 
@@ -176,7 +159,7 @@ def test_a_change_of_a_part_is_seen(part, monkeypatch):
         return SOURCE[:place] + f'{indentation}{text}\n' + SOURCE[place:]
 
     for nothing in ('# a comment', '"""A text that nobody reads."""', ''):
-        assert fast.sums_of(with_line(nothing), [part]) == fast.sums_of(SOURCE, [part])
+        assert fast.sums_of(with_line(nothing), (part,)) == fast.sums_of(SOURCE, (part,))
     monkeypatch.setattr(fast, 'source_of_model', lambda: with_line('changed = True'))
     with pytest.raises(UserError, match=f'{part} of model.py was changed.*--fast=False'):
         new_model(GPTConfig(**TINY), fast=True)
