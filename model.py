@@ -1373,7 +1373,7 @@ class Mask(Halting, Latent):
         return list(routed.log_w.exp().unbind(-1)[1:])
 
     def penalty(self, gpt, targets):
-        """halt_lambda and the onset times the mean number of thoughts, sum_k k s_{t,k}."""
+        """halt_lambda and the onset times the mean of the thoughts expected, sum_k k s_{t,k}."""
         _, routed = self.trace[0]
         is_target = targets >= 0                                        # (B,T)
         expected = (routed.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)

@@ -192,6 +192,7 @@ def sums_of(source, parts):
 
 
 def sum_of(source):
+    """Twelve digits, the same for all source code that computes the same."""
     return hashlib.sha256(what_is_computed(source).encode()).hexdigest()[:12]
 
 

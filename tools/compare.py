@@ -50,7 +50,7 @@ from train import Settings, for_this_machine
 @dataclass
 class CompareSettings:
     """what to compare; every other setting is train.py's"""
-    names: str = 'all'        # comma-separated (all: ALL below, the methods beside plain models)
+    names: str = 'all'        # comma-separated (all: each method, beside plain models)
     seeds: str = '1337,1,2'   # every name is run with the first seed, then with the next
     out: str = 'out/compare'  # folder of the runs
     answers: int = 1000       # on a made task: problems that every finished model answers
