@@ -81,7 +81,7 @@ def test_passes_are_reported():
 
 
 def test_a_dry_run_plans_its_memory(kind):
-    planned_as_if_run(kind, checkpointed=True, **SETTINGS)
+    planned_as_if_run(kind, checkpointed=True, n_layer=3, **SETTINGS)
 
 
 def test_every_pass_is_explained():

@@ -36,6 +36,7 @@ from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.fast import source_of_model, sum_of, without_numbers
 from engine.files import UserError, checksum, run, table
 from engine.flops import flops_per_token
+from engine.generate import check_pieces
 from engine.hardware import pick_device
 from engine.loss import token_nats
 from engine.shards import read_meta
@@ -243,6 +244,7 @@ def record_of(name, seed, args, folder, plan, problems):
     model, _, kept = load_model(folder, pick_device(settings['device']))
     more = {}
     if task_of(read_meta(settings['data_dir'])):
+        check_pieces(model)
         more = summary(model, exam_of_run(kept, problems), problems)
     elif model.mechanism.iterates:
         more = {EXACT: exact_loss(model, settings)}

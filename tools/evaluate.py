@@ -33,6 +33,7 @@ from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
 from engine.files import UserError, run, table
+from engine.generate import check_pieces
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
@@ -225,6 +226,7 @@ def print_answers(model, exam, s):
         if exam is None:
             raise UserError("this model was trained on a text, and --answers needs a task: "
                             f"{', '.join(TASKS)}")
+        check_pieces(model)
         results[value] = summary(model, exam, s.answers, s.exact)
     first = next(iter(results.values()))
     task = TASKS[first['task']]
