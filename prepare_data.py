@@ -41,7 +41,7 @@ import numpy as np
 from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.files import UserError, alone, checksum, on_disk, run, whole
-from engine.shards import HEADER_BYTES, MAGIC, VERSION
+from engine.shards import HEADER_BYTES, KNOWN, MAGIC, VERSION
 from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems, task_of
 
@@ -51,8 +51,7 @@ FEW_FILES = 100              # below this all texts are cut, or validation might
 PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
 
 # what train.py makes by itself: the folder, and this program's arguments for it
-BUILTIN = {'data/python': [], **{f'data/{name}': [name] for name in TASKS}}
-BUILTIN['data/trees'] = ['minimax', '--size=6', '--name=trees']
+BUILTIN = {f'data/{name}': KNOWN[name].split() for name in ('python', 'trees', *TASKS)}
 
 
 @dataclass

@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import zipfile
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from functools import partial
 from unittest import mock
 
@@ -112,14 +112,19 @@ def load_checkpoint(folder):
             continue
         for problem in problems:
             print(f"warning: {problem}; using {path}", file=sys.stderr)
-        unknown = sorted(state['config'].keys() - asdict(ReleasedConfig()).keys())
-        if unknown:
-            told = ', '.join(f"{name}={state['config'][name]!r}" for name in unknown)
-            print(f"warning: {path}: model.py has no setting {told}, and goes on without",
-                  file=sys.stderr)
+        warn_of_unknown(state['config'], path)
         return state
     nothing = f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}"
     raise UserError('; '.join(problems) or nothing)
+
+
+def warn_of_unknown(config, path):
+    """Say which settings of a checkpoint config_of leaves out."""
+    unknown = sorted(config.keys() - {field.name for field in fields(ReleasedConfig)})
+    if unknown:
+        told = ', '.join(f"{name}={config[name]!r}" for name in unknown)
+        print(f"warning: {path}: model.py has no setting {told}, and goes on without",
+              file=sys.stderr)
 
 
 def read_checkpoint(path):

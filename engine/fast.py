@@ -155,7 +155,7 @@ def check_own_parts(gpt):
              (Mechanism, 'new_memory', 'engine/memory.py')]
     parts += [(kind, name, 'engine/loss.py') for kind, name in BY_ROWS]
     if type(gpt.lm_head) is not torch.nn.Linear or gpt.lm_head.bias is not None:
-        refuse('GPT.lm_head', "is another", 'engine/loss.py')
+        refuse('GPT.lm_head', "was changed", 'engine/loss.py')
     for module in gpt.modules():
         for kind, part, stand_in in parts:
             own = isinstance(module, kind) and getattr(type(module), part)

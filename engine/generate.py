@@ -103,8 +103,8 @@ def generate(gpt, prompts, max_new_tokens, **options):
 def check_pieces(gpt):
     """
     Warn if the model predicts otherwise when a text is read in pieces, or beside padding, than at
-    once: then model.py was changed, and something reaches other tokens past the memory. Not for
-    what is read by iteration, nor in 16 bits: there, more than rounding differs.
+    once: then model.py was changed, and something reaches other tokens, and not by the memory. Not
+    for what is read by iteration, nor in 16 bits: there the two differ anyway.
     """
     T = min(12, gpt.config.block_size - 2)
     if gpt.mechanism.iterates or gpt.wte.weight.itemsize < 4 or T < 2:
@@ -120,8 +120,8 @@ def check_pieces(gpt):
         off = (gpt.head(h).softmax(-1) - at_once).abs().max().item()
         if off > 0.01:
             print(f"warning: a text read {how} is not predicted as one that is read at once (a "
-                  f"probability is {off:.2f} off): something in model.py reaches other tokens past "
-                  "the memory (docs/modify.md)", file=sys.stderr)
+                  f"probability is {off:.2f} off): in model.py something reaches other tokens, and "
+                  "not by the memory (docs/modify.md)", file=sys.stderr)
             return
 
 

@@ -244,7 +244,8 @@ def test_the_table_says_if_model_py_was_changed_between_its_runs():
                   torch='2.13.0', hardware='a CPU', date='2026-01-01')
     runs = [dict(name=name, model=of, **common)
             for name, of in [('plain', 'a'), ('loop', 'b'), ('chain', 'b')]]
-    assert compare.table_of(runs).endswith('model.py was changed between: plain; loop, chain.')
+    told = 'model.py was changed between: plain, seed 1 | loop, seed 1; chain, seed 1'
+    assert compare.table_of(runs).endswith(told)
     assert 'changed' not in compare.table_of(runs[1:])
 
 

@@ -246,11 +246,9 @@ def test_what_cannot_be_prepared_is_one_line(tmp_path, monkeypatch, argv, words)
 
 def test_missing_data_names_its_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    builtin = [(folder, ''.join(f' {argument}' for argument in arguments))
-               for folder, arguments in prepare_data.BUILTIN.items()]
-    for folder, arguments in (*builtin, ('data/mine', ' PATH... --name=mine'),
-                              ('data/fineweb', ' fineweb'),
-                              ('else/python-packages', ' --packages=True')):
+    for folder, arguments in (('data/mine', ' PATH... --name=mine'), ('data/fineweb', ' fineweb'),
+                              ('else/python-packages', ' --packages=True'), ('data/python', ''),
+                              ('data/trees', ' minimax --size=6 --name=trees')):
         with pytest.raises(UserError, match=f'python prepare_data.py{arguments}$'):
             read_meta(folder)
 

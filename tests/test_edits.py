@@ -202,7 +202,7 @@ class Shift(model_py.Block):
 
 
 class Window(model_py.Memory):
-    """Three tokens, on top of the causal mask; but a batch with padding knows nothing of it."""
+    """Three tokens. Where it is put in Memory's place, Padded still derives from the old one."""
 
     def mask(self, S, device):
         pos = torch.arange(self.tokens, device=device)
@@ -220,6 +220,14 @@ def test_what_passes_by_the_memory_is_warned_of(part, kind, says, monkeypatch, c
     monkeypatch.setattr(model_py, part, kind)
     check_pieces(model_py.GPT(GPTConfig(**shape)).eval())
     assert says in capsys.readouterr().err
+
+
+def test_a_window_in_memory_holds_beside_padding(monkeypatch, capsys):
+    monkeypatch.setattr(model_py.Memory, 'mask', Window.mask)
+    torch.manual_seed(0)
+    shape = {**TINY, 'block_size': 16, 'n_layer': 2, 'init_std': 0.5}
+    check_pieces(model_py.GPT(GPTConfig(**shape)).eval())
+    assert capsys.readouterr().err == ''
 
 
 @pytest.mark.parametrize('kind, part', [(OwnMixture, 'mixture'), (OwnMemory, 'new_memory')])

@@ -408,12 +408,12 @@ def table_of(records):
     text = table([*header, 'x FLOPs', 'x time'], rows)
     text += ("\n\nMedians; learned it: {:.0%} right or more; equal FLOPs: within 5 %. "
              "{}; torch {}; commit {}; {}.".format(LEARNED, *about))
-    versions = {}   # of model.py: {its sum: the names of its runs}
+    versions = {}   # of model.py: {its sum: the runs}
     for r in records:
-        versions.setdefault(r.get('model'), {})[r['name']] = True
+        if 'model' in r:    # older records do not say
+            versions.setdefault(r['model'], []).append(f"{r['name']}, seed {r['seed']}")
     if len(versions) > 1:
-        names = [', '.join(names) for names in versions.values()]
-        text += f"\nmodel.py was changed between: {'; '.join(names)}."
+        text += f"\nmodel.py was changed between: {' | '.join(map('; '.join, versions.values()))}"
     return text
 
 

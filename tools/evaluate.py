@@ -221,12 +221,12 @@ def print_texts(model, tokenizer, paths, s):
 
 def print_answers(model, exam, s):
     """A line for each setting; and with halting, what the passes went to."""
+    check_pieces(model)
     results = {}
     for name, value in each_setting(model, s):
         if exam is None:
             raise UserError("this model was trained on a text, and --answers needs a task: "
                             f"{', '.join(TASKS)}")
-        check_pieces(model)
         results[value] = summary(model, exam, s.answers, s.exact)
     first = next(iter(results.values()))
     task = TASKS[first['task']]
