@@ -21,8 +21,7 @@ from check import HERE, NAMES, UserError, run_program
 from configurator import build, read
 
 ROOT = os.path.dirname(HERE)
-FILES = ('model.py', 'configurator.py', 'requirements.txt', 'engine/__init__.py', 'engine/files.py',
-         'exercises/*.py')
+FILES = 'model.py', 'configurator.py', 'requirements.txt', 'engine/*.py', 'exercises/*.py'
 SETUP = '''#!/usr/bin/env bash
 # Gradescope runs this once, when the autograder is built.
 set -euo pipefail

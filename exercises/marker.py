@@ -138,6 +138,9 @@ def right_numbers(exercise, seed):
         if not outcome.right:
             raise UserError(f"{path} refuses a right answer: model.py is not what it is for. Mark "
                             f"with an unchanged copy of the project ({outcome.words})")
+        if not outcome.notes:
+            raise UserError(f"{path}: a part of it records no numbers, and an answer that changes "
+                            "torch would be right: hand them to compare() or record() of check.py")
     return {part: outcome.notes for part, outcome in solved.items()}
 
 

@@ -13,7 +13,7 @@ the same model once more.
     P_j      = softmax(head(trunk(E_j)))    the distribution over the next token          (B, T, V)
     e_j      = P_j (scale * W)              the mean of the scaled embeddings under it    (B, T, C)
     E_{j+1}  = E_j + e_j                    the running sum: nothing is replaced
-    result   = trunk(E_s)                   head() of this predicts; no loss reads the steps before
+    result   = trunk(E_K)                   head() of this predicts; no loss reads the steps before
 
 With K steps the trunk runs K + 1 times. There is no new parameter, all positions ponder side by
 side, and gradients flow back through all passes.

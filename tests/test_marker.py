@@ -106,6 +106,14 @@ def test_what_hangs_is_ended(tmp_path):
     assert mark.words == 'no result after 1 s: is there a loop that does not end?'
 
 
+def test_a_part_that_records_no_numbers_is_refused(monkeypatch):
+    """An exercise of a teacher's own: whatever its check lets pass would be right."""
+    part = {'angles()': check.Outcome(True)}
+    monkeypatch.setattr(check, 'solved', lambda *args: part)
+    with pytest.raises(UserError, match='rope.py: a part of it records no numbers'):
+        marker.right_numbers('rope', 7)
+
+
 def test_a_folder_without_exercises_is_refused(tmp_path):
     with pytest.raises(UserError, match='no folder with an exercise in it, such as attention.py'):
         marker.main([str(tmp_path)])

@@ -14,8 +14,8 @@ that caches stay as they are:
     Attention Residuals (arXiv 2603.15031), whose "layer" is a branch, attention or MLP
         b_0 = X_0, b_n = what the branches of block n made, added up; no stream besides
         a branch reads sum_s softmax_s(w . RMSNorm(s)) s over b_0 .. b_{n-1} and, behind the first
-        branch of block n, what it has made so far; w, one for each branch but the first, begins at
-        0
+        branch of block n, what it has made so far, and so does the head; w, one for each reader but
+        the first, begins at 0
     the same name in the code of Depth-Attention's authors is another function, `attnres_biased`
         s: X_0, the stream after every 6th layer, and the stream itself, whose score has a bias that
         begins at 3; what a branch makes is added to the stream, which is never reset
@@ -23,6 +23,7 @@ that caches stay as they are:
         z = W RMSNorm(H_1 .. H_n)                   (2 n + n^2) numbers
         h_pre = sigmoid(a z + b), h_post = 2 sigmoid(a z + b), h_res = Sinkhorn(a z + b)
         the branch reads sum_i h_pre,i H_i and makes y;    H_i <- sum_j h_res,ij H_j + h_post,i y
+        the head reads sum_i softmax_i(o) H_i; o begins at 0
         a begins at 0.01; b so that the read is the mean, the write 1, the mixing nearly none
 
 Sinkhorn makes rows and columns sum to 1. DenseFormer at its start is the plain model, and so is mHC
@@ -273,12 +274,12 @@ def trained(name, seed, settings, data):
 def validation(model, data, windows=512):
     """Mean nats per byte over so many windows, spread over the validation text as in train.py."""
     model.eval()
-    n = min(data.n, windows)
+    spread = data.spread(windows)
     total = 0.0
-    for i in range(0, n, 4):
-        some = [j * data.n // n for j in range(i, min(i + 4, n))]
+    for i in range(0, len(spread), 4):
+        some = spread[i:i + 4]
         total += model(*data.get(some, torch.device('cpu')))[1].item() * len(some)
-    return total / n
+    return total / len(spread)
 
 
 def kept(model, x, y):

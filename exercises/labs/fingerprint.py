@@ -75,7 +75,7 @@ from torch.nn.utils import parameters_to_vector
 from common import load_plain, loss_on, own_text, start, tuned, windows
 from configurator import check_range
 from engine.files import UserError, run, table
-from model import RMSNorm
+from model import RMSNorm, apply_rope
 
 
 @dataclass
@@ -311,9 +311,7 @@ class Disguise:
 
 def turn(W, angle):
     """Turn each rotary plane (i, i + hd / 2) of rows (heads, hd, C) by angle (heads, hd / 2)."""
-    x, y = W.chunk(2, 1)                                                    # (heads, hd / 2, C)
-    cos, sin = angle.cos()[..., None], angle.sin()[..., None]               # (heads, hd / 2, 1)
-    return torch.cat((x * cos - y * sin, x * sin + y * cos), 1)
+    return apply_rope(W.mT, angle.cos()[:, None], angle.sin()[:, None]).mT
 
 
 # ---- the comparison ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ the others the low frequencies only, for which fewer entries are enough. No new 
 
 Here x is one channel of a key or value head, and gamma the share of the coefficients that stays. Z
 is the DCT-II, C_n the DCT of length n, orthonormal; the root keeps amplitudes. When the cache is
-full again, its last two parts are compressed together: old text again and again, the newest not.
+full again, its last two parts are compressed together: old text again and again, new text once.
 
 All of it is one fixed matrix, x' = A x, and rivals are other matrices: the A that picks the last L
 entries is "sinks + sliding window" (StreamingLLM, arXiv 2309.17453). Keys are compressed without
