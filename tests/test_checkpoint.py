@@ -16,7 +16,7 @@ from test_train import QUICK, SHAPE, log_of, same_weights
 import sample
 import train
 from engine.checkpoint import load_checkpoint, model_of, save_checkpoint
-from engine.files import UserError, alone
+from engine.files import UserError, alone, whole
 from engine.shards import get_tokenizer
 from model import GPT, MLP
 from prepare_data import write_dataset
@@ -171,6 +171,19 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, toggle):
 
 # ---- saving --------------------------------------------------------------------------------------
 
+def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    """Else a machine that loses power may leave an empty one there, and nothing of the old."""
+    called = []
+    for name in ('fsync', 'replace'):
+        def watched(*args, name=name, call=getattr(os, name)):
+            called.append(name)
+            call(*args)
+        monkeypatch.setattr(os, name, watched)
+    with whole(str(tmp_path / 'a')) as f:
+        f.write('text')
+    assert called == ['fsync', 'replace']
+
+
 def test_a_full_disk_keeps_the_old_checkpoint(out, run_train, monkeypatch):
     """PyTorch raises its own error over the disk's."""
     before = (out / 'ckpt.pt').read_bytes()
@@ -237,7 +250,7 @@ def test_weights_that_are_not_finite_are_not_saved(out, run_train, monkeypatch):
 
     def overflow(self):
         result = train_step(self)
-        self.model.ln_f.weight.data[3] = math.inf
+        self.model.ln_f.weight.data[3] = -math.inf
         return result
 
     monkeypatch.setattr(Trainer, 'train_step', overflow)

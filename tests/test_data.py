@@ -289,13 +289,15 @@ def test_a_killed_run_leaves_the_old_data_and_the_next_one_clears_up(tmp_path, w
 
 def test_while_shards_are_moved_there_is_no_description(tmp_path, monkeypatch):
     write(tmp_path, numbered(50))
-    replace, moved = os.replace, []
+    replace, moved, on_disk = os.replace, [], []
 
     def replace_and_note(source, target):
+        assert len(on_disk) == 3, "both shards and meta.json, before the first of them is moved"
         moved.append((os.path.basename(target), os.path.exists(tmp_path / 'meta.json')))
         replace(source, target)
 
     monkeypatch.setattr(os, 'replace', replace_and_note)
+    monkeypatch.setattr(os, 'fsync', on_disk.append)
     write(tmp_path, numbered(50))
     assert moved == [('meta.json', True),       # beside the shards, before any of them is moved
                      ('train_000000.bin', False), ('val_000000.bin', False), ('meta.json', False)]

@@ -116,6 +116,13 @@ def test_what_goes_wrong_always_is_said(server, tmp_path, how, words, tries):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(server, tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(os, 'fsync', lambda file: named.append(os.path.exists(tmp_path / 'a.bin')))
+    get(server, tmp_path)
+    assert named == [False]
+
+
 def test_the_next_run_goes_on(server, tmp_path):
     server.script = ['cut'] + ['500'] * 50
     with pytest.raises(UserError):

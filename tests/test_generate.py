@@ -180,6 +180,7 @@ def test_sampling_filters():
     assert shares(logits, top_k=100).count_nonzero() == 4
     assert shares(logits, top_p=0.6).tolist() == [1, 0, 0, 0, 0]
     assert shares(logits, top_p=0.8).count_nonzero() == 2
+    assert shares(torch.zeros(2), top_p=0.5).count_nonzero() == 1      # which has just that much
     for top_p in (1e-9, 0.0):
         assert shares(logits, top_p=top_p).tolist() == [1, 0, 0, 0, 0]
     flatter = (logits / 2).softmax(0)
@@ -195,6 +196,8 @@ def test_sampling_filters_of_model_py():
     top = logits.float().topk(3)
     want = torch.zeros(64).scatter(0, top.indices, (top.values / 2).softmax(0))
     assert torch.allclose(torch.bincount(rows[:, 1], minlength=64) / 4000, want, atol=0.03)
+    rows = model.generate(torch.tensor([[3]] * 50), 1, temperature=2.0, top_p=0.0)
+    assert (rows[:, 1] == top.indices[0]).all()
 
 
 def test_tokens_are_drawn_in_fp32():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import close, make
+from conftest import TOGGLES, close, make
 from test_attention import with_gradients
 
 from engine import loss
@@ -115,6 +115,14 @@ def test_nats_of_a_model_in_bf16_are_fp32(kind):
     with torch.no_grad():
         nats = model.token_losses(torch.randn(2, 5, 32).bfloat16(), torch.randint(0, 50, (2, 5)))
     assert nats.dtype == torch.float32
+
+
+def test_doubt_of_a_model_in_bf16_is_fp32(kind):
+    """Or there would be none between 0 and 0.004, and halt_tau is small."""
+    model = make(**TOGGLES['exit'], kind=kind).bfloat16()
+    with torch.no_grad():
+        sure = model.mechanism.confidence(model, torch.randn(2, 5, 32).bfloat16())
+    assert sure.dtype == torch.float32
 
 
 def test_recompute_draws_the_same_dropout_again():

@@ -18,6 +18,9 @@ from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_table
     (dict(ponder='think'), ["'think'", "'embedding'", "'pause'"]),
     (dict(ponder='embedding', ponder_topk=99999), ['ponder_topk=99999', 'n_tokens=50304']),
     (dict(ponder='latent', ponder_steps=-1), ['ponder_steps=-1', 'negative']),
+    (dict(n_tokens=99, vocab_size=64), ['n_tokens=99', 'vocab_size=64']),
+    (dict(ponder='loop', halting='exit', halt_start=0.8, halt_full=0.2),
+     ['halt_start=0.8', 'halt_full=0.2']),
     (dict(halting='gate'), ["halting='gate'", "ponder='none'", "ponder='embedding'"]),
 ])
 def test_impossible_settings_are_named(settings, words):
