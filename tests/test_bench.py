@@ -5,7 +5,7 @@ from conftest import TOGGLES, cells, make, save
 
 import prepare_data
 from engine.files import UserError
-from model import GPTConfig
+from model import GPT, Embedding, GPTConfig
 from tools import bench
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=16, mlp_hidden=16, vocab_size=64)
@@ -66,6 +66,27 @@ def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
     text = save(tmp_path / 'text', make(**size), data_dir=small_data)
     with pytest.raises(UserError, match='trained on a text'):
         bench.main([text, '--device=cpu'])
+
+
+def test_ratios(capsys):
+    """More than 1 is quicker."""
+    assert bench.take_turns(dict(a=iter(range(9)).__next__), 3) == dict(a=[1, 2, 3])
+    bench.print_times('step', dict(plain=[3.0, 1.0, 2.0], loop=[4.0, 8.0, 5.0]),
+                      dict(plain=1.0, loop=2.5))
+    assert cells(capsys.readouterr().out)[1:] == [
+        ['plain', '2000.0 ms', '1000.0 to 3000.0', '1.000x', '50.0%'],
+        ['loop', '5000.0 ms', '4000.0 to 8000.0', '0.400x', '50.0%']]
+    config = GPTConfig(**SHAPE, ponder='loop', ponder_steps=3)
+    bench.print_saved('step', config, {'all': [(4.0, 0.0)], 2: [(2.5, 2.0)]})
+    assert cells(capsys.readouterr().out)[1:] == [
+        ['all', '4000.0 ms', '4.00', '', '', ''],
+        ['2', '2500.0 ms', '2.00', '1.60x', '2.00x', '80%']]
+
+
+def test_a_part_that_is_taken_away_is_model_pys():
+    gpt = bench.without('loss', GPTConfig(**SHAPE, ponder='embedding'))
+    assert gpt.loss.func is GPT.loss and gpt.token_losses.func is GPT.token_losses
+    assert gpt.mechanism.mixture is Embedding.mixture
 
 
 def test_refusal():

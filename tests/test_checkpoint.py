@@ -235,6 +235,8 @@ def test_no_run_overwrites_another(out, run_train, tmp_path):
         run_train('out', '--init_from=resume', '--max_steps=4')
     with pytest.raises(UserError, match='n_layer=4.*has 3'):
         run_train('out', '--init_from=resume', '--max_steps=5', '--n_layer=4')
+    with pytest.raises(UserError, match='norm_eps=0.1, but the model loaded has 1e-05'):
+        run_train('new', f'--init_from={out}', '--norm_eps=0.1')
     with pytest.raises(UserError, match='ponder=latent, but the model loaded has none'):
         run_train('out', '--init_from=resume', '--max_steps=5', '--ponder=latent')
     (tmp_path / 'file').write_text('in the way')

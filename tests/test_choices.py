@@ -74,7 +74,7 @@ def test_without_halting_each_pass_is_the_model_of_so_many():
 # three passes over two answers of two characters each: of the first the oracle takes passes 1 and
 # 2, of the second 3 and 1
 LOSSES = torch.tensor([[[1, 5], [4, 1]], [[2, 3], [4, 2]], [[4, 3.5], [1, 3]]])
-RIGHT = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 0]], [[0, 1], [1, 0]]]).bool()
+RIGHT = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 1]], [[0, 1], [1, 0]]]).bool()
 ALL = torch.zeros(2, 2, dtype=torch.long)
 
 
@@ -83,7 +83,7 @@ def test_the_oracle_takes_the_best_pass_of_each_token():
     rows, oracle = choices.everyone(LOSSES, RIGHT, text)
     assert [row['loss'] for row in rows] == [2.75, 2.75, 2.875]
     assert [row['corrects'] for row in rows] == [0, 0.25, 0.25]
-    assert [row['breaks'] for row in rows] == [0, 0.25, 0.25]
+    assert [row['breaks'] for row in rows] == [0, 0, 0.5]
     assert oracle == {'passes': 1.75, 'loss': 1.5, 'result': 1.5}
 
 
@@ -104,7 +104,22 @@ def test_an_answer_is_right_if_all_its_characters_are():
     assert oracle['result'] == 1
     not_all_count = choices.Text(ALL, torch.tensor([[0, -1], [-1, 0]]), answers=True)
     rows, _ = choices.everyone(LOSSES, RIGHT, not_all_count)
-    assert [row['result'] for row in rows] == [1, 0.5, 0]
+    assert [row['result'] for row in rows] == [1, 1, 0]
+
+
+def test_each_number_is_in_its_column(capsys):
+    columns = ['loss', 'right answers', 'corrects', 'breaks'], ['2.8750', '0.0%', '25.0%', '50.0%']
+    for answers in True, False:
+        text = choices.Text(ALL, ALL, answers)
+        choices.print_everyone(*choices.everyone(LOSSES, RIGHT, text), text)
+        head, _, _, last, oracle = cells(capsys.readouterr().out)
+        for row, want in zip((head, last), columns):
+            assert row[1:] == (want if answers else want[:1] + want[2:])
+        assert oracle[:2] == ['oracle 1.75', '1.5000']
+    choices.print_taus([{'tau': 0.1, 'passes': 2.0, 'chosen': 1.5, 'random': [1.0, 1.2, 1.7],
+                         'rank': 0.25}], text)
+    assert cells(capsys.readouterr().out)[1][:6] == [
+        '0.1', '2.00', '1.5000', '1.3000', '1.0000 to 1.7000', '+0.25']
 
 
 def test_the_end_of_an_answer_keeps_its_passes(model, monkeypatch):
@@ -118,9 +133,15 @@ def test_the_end_of_an_answer_keeps_its_passes(model, monkeypatch):
         return see(model, inputs, targets, passes)
 
     monkeypatch.setattr(choices, 'see', watched)
-    settings = choices.ChoiceSettings(taus=str(model.config.halt_tau), lots=1)
-    [row] = choices.each_tau(model, answers, settings, torch.rand(N, T))
-    dealt = seen[-1]
+    first, lots = torch.rand(N, T), []
+    for seed in (1, 2):
+        settings = choices.ChoiceSettings(taus=str(model.config.halt_tau), lots=1, seed=seed)
+        [row] = choices.each_tau(model, answers, settings, first)
+        lots.append(seen[-1])
+    dealt = lots[0]
+    assert not torch.equal(*lots)
+    counted = ~ends & (Y >= 0)
+    assert row['rank'] == choices.rank_correlation(at_first[counted].float(), first[counted]) != 0
     assert not torch.equal(dealt, at_first)
     assert torch.equal(dealt[ends | (Y < 0)], at_first[ends | (Y < 0)])
     assert row['passes'] == pytest.approx(at_first[~ends & (Y >= 0)].double().mean().item())

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,8 +95,10 @@ def test_a_text(model, folder, tmp_path, capsys):
     n = len(text.encode())
     want = plain_loop(model, [256, *text.encode()]) / n     # the first byte follows an end-of-text
     bits = want / math.log(2)
-    assert run(capsys, folder, path) == [
-        ['0', f'{n}', f'{want:.4f}', f'{math.exp(want):.3f}', f'{bits:.4f}']]
+    [row] = run(capsys, folder, path)
+    assert row == ['0', f'{n}', f'{want:.4f}', f'{math.exp(want):.3f}', f'{bits:.4f}']
+    [half] = run(capsys, folder, path, '--dtype=bfloat16')
+    assert half[2] != row[2] and float(half[2]) == pytest.approx(want, rel=0.02)
 
 
 def test_a_shard_and_a_folder(model, folder, small_data, capsys):
@@ -240,6 +243,30 @@ def test_a_long_context_loses_its_beginning(model):
     assert total == pytest.approx(want, abs=1e-5)
     with pytest.raises(UserError, match='25 tokens'):
         list(evaluate.log_likelihoods(model, [([1], [2] * 25)], 1))
+
+
+def test_what_lm_eval_asks_for(model, folder, monkeypatch, capsys):
+    """In its place a stand-in, which asks for a text and for answers, in this order."""
+    text, pairs = 'some text', [([1, 2, 3], [4, 5]), ([256], [7]), ([*range(9)], [9])]
+    asked = []
+
+    def simple_evaluate(lm, tasks, num_fewshot, task_manager):
+        asked.append((tasks, num_fewshot))
+        [total] = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))])
+        return [total, *lm._loglikelihood_tokens([(None, *pair) for pair in pairs])]
+
+    manager = SimpleNamespace(match_tasks=lambda names: names)
+    for name, parts in dict(model=dict(TemplateLM=object), evaluator=dict(
+            simple_evaluate=simple_evaluate), tasks=dict(TaskManager=lambda: manager),
+            utils=dict(make_table=json.dumps)).items():
+        place = 'lm_eval.api.model' if name == 'model' else f'lm_eval.{name}'
+        monkeypatch.setitem(sys.modules, place, SimpleNamespace(**parts))
+    evaluate.main([folder, '--tasks=piqa,arc', '--num_fewshot=0', '--device=cpu'])
+    assert asked == [(['piqa', 'arc'], 0)]
+    told, *answers = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told == pytest.approx(-plain_loop(model, [256, *text.encode()]), abs=1e-4)
+    for (total, greedy), pair in zip(answers, pairs, strict=True):
+        assert (pytest.approx(total, abs=1e-4), greedy) == by_hand(model, *pair)
 
 
 def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):

@@ -121,6 +121,15 @@ def test_values_by_hand():
         x = block(x, rope, memory, None)
 
 
+def test_values_are_those_of_the_last_pass_a_token_took():
+    model = make(**{**TOGGLES['exit_depth'], 'halt_tau': 0.85})
+    seen = explain.look(model, IDX)
+    left = seen.steps == 1
+    assert 0 < left.sum() < 7
+    model.config.halt_tau = 1.0     # all leave
+    assert_equal(seen.values[left], explain.look(model, IDX).values[left])
+
+
 # ---- what is printed -----------------------------------------------------------------------------
 
 def test_prints_every_position(tmp_path, capsys):
@@ -219,6 +228,8 @@ def test_the_data_is_what_look_saw(tmp_path, name):
         log_p = logits.log_softmax(-1)
         want = [-log_p[t, following].item() for t, following in enumerate(tokens[1:])]
         assert reading['loss'][:-1] == pytest.approx(want, abs=1e-3)
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        assert reading['entropy'] == pytest.approx(entropy.tolist(), abs=1e-3)
 
 
 def test_on_a_made_task_only_answers_count(tmp_path, sums):

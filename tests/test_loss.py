@@ -57,6 +57,19 @@ def test_under_autocast_the_heads_gradient_is_summed_in_fp32(monkeypatch):
     assert (w.grad - want).norm() < 0.01 * want.norm()
 
 
+def test_in_fp16_a_gradient_is_scaled_before_it_is_divided():
+    """By GradScaler: else the many small ones of a long text would be 0."""
+    torch.manual_seed(0)
+    w = 0.002 * torch.randn(64, 32)
+    h = torch.randn(4096, 32).requires_grad_()
+    y = torch.randint(0, 64, (4096,))
+    with torch.autocast('cpu', torch.float16):
+        nats = chunked_cross_entropy(h, w, y, 64)
+    [got] = torch.autograd.grad(nats * 2 ** 16, h)
+    [want] = torch.autograd.grad(F.cross_entropy(h @ w.t(), y), h)
+    assert (got / 2 ** 16 - want).norm() < 0.01 * want.norm()
+
+
 # other functions of rows
 
 @pytest.mark.parametrize('at_once', [2 ** 25, 4 * 16, 1])

@@ -102,6 +102,11 @@ def test_feedback_without_steps_is_the_plain_model_in_pieces_too(idx):
     close(token_by_token(model, idx), plain.hidden(idx))
 
 
+def test_each_step_of_feedback_feeds_something_back():
+    for K, draws in (3, [3, 2]), (2, [2, 1]), (1, [1]), (0, [0]):
+        assert make(ponder='feedback', ponder_steps=K).mechanism.draws() == draws
+
+
 def test_feedback_costs_in_generation_what_the_plain_model_does(idx):
     model = make(ponder='feedback', ponder_steps=3)
     calls = []

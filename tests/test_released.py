@@ -55,9 +55,12 @@ def theirs_of(folder):
     dict(use_parallel_residual=False, layer_norm_eps=1e-2, rotary_emb_base=100),
     dict(attention_bias=False, hidden_act='gelu_new', rotary_pct=0.5, tie_word_embeddings=True),
     dict(rotary_pct=1.0),
+    dict.fromkeys(('rotary_pct', 'rotary_emb_base', 'layer_norm_eps', 'use_parallel_residual',
+                   'attention_bias', 'hidden_act')),     # None: not in the file
 ])
 def test_pythia_equals_transformers(change, tmp_path, tokens):
-    folder, _ = write_folder(tmp_path / 'theirs', dict(NEOX, **change))
+    c = {key: value for key, value in dict(NEOX, **change).items() if value is not None}
+    folder, _ = write_folder(tmp_path / 'theirs', c, random_weights({**NEOX, **c}))
     theirs = theirs_of(folder)
     # in both ways to write config.json: the old keys, and those of the version installed
     theirs.float().save_pretrained(str(tmp_path / 'again'))

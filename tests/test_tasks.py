@@ -293,6 +293,14 @@ def test_passes_are_counted(in_tmp):
     # what is not written any more takes no pass, and is not counted: '0' takes 1, the end 2
     assert answers.summary(StandIn(lambda question: '0'), exam, 1000)['passes'] == 1.5
 
+    # the mean is one over characters, not over answers
+    def some(question):
+        return TASKS['addition'].answer(question) if question[0] < '3' else '0'
+    whole = sum(question[0] < '3' for question, _ in exam['problems'])
+    short = len(exam['problems']) - whole
+    assert answers.summary(StandIn(some), exam, 1000)['passes'] == pytest.approx(
+        (15 * whole + 3 * short) / (5 * whole + 2 * short))
+
 
 def test_evaluate_prints_one_table_for_several_numbers_of_passes(in_tmp, capsys):
     """Each line is the model of so many passes."""
@@ -306,6 +314,15 @@ def test_evaluate_prints_one_table_for_several_numbers_of_passes(in_tmp, capsys)
     assert rows[0][:4] == ['ponder_steps', 'passes', 'right', '0']
     assert [row[:3] for row in rows[1:]] == [
         ['0', '1.00', '0.0%'], ['3', '4.00', '0.0%'], ['6', '7.00', '0.0%']]
+
+
+def test_what_is_read_by_iteration_is_asked_token_by_token_too(in_tmp, monkeypatch):
+    save('out', make(**SMALL, ponder='latent', ponder_steps=1), data_dir=prepare('addition'))
+    asked, summary = [], evaluate.summary
+    monkeypatch.setattr(evaluate, 'summary',
+                        lambda *args: asked.append(args[2:]) or summary(*args))
+    evaluate.main(['out', '--answers=20', '--exact=True', '--device=cpu'])
+    assert asked == [(20, True)]
 
 
 def test_where_tokens_halt_the_threshold_varies(in_tmp, capsys):

@@ -3,6 +3,7 @@ Training: exact resume, one rank and several, what is logged, evaluated and refu
 interrupted. Damaged checkpoints: test_checkpoint.py.
 """
 import contextlib
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ from engine.flops import flops_per_token
 from engine.hardware import Ranks
 from engine.run import Log, Stop
 from engine.shards import read_meta
-from engine.start import idle_settings
+from engine.start import check_memory, check_resume, idle_settings
 from engine.windows import Windows
 from model import GPT, GPTConfig
 from train import Settings, Trainer
@@ -285,6 +287,13 @@ def test_steps_and_ranks_have_dropout_of_their_own(make_trainer, monkeypatch):
     assert len(set(seeds)) == 12
 
 
+def test_a_seed_rules_weights_and_data(make_trainer):
+    """And dropout, above: else three seeds would be one run."""
+    one, other = make_trainer(), make_trainer('--seed=1')
+    assert not torch.equal(one.model.wte.weight, other.model.wte.weight)
+    assert not torch.equal(one.batch(0)[0], other.batch(0)[0])
+
+
 def test_decay_on_matrices_only(make_trainer):
     matrices, vectors = make_trainer().optimizer.param_groups
     assert matrices['weight_decay'] == 0.1 and vectors['weight_decay'] == 0.0
@@ -329,14 +338,16 @@ def test_steps_that_are_not_finite_are_skipped_and_end_a_run(run_train, monkeypa
     same_weights(good, load_checkpoint(str(tmp_path / 'out')))
 
 
-def test_a_gradient_alone_that_is_not_finite_is_skipped_too(make_trainer):
-    """Clipped, it would be NaN in the weights."""
-    trainer = make_trainer()
+@pytest.mark.parametrize('dtype, scale', [('float32', 1), ('float16', 2 ** 15)])
+def test_a_gradient_alone_that_is_not_finite_is_skipped_too(make_trainer, dtype, scale):
+    """Clipped, it would be NaN in the weights. fp16's scale is halved."""
+    trainer = make_trainer(f'--dtype={dtype}')
     trainer.model.ln_f.weight.register_hook(lambda grad: grad * math.inf)
     before = [p.clone() for p in trainer.model.parameters()]
     loss, norm = trainer.train_step()
     assert math.isfinite(loss) and not math.isfinite(norm)
     assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert trainer.scaler.get_scale() == scale
 
 
 def test_failures_of_the_machine_say_what_to_do(run_train, monkeypatch):
@@ -380,6 +391,8 @@ def test_learns_and_logs(run_train, small_data, tmp_path, capsys):
         GPT(GPTConfig(**load_checkpoint(str(tmp_path / 'out'))['config'])))
 
     text, val = capsys.readouterr().out, read_meta(small_data)['val']
+    times = 40 * 256 / read_meta(small_data)['train']['tokens']
+    assert f'all 40 steps read {small_data} {times:.1f} times' in text
     per_byte = records[-1]['val_nats_per_byte']
     assert per_byte == pytest.approx(records[-1]['val_loss'] * val['tokens'] / val['bytes'])
     assert f"({per_byte / math.log(2):.3f} bits) per byte" in text
@@ -453,6 +466,16 @@ def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
     assert log.mfu(1e6) == 1e6 * 1e5 / (756e12 * 8)
     log.model = make(**TOGGLES['router'])
     assert log.mfu(1e6) is None     # its tokens stop in training
+
+
+def test_right_answers_are_a_share_and_their_characters_bytes(monkeypatch):
+    outcomes = [SimpleNamespace(right=i < 30) for i in range(40)]
+    monkeypatch.setattr(run, 'answer_problems', lambda *args: outcomes)
+    log, said = Log(Settings(), make(), ALONE, CPU), {}
+    monkeypatch.setattr(log, 'say', lambda text, **record: said.update(record, text=text))
+    log.evaluation(7, 0.5, None, {}, dict(eot=256), contextlib.nullcontext)
+    assert '30 of 40 answers right' in said['text'] and said['val_right'] == 0.75
+    assert said['val_loss'] == said['val_nats_per_byte'] == 0.5
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -882,6 +905,32 @@ def test_ranks_equal_one_on_a_made_task_too(run_train, train_to_the_end, traffic
     one = run_train('one', *TRAFFIC, folder, '--micro_batch=4')
     two = train_to_the_end('two', *TRAFFIC, folder, '--micro_batch=2', world=2)
     same_weights(one, two, 2e-5)
+
+
+def test_ranks_that_found_different_checkpoints_are_refused(monkeypatch, capsys):
+    state = dict(optimizer=dict(state={}), settings=dict(batch_tokens=7))
+    monkeypatch.setattr(dist, 'all_reduce', lambda value: value.add_(6))    # the other one's step
+    check_resume(state, 6, Settings(), Ranks(0, 2), CPU)
+    assert 'batch_tokens was 7: the data goes on' in capsys.readouterr().err
+    with pytest.raises(UserError, match='found step 4 .*other ranks another'):
+        check_resume(state, 4, Settings(), Ranks(0, 2), CPU)
+
+
+@pytest.mark.parametrize('eval_only, copies', [(True, 1), (False, 4)])
+def test_memory_is_for_weights_gradients_and_moments_of_all_ranks(monkeypatch, eval_only, copies):
+    def machine_has(kilobytes):
+        text = f'MemTotal: 9 kB\nMemAvailable: {kilobytes} kB\n'
+        monkeypatch.setattr('engine.start.open', lambda *args, **kw: io.StringIO(text),
+                            raising=False)
+
+    model = make()
+    args = model.config, Settings(eval_only=eval_only), Ranks(0, 2), CPU
+    needed = copies * 2 * 4 * model.num_params() // 1024        # kB, of two ranks
+    machine_has(needed + 1)
+    check_memory(*args)
+    machine_has(needed - 1)
+    with pytest.raises(UserError, match='GB of memory'):
+        check_memory(*args)
 
 
 @pytest.mark.parametrize('number, theirs', [(0, 'float32'), (1, 'bfloat16'), (2, 'float16')])
