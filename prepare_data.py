@@ -119,6 +119,9 @@ def choose_folder(settings, paths):
         name = settings.name
     elif paths:
         name = os.path.basename(os.path.abspath(paths[0])).lstrip('.').split('.')[0]
+        if name in KNOWN and paths != [name]:
+            raise UserError(f"{paths[0]}: data/{name} is for a set that comes with this project: "
+                            "give yours another --name")
     elif settings.packages:
         name = 'python-packages'
     else:
@@ -221,7 +224,7 @@ def your_texts(files, folder):
     The documents of your files, but for those with a NUL byte near their beginning, of which a line
     tells. folder: what is made of them, for the line that says how far it is.
     """
-    few = len(files) < FEW_FILES and not any(path.endswith('.jsonl') for path in files)
+    few = len(files) < FEW_FILES and not any(map(is_jsonl, files))
     longest = 0 if few else DOCUMENT_BYTES
     progress = Progress(folder, sum(map(os.path.getsize, files)))
     done, left_out = 0, []
@@ -239,9 +242,13 @@ def your_texts(files, folder):
               f"which UTF-16 has, and what is no text: the first is {left_out[0]}", file=sys.stderr)
 
 
+def is_jsonl(path):
+    return path.lower().endswith('.jsonl')
+
+
 def documents(f, path, longest):
     """The documents of an open file; those longer than `longest` bytes in pieces."""
-    if not path.endswith('.jsonl'):
+    if not is_jsonl(path):
         yield from cut(f, os.path.getsize(path), longest)
         return
     for number, line in enumerate(iter(f.readline, b''), start=1):

@@ -27,6 +27,7 @@ from engine.files import UserError, on_disk, run
 from engine.generate import check_pieces, stream
 from engine.hardware import check_causal, expect_new_lengths, pick_device
 from engine.shards import encode, get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
+from engine.tasks import TASKS
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -100,7 +101,8 @@ def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
     if not one_tokenizer(state, identity(tokenizer)):
         raise UserError(f"{folder}: in {tokenizer.name} lies another tokenizer than this model was "
                         "trained with: put its own there")
-    kept = {name: state[name] for name in ('train_data', 'val_data', 'exam') if name in state}
+    kept = {name: state[name] for name in ('train_data', 'val_data', 'exam', 'precision')
+            if name in state}
     return model.to(device, dtype).eval(), tokenizer, {**state['settings'], **kept}
 
 
@@ -176,6 +178,13 @@ def encode_prompt(start, tokenizer, block_size):
     return tokens
 
 
+def as_question(prompt, exam):
+    """A made task's problem as in training: its question has an end, and a file's line has none."""
+    text = bytes(prompt).strip()
+    end = TASKS[exam['task']].end.encode()
+    return list(text if end in text else text + end)
+
+
 def read_start(start):
     """The bytes of --start, or of its FILE:path, as they are."""
     if not start.startswith('FILE:'):
@@ -222,6 +231,8 @@ def main(argv):
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set
     prompt = encode_prompt(start, tokenizer, model.config.block_size)
+    if exam is not None:
+        prompt = as_question(prompt, exam)
     given = '' if start is None else tokenizer.decode(prompt)
     if exam is not None:
         print("a made task: asked behind solved problems, as in training", file=sys.stderr)

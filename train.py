@@ -37,7 +37,7 @@ from engine.files import UserError, run
 from engine.hardware import best_device, check_causal, dtype_and_reason, process_group
 from engine.run import Log, Stop
 from engine.shards import read_meta
-from engine.start import checkpoint_of, start_model
+from engine.start import check_ranks, checkpoint_of, start_model
 from engine.windows import Windows
 from model import GPTConfig
 
@@ -166,6 +166,7 @@ class Trainer:
             prepare_data.prepare_builtin(s.data_dir)
         ranks.wait()
         self.meta = read_meta(s.data_dir)
+        check_ranks(s, given, self.meta, ranks, device)
         self.exam = exam_of_data(s.data_dir)    # None, if it is no made task
         self.model, self.step = start_model(s, given, self.meta, state, ranks, device)
         self.config = self.model.config

@@ -4,10 +4,12 @@ folder; and what may differ from them. `settings` are train.py's, `asked` the us
 model.
 """
 
+import hashlib
+import json
 import math
 import os
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import torch
 
@@ -206,6 +208,22 @@ def check_resume(state, step, settings, ranks, device):
     if state['settings']['batch_tokens'] != settings.batch_tokens:
         print(f"warning: batch_tokens was {state['settings']['batch_tokens']}: the data goes on, "
               "and tokens are counted, as if all steps had been of today's size", file=sys.stderr)
+
+
+def check_ranks(settings, given, meta, ranks, device):
+    """
+    UserError for ranks of other settings or data, as on machines with a copy each: gradients are
+    averaged, so every rank would be another model, and the loss that of none.
+    """
+    if ranks.world == 1:
+        return
+    same = {name: value for name, value in {**asdict(settings), **given}.items()
+            if name not in ('out_dir', 'data_dir', 'threads', 'device')}
+    text = json.dumps([same, meta['train'], meta['val']], sort_keys=True, default=str)
+    mine = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+    if ranks.mean(torch.tensor([float(mine)], dtype=torch.float64, device=device)) != mine:
+        raise UserError("the ranks have other settings or other data: give all machines the same "
+                        "command and config files, and copies of one data folder")
 
 
 def say_changes(state, given, ranks):

@@ -155,10 +155,34 @@ def test_what_a_name_stands_for_may_not_change_between_runs(in_process, tmp_path
     (tmp_path / 'mine.py').write_text('warmup = 0.2\n')
     with pytest.raises(UserError, match='plain-s1 was made with warmup=0.1, not 0.2: choose'):
         compare.main([*args, '--names=plain,depth_attn'])
+    (tmp_path / 'mine.py').write_text('warmup = 0.1\nn_kv_head = 1\n')
+    os.remove(out / 'plain-s1' / 'settings.json')       # or its folder
+    with pytest.raises(UserError, match='has plain, seed 1, with other settings'):
+        compare.main([*args, '--names=plain'])
     (tmp_path / 'mine.py').write_text('warmup = 0.1\n')
     write_dataset(str(data), texts(2), get_tokenizer('byte'), 0.3, 'test')
     with pytest.raises(UserError, match='data=.*choose another --out'):
         compare.main([*args, '--names=plain,depth_attn'])
+
+
+def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypatch, capsys):
+    args = [*common, '--names=plain', '--seeds=1', f'--out={tmp_path}']
+    begun = compare.source_of_model()
+    edited = begun.replace('F.silu(gate)', 'F.gelu(gate)')
+    monkeypatch.setattr(compare, 'source_of_model', lambda: edited)
+    with pytest.raises(UserError, match='1 runs failed'):
+        compare.main(args)
+    assert 'model.py was changed since compare.py began' in capsys.readouterr().err
+    monkeypatch.setattr(compare, 'MODEL', compare.sum_of(edited))       # started again
+    compare.main(args)
+
+    os.remove(tmp_path / 'runs.jsonl')      # as if it had been stopped
+    monkeypatch.setattr(compare, 'source_of_model', lambda: begun)
+    monkeypatch.setattr(compare, 'MODEL', compare.sum_of(begun))
+    with pytest.raises(UserError, match='1 runs failed'):
+        compare.main(args)
+    assert 'plain-s1 was begun with another model.py' in capsys.readouterr().err
+    assert in_process == ['plain-s1']
 
 
 def texts(seed):
@@ -190,7 +214,7 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     assert (r['steps'], r['tokens'], r['seed']) == (4, 256, 3)
     assert r['flops'] == 256 * flops_per_token(
         GPT(GPTConfig(**load_checkpoint(str(folder))['config'])))
-    assert r['hardware'].endswith(', 1 threads')    # the run's, not those of compare.py
+    assert r['hardware'].endswith(', 1 threads, float32')   # the run's, not compare.py's
     assert 'resume' not in r['command']
     assert r['command'].startswith('python train.py config/loop.py --n_layer=2')
     assert (folder / 'output.txt').stat().st_size > 0

@@ -234,6 +234,7 @@ def test_vocabularies_that_cannot_be_had(tmp_path, monkeypatch):
     (['traffic', '--tokenizer=gpt2'], '--tokenizer is for texts'),
     (['empty.txt', '--packages=True'], '--packages adds to the built-in corpus'),
     (['...'], '--name='),
+    (['python.txt'], 'python.txt: data/python is for a set .*another --name'),
 ])
 def test_what_cannot_be_prepared_is_one_line(tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)

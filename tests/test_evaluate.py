@@ -165,7 +165,15 @@ class Mangling:
         return '\ufffd'.encode() if token == 255 else bytes([token])
 
 
-def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path):
+def test_a_shard_in_the_place_of_another_is_refused(folder, small_data, tmp_path):
+    """Its bytes, which bits are per, are those of the one before."""
+    shutil.copytree(small_data, tmp_path / 'd')
+    shutil.copy(tmp_path / 'd' / 'train_000000.bin', tmp_path / 'd' / 'val_000000.bin')
+    with pytest.raises(UserError, match='val_000000.bin: damaged, or another file'):
+        evaluate.main([folder, str(tmp_path / 'd'), '--device=cpu'])
+
+
+def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path, capsys):
     """Whatever the tokenizer made of them, and as in train.py: a Latin-1 text in three ways."""
     text = 'caf\xe9 cr\xe8me br\xfbl\xe9e\n'.encode('latin-1') * 9
     path = tmp_path / 'text.txt'
@@ -177,6 +185,7 @@ def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path):
 
     count, per_token, per_byte = evaluate.evaluate_text(model, Mangling(), str(path), settings)
     assert count == len(text) + 1 - 1
+    assert 'text.txt is no UTF-8' in capsys.readouterr().err
     assert per_byte == pytest.approx(per_token)         # a token is a byte of the file
     val = read_meta(data)['val']
     shard = os.path.join(data, 'val_000000.bin')

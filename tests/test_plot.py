@@ -162,7 +162,8 @@ def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):
         lines.append(dict(checkpoint=f'out/loop-s{seed}', data='data/a', answers=True, taus=[],
                           everyone=everyone))
     path = tmp_path / 'a.jsonl'
-    path.write_text('\n'.join(map(json.dumps, lines)))
+    earlier = dict(lines[0], taus=[])       # of a run that went on
+    path.write_text('\n'.join(map(json.dumps, [earlier, *lines])))
     figure = plot.halting([str(path)], PlotSettings())
     close = pytest.approx
     assert drawn(figure) == [([1.5, 2.0], close([10, 60])), ([1.5, 2.0], close([20, 20])),

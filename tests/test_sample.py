@@ -111,12 +111,15 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     said = capsys.readouterr()
     assert '\n1999+8001=' in said.out
     assert 'behind solved problems' in said.err
+    (tmp_path / 'q').write_text('1999+8001\n')     # without its end, and with that of a line
+    sample.main([folder, '--start=FILE:q', '--max_new_tokens=5', '--device=cpu'])
+    assert asked.pop() == [prompt]
     for block_size, solved in (31, 0), (32, 1), (48, 2):    # 16 tokens each; room for the answer
         behind = behind_solved([256, *b'1999+8001='], exam, block_size)
         assert len(behind) == 11 + 16 * solved
     asked.clear()       # a text that leaves no room for them
-    sample.main([folder, f"--start={'1' * 128}", '--max_new_tokens=1', '--device=cpu'])
-    assert asked == [[[ord('1')] * 128]]
+    sample.main([folder, f"--start={'1' * 127}=", '--max_new_tokens=1', '--device=cpu'])
+    assert asked == [[[*b'1' * 127, ord('=')]]]
     asked.clear()       # none is named: one of the validation set
     capsys.readouterr()
     sample.main([folder, '--max_new_tokens=5', '--device=cpu'])

@@ -35,7 +35,7 @@ from engine.flops import flops_per_token
 from engine.hardware import Ranks
 from engine.run import Log, Stop
 from engine.shards import read_meta
-from engine.start import check_memory, check_resume, idle_settings
+from engine.start import check_memory, check_ranks, check_resume, idle_settings
 from engine.windows import Windows
 from model import GPT, GPTConfig
 from train import Settings, Trainer
@@ -905,6 +905,22 @@ def test_ranks_equal_one_on_a_made_task_too(run_train, train_to_the_end, traffic
     one = run_train('one', *TRAFFIC, folder, '--micro_batch=4')
     two = train_to_the_end('two', *TRAFFIC, folder, '--micro_batch=2', world=2)
     same_weights(one, two, 2e-5)
+
+
+def test_ranks_of_other_settings_or_data_are_refused(monkeypatch, small_data):
+    meta = read_meta(small_data)
+    added = []      # to the number of this rank
+    monkeypatch.setattr(dist, 'all_reduce', lambda value: added.append(value.item())
+                        or value.mul_(2))
+    for settings, given, data in [
+            (Settings(), {}, meta), (Settings(out_dir='b', data_dir='c', threads=2), {}, meta),
+            (Settings(seed=3), {}, meta), (Settings(), dict(ponder_steps=2), meta),
+            (Settings(), {}, {**meta, 'val': meta['train']})]:
+        check_ranks(settings, given, data, Ranks(0, 2), CPU)
+    assert added[0] == added[1] and len(set(added)) == 4
+    monkeypatch.setattr(dist, 'all_reduce', lambda value: value.add_(added[2]))
+    with pytest.raises(UserError, match='the ranks have other settings or other data'):
+        check_ranks(Settings(), {}, meta, Ranks(0, 2), CPU)
 
 
 def test_ranks_that_found_different_checkpoints_are_refused(monkeypatch, capsys):

@@ -9,7 +9,8 @@ one run after another.
 A name is one of RUNS. NAME_2x has twice the layers; NAME_as_OTHER is trained for as many FLOPs as
 OTHER, by more or fewer steps. Files and settings of train.py hold for all; what RUNS adds overrules
 yours. Stopped, the same command goes on. On a made task the table counts right answers. Writes
-OUT/NAME-sSEED (train.py's folder, and output.txt), a line per run in OUT/runs.jsonl, and what holds
+OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its model.py), a line per run in
+OUT/runs.jsonl, and what holds
 for all in OUT/recipe.txt.
 """
 
@@ -47,6 +48,7 @@ from model import GPTConfig
 from sample import exam_of_run, load_model
 from train import Settings, for_this_machine
 
+MODEL = sum_of(source_of_model())   # as it was when compare.py began
 
 @dataclass
 class CompareSettings:
@@ -259,9 +261,9 @@ def record_of(name, seed, args, folder, plan, problems):
         'seconds': max(seconds.values()),
         LOSS: final_loss(folder, settings),
         'commit': commit(),
-        'model': sum_of(source_of_model()),
+        'model': MODEL,
         'torch': torch.__version__,
-        'hardware': hardware(settings['device'], settings['threads']),
+        'hardware': f"{hardware(settings['device'], settings['threads'])}, {kept['precision']}",
         'date': time.strftime('%Y-%m-%d'),
     }
 
@@ -321,9 +323,13 @@ def make_runs(compare, common, results):
     runs = [(name, int(seed)) for seed in compare.seeds.split(',') for name in names]
     for name, seed in runs:
         check_made(folder_of(compare, name, seed), plans[name].settings)
+    for r in read_lines(results):
+        if r['name'] in plans and r['flops'] != r['tokens'] * plans[r['name']].flops:
+            raise UserError(f"{results} has {r['name']}, seed {r['seed']}, with other settings or "
+                            "another model.py: choose another --out")
     failed = 0
     for name, seed in runs:
-        if (name, seed) in [(r['name'], r['seed']) for r in read_lines(results)]:
+        if is_made(name, seed, results):
             continue
         try:
             make_run(name, seed, plans[name], compare, results)
@@ -331,6 +337,10 @@ def make_runs(compare, common, results):
             print(error, file=sys.stderr, flush=True)
             failed += 1
     return failed
+
+
+def is_made(name, seed, results):
+    return (name, seed) in [(r['name'], r['seed']) for r in read_lines(results)]
 
 
 def folder_of(compare, name, seed):
@@ -369,14 +379,34 @@ def make_run(name, seed, plan, compare, results):
     folder = folder_of(compare, name, seed)
     args = [*plan.args, f'--seed={seed}', f'--out_dir={folder}']
     label = f"{name}, seed {seed}"
+    check_model(label, folder)
     if final_loss(folder, plan.settings) is None:
         train(label, args, folder, plan.settings)
+        check_model(label, folder)
     r = record_of(name, seed, args, folder, plan, compare.answers)
+    if is_made(name, seed, results):    # by another compare.py, meanwhile
+        return
     with open(results, 'a', encoding='utf-8') as f:
         f.write(json.dumps(r) + '\n')
     right = f"{r['right']:.1%} right, " if 'right' in r else ''
     print(f"{label}: {right}{r[LOSS]:.4f} nats per byte, {r['steps']} steps, "
           f"{r['seconds']:.0f} s", flush=True)
+
+
+def check_model(label, folder):
+    """UserError if a run's model.py is not the one that counts its answers, or was edited in it."""
+    path = os.path.join(folder, 'model.txt')
+    if sum_of(source_of_model()) != MODEL:
+        raise UserError(f"{label}: model.py was changed since compare.py began: start it again, "
+                        "with another --out if runs have begun")
+    if not os.path.exists(path):
+        os.makedirs(folder, exist_ok=True)
+        with open(path, 'w', encoding='utf-8') as f:
+            f.write(MODEL)
+    with open(path, encoding='utf-8') as f:
+        if f.read() != MODEL:
+            raise UserError(f"{label}: {folder} was begun with another model.py: choose another "
+                            "--out, or take that folder away")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.tasks import TASKS, in_answers, task_of
+from prepare_data import is_utf8
 from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
 
 
@@ -135,22 +136,25 @@ def token_arrays(path, tokenizer):
     shards = []
     if folder == path:
         for shard in meta['val']['shards']:
-            shards.append(os.path.join(path, shard['name']))
+            shards.append((os.path.join(path, shard['name']), shard['tokens']))
     elif path.endswith('.bin'):
-        shards.append(path)
-    elif path.endswith('.jsonl'):
+        shards.append((path, None))
+    elif path.lower().endswith('.jsonl'):
         raise UserError(f"{path}: records, and this reads text: write their texts to a .txt file, "
                         "or prepare them (prepare_data.py) and name the folder")
 
-    for shard in shards:
+    for shard, _ in shards:
         count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
-    return [open_shard(shard) for shard in shards] or [read_text(path, tokenizer)]
+    return [open_shard(shard, tokens) for shard, tokens in shards] or [read_text(path, tokenizer)]
 
 
 def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
     with open(path, 'rb') as f:
-        tokens = encode(tokenizer, f.read())
+        text = f.read()
+    if tokenizer.name != 'byte' and not is_utf8(text):
+        print(f"warning: {path} is no UTF-8: where it is not, U+FFFD is read", file=sys.stderr)
+    tokens = encode(tokenizer, text)
     return np.roll(tokens, 1)       # the end-of-text that is behind it comes before
 
 

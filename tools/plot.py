@@ -223,7 +223,10 @@ def halting(paths, s):
     panels = {}     # {data set: {name: [record, ..]}}
     colours = {}    # of a name, in all panels
     found = {}      # of each data set
+    last = {}       # asked again, a run has its newest line
     for record in [record for path in paths for record in read_lines(path)]:
+        last[record.get('checkpoint'), record.get('halting'), record['data']] = record
+    for record in last.values():
         name = name_of(record.get('checkpoint', ''))
         if name and (s.names is None or name in s.names.split(',')):
             found.setdefault(os.path.basename(record['data'].rstrip('/')), []).append(record)
