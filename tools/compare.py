@@ -10,8 +10,7 @@ A name is one of RUNS. NAME_2x has twice the layers; NAME_as_OTHER is trained fo
 OTHER, by more or fewer steps. Files and settings of train.py hold for all; what RUNS adds overrules
 yours. Stopped, the same command goes on. On a made task the table counts right answers. Writes
 OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its model.py), a line per run in
-OUT/runs.jsonl, and what holds
-for all in OUT/recipe.txt.
+OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
 """
 
 import contextlib
