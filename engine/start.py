@@ -148,8 +148,8 @@ def check_asked(config, asked):
 def check_data(config, meta, state, settings, ranks):
     """
     UserError if the model was made for other tokens than the data has; a warning if a run goes on
-    with other data than the checkpoint `state` was made with, or is evaluated on what took its
-    place.
+    with other data than the checkpoint `state` was made with, or a run or an evaluation takes what
+    took its place.
     """
     name = meta['tokenizer']
     of_model = state['tokenizer'] if state else name
@@ -160,13 +160,19 @@ def check_data(config, meta, state, settings, ranks):
                         "data the model was made for")
     if task_of(meta):
         check_room(*task_of(meta), config.block_size)
-    if is_new(settings) or ranks.rank > 0:
+    if state is None or ranks.rank > 0:
         return
-    here = not settings.eval_only or settings.data_dir == state['settings'].get('data_dir')
+    goes_on = not is_new(settings) and not settings.eval_only
+    if goes_on or settings.data_dir == state['settings'].get('data_dir'):
+        say_other_data(settings.data_dir, meta, state)
+
+
+def say_other_data(folder, meta, kept):
+    """A warning for each split that is not the one in what a checkpoint kept of its data."""
     for split, words in (('train', 'training data'), ('val', 'validation set')):
-        if here and state.get(f'{split}_data', meta[split]) != meta[split]:
-            print(f"warning: the {words} in {settings.data_dir} is not what this run read before",
-                  file=sys.stderr)
+        if kept.get(f'{split}_data', meta[split]) != meta[split]:
+            print(f"warning: the {words} in {folder} is not what this model read before: cut anew, "
+                  "a validation set may hold what it was trained on", file=sys.stderr)
 
 
 def idle_settings(model, asked):

@@ -308,12 +308,24 @@ def other_data(tmp_path):
 
 def test_other_data_than_before_is_named(out, run_train, other_data, capsys):
     run_train('out', '--init_from=resume', '--max_steps=5')
-    assert 'not what this run read before' not in capsys.readouterr().err
+    assert 'not what this model read before' not in capsys.readouterr().err
     run_train('out', '--init_from=resume', '--max_steps=6', f'--data_dir={other_data}')
     told = capsys.readouterr()
     for words in ('training data', 'validation set'):
-        assert f'the {words} in {other_data} is not what this run read before' in told.err
+        assert f'the {words} in {other_data} is not what this model read before' in told.err
     assert f'from here on with max_steps=6 (was 5), data_dir={other_data} (was ' in told.out
+
+
+def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(
+        out, run_train, other_data, capsys):
+    """On other data they are at home: that is fine-tuning."""
+    run_train('tuned', f'--init_from={out}', f'--data_dir={other_data}', '--max_steps=1')
+    assert 'warning' not in capsys.readouterr().err
+    write_dataset(str(other_data), [b'%d ' % i * 40 for i in range(99)], get_tokenizer('byte'),
+                  0.2, 'test')
+    tuned = other_data.parent / 'tuned'
+    run_train('more', f'--init_from={tuned}', f'--data_dir={other_data}', '--max_steps=1')
+    assert 'a validation set may hold what it was trained on' in capsys.readouterr().err
 
 
 def test_what_a_resumed_run_changes_is_said(run_train, capsys):

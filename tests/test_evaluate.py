@@ -118,17 +118,20 @@ def test_a_shard_and_a_folder(model, folder, small_data, capsys):
     assert float(bits_per_byte) == pytest.approx(want / size / math.log(2), abs=6e-5)
 
 
-def test_another_validation_set_in_the_place_of_its_own_is_refused(model, tmp_path, small_data):
+def test_another_validation_set_in_the_place_of_its_own_is_refused(model, tmp_path, small_data,
+                                                                   capsys):
     other = shutil.copytree(small_data, tmp_path / 'other')
     meta = read_meta(str(other))
     folder = save(tmp_path / 'ckpt', model, data_dir=str(other))
     state = load_checkpoint(folder)
     save_checkpoint(folder, {**state, 'val_data': meta['val'], 'exam': None})
     evaluate.main([folder, '--tokens=50', '--device=cpu'])
+    assert 'warning' not in capsys.readouterr().err
     prepare_data.write_dataset(str(other), [b'text %d' % i for i in range(90)], BYTE, 0.2, 'test')
     with pytest.raises(UserError, match='not the data that this model was trained on'):
         evaluate.main([folder, '--tokens=50', '--device=cpu'])
     evaluate.main([folder, str(other), '--tokens=50', '--device=cpu'])      # asked for
+    assert 'a validation set may hold what it was trained on' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('task', TASKS)

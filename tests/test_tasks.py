@@ -423,7 +423,7 @@ def test_an_evaluation_on_what_took_the_datas_place_says_so(sums, capsys):
     assert 'warning' not in capsys.readouterr().err
     prepare('addition', size=5)
     train.main(again)
-    assert 'data/addition is not what this run read before' in capsys.readouterr().err
+    assert 'data/addition is not what this model read before' in capsys.readouterr().err
 
 
 def test_only_tasks_have_answers(small_data, in_tmp):

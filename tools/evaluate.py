@@ -37,6 +37,7 @@ from engine.generate import check_pieces
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
+from engine.start import say_other_data
 from engine.tasks import TASKS, in_answers, task_of
 from prepare_data import is_utf8
 from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
@@ -369,6 +370,9 @@ def main(argv):
             s.answers = 1000
         else:
             texts = [data_dir_of(settings)]
+    for folder in texts:
+        if folder == settings.get('data_dir'):
+            say_other_data(folder, read_meta(folder), settings)
     if model.mechanism.iterates and model.mechanism.K > 0:
         how = "token by token" if s.exact else "by iteration (--exact=True: token by token)"
         print(f"{model.config.ponder}: texts and prompts are read {how}")
