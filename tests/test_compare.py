@@ -1,7 +1,10 @@
 """tools/compare.py: one recipe for all, nothing made twice, numbers that follow from the runs."""
 import json
 import os
-
+import signal
+import subprocess
+import sys
+import time
 import pytest
 import torch
 from conftest import ROOT, cells, program
@@ -223,6 +226,20 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     ms = {line['step']: line['ms'] for line in compare.read_lines(folder / 'log.jsonl')
           if 'ms' in line}
     assert r['seconds'] == pytest.approx(sum(ms.values()) / 1e3)
+
+
+def test_ended_by_sigterm_its_run_saves(common, tmp_path):
+    command = [sys.executable, os.path.join(ROOT, 'tools', 'compare.py'), *common,
+               '--max_steps=100000', f'--out={tmp_path}', '--names=loop', '--seeds=3',
+               '--save_interval=100000']
+    folder = tmp_path / 'loop-s3'
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as ours:
+        while ours.poll() is None and len(compare.read_lines(folder / 'log.jsonl')) < 3:
+            time.sleep(0.05)
+        ours.terminate()
+    assert ours.returncode == 128 + signal.SIGTERM
+    assert load_checkpoint(str(folder))['step'] >= 2
 
 
 def test_a_run_that_fails_says_why(common, tmp_path):

@@ -19,6 +19,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -225,6 +226,7 @@ def train(label, args, folder, settings):
     with open(os.path.join(folder, 'output.txt'), 'a', encoding='utf-8') as output, \
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              encoding='utf-8', errors='replace') as child:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             for line in child.stdout:
                 output.write(line)
@@ -232,6 +234,12 @@ def train(label, args, folder, settings):
         except KeyboardInterrupt:   # the run had it too, and saves
             child.wait()
             raise
+        except SystemExit:          # this one alone had SIGTERM
+            child.terminate()
+            child.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if child.returncode or final_loss(folder, settings) is None:
         raise UserError(f"{label} ended before its time: {line.strip()[:300]} (the rest is in "
                         f"{folder}/output.txt); the same command goes on")
