@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+
 import pytest
 import torch
 from conftest import ROOT, cells, program
