@@ -311,7 +311,7 @@ class Trainer:
         self.model.eval()
         data, at_once = self.val_data, self.settings.micro_batch
         rank, world = self.ranks.rank, self.ranks.world
-        windows = data.spread(max(world, self.settings.eval_tokens // data.T))
+        windows = data.spread(max(1, self.settings.eval_tokens // data.T))
         n, mine = len(windows), windows[rank::world]
         total = torch.zeros(3, device=self.device)      # of losses, their targets, passes
         for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks

@@ -183,10 +183,11 @@ def load_optimizer(optimizer, scaler, state):
     for p, held in (optimizer.optim if shared_out else optimizer).state.items():
         for name, moment in held.items():
             if moment.dim() == 0:
-                held[name] = moment.to(p.device) if shared_out else moment  # for fused AdamW
+                moment = moment.to(p.device) if shared_out else moment  # for fused AdamW
             elif moment.shape != p.shape:       # which would read past the end of a shorter one
                 raise UserError(f"the checkpoint's optimizer belongs to another model: {name} has "
                                 f"shape {tuple(moment.shape)}, its parameter {tuple(p.shape)}")
+            held[name] = moment.clone()     # on a CPU it lies in the file, and keeps it open
     if shared_out:
         optimizer.state.clear()  # a second copy of that part, which nothing reads
 

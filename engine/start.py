@@ -171,8 +171,8 @@ def say_other_data(folder, meta, kept):
     """A warning for each split that is not the one in what a checkpoint kept of its data."""
     for split, words in (('train', 'training data'), ('val', 'validation set')):
         if kept.get(f'{split}_data', meta[split]) != meta[split]:
-            print(f"warning: the {words} in {folder} is not what this model read before: cut anew, "
-                  "a validation set may hold what it was trained on", file=sys.stderr)
+            print(f"warning: the {words} in {folder} is not what this model read before; cut "
+                  "anew, a validation set may hold what it was trained on", file=sys.stderr)
 
 
 def idle_settings(model, asked):

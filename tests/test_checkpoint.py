@@ -328,6 +328,21 @@ def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(
     assert 'a validation set may hold what it was trained on' in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not os.path.exists('/proc/self/maps'), reason="Linux")
+def test_a_run_that_goes_on_lets_go_of_its_old_file(out, run_train, monkeypatch):
+    """Replaced, it would take disk space as long as it is mapped."""
+    train_step, mapped = Trainer.train_step, []
+
+    def looked(self):
+        with open('/proc/self/maps', encoding='utf-8') as f:
+            mapped.append(str(out) in f.read())
+        return train_step(self)
+
+    monkeypatch.setattr(Trainer, 'train_step', looked)
+    run_train('out', '--init_from=resume', '--max_steps=5')
+    assert mapped == [False]
+
+
 def test_what_a_resumed_run_changes_is_said(run_train, capsys):
     """A setting that was given for a test, and would stay in the checkpoint."""
     run_train('out', '--ponder=loop', '--ponder_steps=2', '--max_steps=1')

@@ -243,7 +243,6 @@ def after_each_pass(model, text):
         loss, hit, _ = see(model, text.inputs, text.targets, passes)
         losses.append(loss)
         right.append(hit)
-    model.config.ponder_steps = K
     return torch.stack(losses), torch.stack(right)
 
 

@@ -39,7 +39,7 @@ from engine.loss import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.start import say_other_data
 from engine.tasks import TASKS, in_answers, task_of
-from prepare_data import is_utf8
+from prepare_data import is_jsonl, is_utf8
 from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
 
 
@@ -140,7 +140,7 @@ def token_arrays(path, tokenizer):
             shards.append((os.path.join(path, shard['name']), shard['tokens']))
     elif path.endswith('.bin'):
         shards.append((path, None))
-    elif path.lower().endswith('.jsonl'):
+    elif is_jsonl(path):
         raise UserError(f"{path}: records, and this reads text: write their texts to a .txt file, "
                         "or prepare them (prepare_data.py) and name the folder")
 
