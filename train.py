@@ -184,7 +184,7 @@ class Trainer:
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
             self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.log = Log(s, self.model, ranks, device)
+        self.log = Log(s, self.model, self.stop, device)
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ class Trainer:
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self):
-        """Evaluate only, or train to max_steps; ends early on a signal."""
+        """Evaluate only, or train to max_steps; ends early on a signal, or when the log is lost."""
         s = self.settings
         if s.eval_only:
             self.evaluate()
@@ -421,6 +421,8 @@ def main(argv):
         del state   # it keeps the old file open: replaced, that would still take disk space
         trainer.run()
         trainer.net = None  # it holds the process group
+    if trainer.stop.error:
+        raise trainer.stop.error    # all is saved, but a line of the log
     return trainer.stop.status
 
 

@@ -2,7 +2,7 @@
 What a run says and leaves behind, and what ends it early.
 
     stop = Stop(ranks, device, max_seconds)     asked(): is the run to save and end?
-    log = Log(settings, model, ranks, device)   lines for people, JSON objects for programs
+    log = Log(settings, model, stop, device)    lines for people, JSON objects for programs
     log.open(written, resumed)                  the run's folder: settings.json, log.jsonl
 """
 
@@ -25,6 +25,7 @@ from engine.flops import flops_per_token
 from engine.generate import check_pieces
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
+from engine.tasks import task_of
 
 SILENCE = 20    # seconds without a line, after which a run says how far it is
 PROBLEMS = 100  # of a made task, which each evaluation asks
@@ -40,6 +41,7 @@ class Stop:
         self.deadline = time.monotonic() + (max_seconds or math.inf)
         self.since = 0.0            # when this rank was told to stop; 0: it was not
         self.status = 0             # what the program ends with: 128 and the signal's number
+        self.error = None           # why a line of the log is lost: what the program ends with
 
     def asked(self):
         """Whether any rank was told to stop, or is out of time; all ranks get the same answer."""
@@ -47,6 +49,14 @@ class Stop:
         if self.ranks.world == 1:
             return stop
         return self.ranks.mean(torch.tensor([float(stop)], device=self.device)) > 0
+
+    def because(self, error):
+        """A line of the log is lost: its reader has left, or the disk is full."""
+        if not isinstance(error, BrokenPipeError):
+            error = UserError(f"a line of the log cannot be written ({error.strerror}): see to it, "
+                              "then go on with --init_from=resume")
+        self.error = self.error or error
+        self.since = self.since or time.monotonic()
 
     def hear(self, number, frame):
         """
@@ -80,10 +90,12 @@ class Stop:
 class Log:
     """What rank 0 prints and writes to log.jsonl; the other ranks are silent."""
 
-    def __init__(self, settings, model, ranks, device):
+    def __init__(self, settings, model, stop, device):
+        """stop: the run's Stop, which is told when a line is lost, so that no step is."""
         self.settings = settings
         self.model = model
-        self.ranks = ranks
+        self.stop = stop
+        self.ranks = stop.ranks
         self.device = device
         self.file = None            # log.jsonl, once it is open
         self.said = time.monotonic()
@@ -123,14 +135,20 @@ class Log:
             yield
 
     def say(self, text, **record):
-        """Print `text`; `record` becomes a line of log.jsonl, if that is open."""
+        """
+        Print `text`; `record` becomes a line of log.jsonl, if that is open. Where they cannot be
+        written, the run is asked to stop.
+        """
         self.said = time.monotonic()
         if self.ranks.rank > 0:
             return
-        print(text, flush=True)
-        if record and self.file:
-            finite = {name: None if is_nan(value) else value for name, value in record.items()}
-            print(json.dumps(finite), file=self.file, flush=True)
+        try:
+            print(text, flush=True)
+            if record and self.file:
+                finite = {name: None if is_nan(value) else value for name, value in record.items()}
+                print(json.dumps(finite), file=self.file, flush=True)
+        except OSError as error:
+            self.stop.because(error)
 
     def alive(self, text):
         """Say how far it is, if nothing was said for a while."""
@@ -153,13 +171,14 @@ class Log:
         world = self.ranks.world
         precision = f"{str(dtype).removeprefix('torch.')} ({why})"
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
+        made_by = f" ({meta['source']})" if task_of(meta) else ''
         fast = isinstance(self.model, FastGPT)
         whose = "engine/'s parts for model.py's (fast)" if fast else "model.py as it is"
         self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}, {whose}; all {s.max_steps:,} steps read "
-                 f"{s.data_dir} {epochs:,.1f} times")
+                 f"{s.data_dir}{made_by} {epochs:,.1f} times")
         if epochs > OFTEN:
             self.say(f"warning: a text read {epochs:,.0f} times is learned by heart; more of it: "
                      "python prepare_data.py fineweb-edu, then --data_dir=data/fineweb-edu")

@@ -166,7 +166,7 @@ def test_on_a_made_task_answers_count(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare_data, 'problems',
                         lambda name, size, count, seed: tasks.problems(name, size, 900, seed))
     prepare_data.main(['addition', '--size=2'])
-    size = dict(vocab_size=320, n_tokens=257, block_size=32)
+    size = dict(vocab_size=320, n_tokens=257, block_size=32, n_layer=1)
     loop = make(**{**TOGGLES['loop'], **size}).float()
     optimizer = torch.optim.AdamW(loop.parameters(), 3e-3)
     inputs, targets = read_answers(loop, exam_of_data('data/addition'), 30)

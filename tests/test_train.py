@@ -457,7 +457,7 @@ def test_passes_of_all_micro_batches_are_logged(run_train, make_trainer, tmp_pat
 
 def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA H100 80GB HBM3')
-    log = Log(Settings(), make(), Ranks(0, 8), CPU)
+    log = Log(Settings(), make(), Stop(Ranks(0, 8), CPU), CPU)
     assert log.mfu(1e6) is None
     log.device = torch.device('cuda')
     log.flops = 1e5
@@ -471,7 +471,7 @@ def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
 def test_right_answers_are_a_share_and_their_characters_bytes(monkeypatch):
     outcomes = [SimpleNamespace(right=i < 30) for i in range(40)]
     monkeypatch.setattr(run, 'answer_problems', lambda *args: outcomes)
-    log, said = Log(Settings(), make(), ALONE, CPU), {}
+    log, said = Log(Settings(), make(), Stop(ALONE, CPU), CPU), {}
     monkeypatch.setattr(log, 'say', lambda text, **record: said.update(record, text=text))
     log.evaluation(7, 0.5, None, {}, dict(eot=256), contextlib.nullcontext)
     assert '30 of 40 answers right' in said['text'] and said['val_right'] == 0.75
@@ -609,6 +609,7 @@ def test_what_does_not_count_is_said(tmp_path, monkeypatch, capsys):
     train.main([*run, '--block_size=18', '--batch_tokens=18', '--max_steps=30', '--out_dir=b',
                 '--log_interval=1'])
     told = capsys.readouterr().out
+    assert 'read data/addition (addition --size=4 --problems=200 --seed=1337)' in told
     assert re.search(r'\n\d+% of what the answers hold counts', told)
     skipped = set(re.findall(r'\nstep (\d+): no answer in its windows counts; step skipped', told))
     assert 3 < len(skipped) < 30
@@ -1076,6 +1077,19 @@ def test_ctrl_c_on_a_pipe_loses_nothing(start, tmp_path):
     process.join(60)
     assert process.exitcode == 141
     assert load_checkpoint(str(tmp_path / 'out'))['step'] >= 3
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason="needs /dev/full")
+def test_a_log_that_cannot_be_written_costs_no_step(small_data, tmp_path):
+    """`python train.py > log` on a disk that is full."""
+    out = tmp_path / 'out'
+    args = ['train.py', *SHAPE, *QUICK, *ENDLESS, f'--data_dir={small_data}', f'--out_dir={out}']
+    with open('/dev/full', 'w') as log:
+        done = subprocess.run([sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.PIPE,
+                              text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith('error: a line of the log cannot be written (No space left')
+    assert load_checkpoint(str(out))['step'] == 1
 
 
 @posix

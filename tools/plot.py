@@ -161,14 +161,16 @@ def in_generation(panels):
             raise UserError(f"x=generated: {name} halts, or its record has no {EXACT}: leave it "
                             "out of --names")
         loss = record.get(EXACT, record[LOSS])
-        runs.setdefault(name, []).append({**record, 'generated': flops_of_new_token(gpt),
-                                          LOSS: loss})
+        runs.setdefault(name, []).append({**record, 'gpt': gpt, LOSS: loss})
     seeds = [{record['seed'] for record in found} for found in runs.values()]
     shared = set.intersection(*seeds) if seeds else set()
     if len(recipes) != 1 or not shared:
         raise UserError(f"x=generated: {len(recipes)} recipes and {len(shared)} shared seeds of "
                         "runs on text: choose some with --names")
-    return {name: [r for r in found if r['seed'] in shared] for name, found in runs.items()}
+    drawn = {name: [r for r in found if r['seed'] in shared] for name, found in runs.items()}
+    for record in (r for found in drawn.values() for r in found):
+        record['generated'] = flops_of_new_token(record['gpt'])
+    return drawn
 
 
 def draw_records(ax, runs, looks, x):
