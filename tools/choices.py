@@ -224,7 +224,7 @@ def print_taus(found, text):
                      text.words(statistics.mean(lots)),
                      f"{text.words(min(lots))} to {text.words(max(lots))}", f"{row['rank']:+.2f}"])
     header = ['halt_tau', 'passes', 'chosen', 'at random', 'lowest to highest', 'rank']
-    print(table(header, rows), '\n', flush=True)
+    print(table(header, rows) + '\n', flush=True)
 
 
 def after_each_pass(model, text):

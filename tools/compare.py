@@ -50,6 +50,7 @@ from train import Settings, for_this_machine
 
 MODEL = sum_of(source_of_model())   # as it was when compare.py began
 
+
 @dataclass
 class CompareSettings:
     """what to compare; every other setting is train.py's"""
