@@ -53,7 +53,7 @@ def save_checkpoint(folder, state):
 
 
 def keep(path, previous):
-    if os.path.exists(path):
+    if zipfile.is_zipfile(path):    # not one that is missing, or cut off
         os.replace(path, previous)
 
 

@@ -82,6 +82,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(out, capsys, dama
     assert 'ckpt_prev.pt: damaged' in why(out)
 
 
+def test_one_that_is_cut_off_does_not_take_the_place_of_the_one_before(out):
+    path = out / 'ckpt.pt'
+    path.write_bytes(cut(path.read_bytes()))
+    save_checkpoint(str(out), {**load_checkpoint(str(out)), 'step': 5})
+    assert load_checkpoint(str(out))['step'] == 5
+    os.remove(path)     # as in a run killed between the two renames
+    assert load_checkpoint(str(out))['step'] == 2
+
+
 def test_a_run_killed_between_the_two_renames(run_train, out):
     os.remove(out / 'ckpt.pt')
     straight = run_train('straight', '--max_steps=4')
