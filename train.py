@@ -12,8 +12,8 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
 Config files and --name=value apply from left to right. What none of them sets has its default; in
 a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C, SIGTERM,
-SIGHUP or max_seconds saves and stops at the next step; a second signal stops at once. The exit
-status after a signal is not 0.
+SIGHUP, max_seconds or a log that cannot be written saves and stops at the next step; a second
+signal stops at once. The exit status after a signal is not 0.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
 ones too: a config file for the same mechanism) and log.jsonl (a JSON object for each line of
 steps or evaluation).
@@ -184,7 +184,7 @@ class Trainer:
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
             self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.log = Log(s, self.model, self.stop, device)
+        self.log = Log(s, self.model, self.stop)
 
     # ---- the step --------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 What a run says and leaves behind, and what ends it early.
 
     stop = Stop(ranks, device, max_seconds)     asked(): is the run to save and end?
-    log = Log(settings, model, stop, device)    lines for people, JSON objects for programs
+    log = Log(settings, model, stop)            lines for people, JSON objects for programs
     log.open(written, resumed)                  the run's folder: settings.json, log.jsonl
 """
 
@@ -33,7 +33,10 @@ OFTEN = 100     # times that a run may read its data without a warning
 
 
 class Stop:
-    """Whether a run is to save and end before its last step: a signal, or no time left."""
+    """
+    Whether a run is to save and end before its last step: a signal, no time left, a log that cannot
+    be written.
+    """
 
     def __init__(self, ranks, device, max_seconds=None):
         self.ranks = ranks
@@ -90,13 +93,13 @@ class Stop:
 class Log:
     """What rank 0 prints and writes to log.jsonl; the other ranks are silent."""
 
-    def __init__(self, settings, model, stop, device):
+    def __init__(self, settings, model, stop):
         """stop: the run's Stop, which is told when a line is lost, so that no step is."""
         self.settings = settings
         self.model = model
         self.stop = stop
         self.ranks = stop.ranks
-        self.device = device
+        self.device = stop.device
         self.file = None            # log.jsonl, once it is open
         self.said = time.monotonic()
         self.outcomes = []          # of a made task's problems, in the last evaluation

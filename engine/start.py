@@ -162,7 +162,7 @@ def check_data(config, meta, state, settings, ranks):
         check_room(*task_of(meta), config.block_size)
     if state is None or ranks.rank > 0:
         return
-    goes_on = not is_new(settings) and not settings.eval_only
+    goes_on = settings.init_from == 'resume' and not settings.eval_only
     if goes_on or settings.data_dir == state['settings'].get('data_dir'):
         say_other_data(settings.data_dir, meta, state)
 

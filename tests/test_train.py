@@ -457,7 +457,7 @@ def test_passes_of_all_micro_batches_are_logged(run_train, make_trainer, tmp_pat
 
 def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA H100 80GB HBM3')
-    log = Log(Settings(), make(), Stop(Ranks(0, 8), CPU), CPU)
+    log = Log(Settings(), make(), Stop(Ranks(0, 8), CPU))
     assert log.mfu(1e6) is None
     log.device = torch.device('cuda')
     log.flops = 1e5
@@ -471,7 +471,7 @@ def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
 def test_right_answers_are_a_share_and_their_characters_bytes(monkeypatch):
     outcomes = [SimpleNamespace(right=i < 30) for i in range(40)]
     monkeypatch.setattr(run, 'answer_problems', lambda *args: outcomes)
-    log, said = Log(Settings(), make(), Stop(ALONE, CPU), CPU), {}
+    log, said = Log(Settings(), make(), Stop(ALONE, CPU)), {}
     monkeypatch.setattr(log, 'say', lambda text, **record: said.update(record, text=text))
     log.evaluation(7, 0.5, None, {}, dict(eot=256), contextlib.nullcontext)
     assert '30 of 40 answers right' in said['text'] and said['val_right'] == 0.75

@@ -168,8 +168,9 @@ def in_generation(panels):
         raise UserError(f"x=generated: {len(recipes)} recipes and {len(shared)} shared seeds of "
                         "runs on text: choose some with --names")
     drawn = {name: [r for r in found if r['seed'] in shared] for name, found in runs.items()}
-    for record in (r for found in drawn.values() for r in found):
-        record['generated'] = flops_of_new_token(record['gpt'])
+    for found in drawn.values():
+        for record in found:
+            record['generated'] = flops_of_new_token(record['gpt'])
     return drawn
 
 

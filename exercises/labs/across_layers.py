@@ -49,8 +49,8 @@ seeds 1337, 1 and 2:
 In the mean both Attention Residuals are ahead of Depth-Attention here, and a plain average of the
 values is ahead of all. With four layers and 600 steps, `attnres_biased` never takes a snapshot.
 
-Ten times the text (--steps=6000, 6 minutes a run, of mHC 16; AMD EPYC, 2026-11-28), seeds 1, 2 and
-1337; the first three are docs/claims.md's runs of the same recipe:
+Ten times the text (--steps=6000; on a busy AMD EPYC 7 to 9 minutes a run, of mHC 14 to 17;
+2026-11-28), seeds 1, 2 and 1337; the first three are docs/claims.md's runs of the same recipe:
 
     way            nats per byte             minus plain
     plain          1.2821  1.3003  1.2995
