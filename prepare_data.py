@@ -295,7 +295,7 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
         raise UserError(f"--tokenizer={tokenizer.name}: its {tokenizer.n_vocab} tokens do not fit "
                         "into 16 bits; use byte or gpt2")
     with workshop(folder) as work:
-        say_replaced(folder, source)
+        say_replaced(folder, source, tokenizer.name)
         train = ShardWriter(work, 'train')
         val = ShardWriter(work, 'val')
         no_utf8 = 0
@@ -318,12 +318,14 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
     return meta
 
 
-def say_replaced(folder, source):
-    """A line for a folder that holds data made of something else."""
+def say_replaced(folder, source, tokenizer):
+    """A line for a folder that holds data made of something else, or in other tokens."""
     if os.path.exists(os.path.join(folder, 'meta.json')):
-        before = read_meta(folder)['source']
-        if before != source:
-            print(f"{folder} was made of {before}, which this replaces by {source}")
+        old = read_meta(folder)
+        before = f"{old['source']} ({old['tokenizer']})"
+        now = f"{source} ({tokenizer})"
+        if before != now:
+            print(f"{folder} was made of {before}, which this replaces by {now}")
 
 
 def is_utf8(text):

@@ -69,8 +69,8 @@ class Settings:
     eval_interval: int = 500            # steps between evaluations; there is always one at the end
     eval_tokens: int = 2 ** 20          # validation tokens per evaluation, the same each time
     save_interval: int = 500            # steps between checkpoints; there is always one at the end
-    max_seconds: Optional[float] = None # save and stop after this long, as on a signal
-    sample_tokens: int = 400            # length of the sample printed at the end, 0 for none
+    max_seconds: Optional[float] = None # save and stop after this long, with exit status 0
+    sample_tokens: int = 400            # at most, of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
     threads: Optional[int] = None       # on a CPU (None: PyTorch's choice, one per core)
@@ -368,6 +368,8 @@ class Trainer:
         """Evaluate only, or train to max_steps; ends early on a signal, or when the log is lost."""
         s = self.settings
         if s.eval_only:
+            name = str(self.dtype).removeprefix('torch.')
+            self.log.say(f"evaluation in {name} ({self.why})")
             self.evaluate()
             return
         if self.step >= s.max_steps:

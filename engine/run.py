@@ -282,6 +282,8 @@ class Log:
             text += f", {passes:.3f} passes per token"
         right = None
         if exam is not None:
+            if not self.outcomes:   # the first time
+                check_pieces(self.model)
             with autocast():
                 self.outcomes = answer_problems(self.model, exam, PROBLEMS)
             n_right = sum(outcome.right for outcome in self.outcomes)
@@ -301,10 +303,10 @@ class Log:
         if self.ranks.rank > 0:
             return
         self.model.eval()
-        check_pieces(self.model)
         if self.outcomes:
             print_answers(self.outcomes)
         else:
+            check_pieces(self.model)
             with autocast():
                 print_sample(self.model, data, meta['tokenizer'], self.settings)
 

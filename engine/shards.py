@@ -126,10 +126,10 @@ def one_tokenizer(*kept):
     """
     names = {one['tokenizer'] for one in kept}
     ids = [one.get('tokenizer_id') for one in kept]
-    if len(names) == 1:
-        return None in ids or ids[0] == ids[1]
     if not all(name.startswith('hf:') for name in names):
-        return False
+        return len(names) == 1
+    if len(names) == 1 and ids[0] == ids[1]:
+        return True     # also of older ones, which both have none
     return len({i or get_tokenizer(one['tokenizer']).id for i, one in zip(ids, kept)}) == 1
 
 

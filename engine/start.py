@@ -125,8 +125,10 @@ def check_memory(config, settings, ranks, device):
     """
     if device.type != 'cpu' or not os.path.exists('/proc/meminfo'):
         return
-    copies = 1 if settings.eval_only else 4
-    needs = copies * ranks.world * 4 * without_numbers(config).num_params()
+    model = without_numbers(config)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kept = model.num_params() + (0 if settings.eval_only else 3 * trained)
+    needs = ranks.world * 4 * kept
     with open('/proc/meminfo', encoding='ascii') as f:
         kilobytes = dict(line.split(':') for line in f)['MemAvailable'].split()[0]
     has = 1024 * int(kilobytes)

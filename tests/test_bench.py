@@ -30,8 +30,11 @@ def test_a_line_for_each_part(monkeypatch, capsys):
     bench.main([*SMALL, '--toggles=gate', '--parts=True'])
     models = ['gate, model.py', 'gate, fast', 'gate, fast without loss',
               'gate, fast without skipping', 'gate, fast without memory']
-    assert [row[0] for row in cells(capsys.readouterr().out)] == [
+    rows = cells(capsys.readouterr().out)
+    assert [row[0] for row in rows] == [
         'step, 2 x 32 tokens', *models, 'decoding 3 tokens, batch 1', *models]
+    assert all(row[-1].endswith('%') for row in rows[1:6])
+    assert [row[-1] for row in rows[7:]] == [''] * 5    # who knows which passes they took
 
 
 @pytest.mark.parametrize('halting', ['gate', 'mask', 'router', 'exit'])
@@ -54,9 +57,14 @@ def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
     folders = []
     for name, tau in ('loop', 0.1), ('exit', 1e-4), ('exit', 1.0), ('feedback', 0.1):
         model = make(**{**TOGGLES[name], **size, 'halt_tau': tau})
-        folders.append(save(tmp_path / f'{name}{tau}', model, data_dir='data/addition'))
+        folders.append(save(tmp_path / f'{name}{tau}', model, data_dir='data/addition',
+                            fast=name == 'exit'))
     monkeypatch.setattr(bench, 'ANSWERS', 3)
+    write, asked = bench.answer_problems, []
+    monkeypatch.setattr(bench, 'answer_problems',
+                        lambda model, *args, **kw: asked.append(model) or write(model, *args, **kw))
     bench.main([*folders, '--repeats=1', '--batches=1,2', '--device=cpu'])
+    assert {type(model) for model in asked} == {GPT}, "not one as it was trained, one not"
     passes, *lines = cells(capsys.readouterr().out)
     assert passes == ['passes of', 'a question token', 'an answer token']
     assert lines[:4] == [[folders[0], '3.00', '3.00'], [folders[1], '3.00', '3.00'],
@@ -71,11 +79,12 @@ def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
 def test_ratios(capsys):
     """More than 1 is quicker."""
     assert bench.take_turns(dict(a=iter(range(9)).__next__), 3) == dict(a=[1, 2, 3])
-    bench.print_times('step', dict(plain=[3.0, 1.0, 2.0], loop=[4.0, 8.0, 5.0]),
+    bench.print_times('step', dict(plain=[3.0, 1.0, 2.0], loop=[4.0, 8.0, 5.0], exit=[1.0]),
                       dict(plain=1.0, loop=2.5))
     assert cells(capsys.readouterr().out)[1:] == [
         ['plain', '2000.0 ms', '1000.0 to 3000.0', '1.000x', '50.0%'],
-        ['loop', '5000.0 ms', '4000.0 to 8000.0', '0.400x', '50.0%']]
+        ['loop', '5000.0 ms', '4000.0 to 8000.0', '0.400x', '50.0%'],
+        ['exit', '1000.0 ms', '1000.0 to 1000.0', '2.000x', '']]
     config = GPTConfig(**SHAPE, ponder='loop', ponder_steps=3)
     bench.print_saved('step', config, {'all': [(4.0, 0.0)], 2: [(2.5, 2.0)]})
     assert cells(capsys.readouterr().out)[1:] == [

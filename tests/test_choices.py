@@ -155,6 +155,12 @@ def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsy
     assert out.startswith('nats per token; 112 validation tokens\n')
     assert [row[0].split()[0] for row in cells(out)] == [
         'halt_tau', '0.2', '0.9', 'passes', 'everyone', 'everyone', 'everyone', 'oracle']
+    old = save(tmp_path / 'c', make(**{**TOGGLES['exit'], **size}), data_dir=small_data)
+    state = torch.load(f'{old}/ckpt.pt', weights_only=True)
+    torch.save({**state, 'val_data': 'other'}, f'{old}/ckpt.pt')
+    choices.main([old, f'--data_dir={small_data}', '--tokens=100', '--lots=1', '--taus=0.2',
+                  '--device=cpu'])
+    assert 'validation set in' in capsys.readouterr().err
     plain = save(tmp_path / 'b', make(**size), data_dir=small_data)
     with pytest.raises(UserError, match="ponder='none'"):
         choices.main([plain])

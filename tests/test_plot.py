@@ -9,6 +9,8 @@ import torch
 from conftest import ROOT, TOGGLES, make, save
 
 from engine.files import UserError
+from engine.flops import flops_per_token
+from engine.plan import without_numbers
 from tools import plot
 from tools.explain import look
 from tools.plot import PlotSettings
@@ -109,8 +111,10 @@ def record_of(name, seed, loss, *options, **more):
     """A line of tools/compare.py, of a run on small_data."""
     config = os.path.join(ROOT, 'config', 'loop.py')
     settings = [f'--{key}={value}' for key, value in SIZE.items()]
-    return dict(name=name, seed=seed, val_nats_per_byte=loss, **more, command=shlex.join(
-        ['python', 'train.py', config, *settings, *options, f'--seed={seed}']))
+    command = ['python', 'train.py', config, *settings, *options, f'--seed={seed}']
+    _, shape = plot.configs_of(command[2:])
+    return dict(name=name, seed=seed, val_nats_per_byte=loss, command=shlex.join(command),
+                tokens=9, flops=9 * flops_per_token(without_numbers(shape)), **more)
 
 
 def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
@@ -142,6 +146,7 @@ def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
     assert word.get_text() == 'loop', "these are two passes"
 
     for more, words in [(record_of('loop', 2, 1, data, '--max_steps=9'), '2 recipes'),
+                        ({**record_of('loop', 2, 1, data), 'flops': 9.0}, 'does not make'),
                         (record_of('chain', 3, 1, data, '--ponder=chain'), '0 shared'),
                         (record_of('exit', 2, 1, data, '--halting=exit'), 'exit halts, or'),
                         (record_of('latent', 2, 1, data, '--ponder=latent'), 'latent halts, or')]:

@@ -24,7 +24,7 @@ from engine.checkpoint import change_steps, load_checkpoint, model_of
 from engine.files import UserError
 from engine.generate import generate
 from engine.released import FolderTokenizer, describe
-from engine.shards import encode, get_tokenizer
+from engine.shards import encode, get_tokenizer, one_tokenizer
 from prepare_data import write_dataset
 from tools import evaluate, hf
 from tools.hf import load_released, save_hf
@@ -260,9 +260,15 @@ def test_another_tokenizer_of_as_many_tokens_is_refused(ouro_folder, tmp_path):
     evaluate.main([out, data_of(ouro_folder, tmp_path / 'ouro_data'), '--device=cpu'])
 
     # and one that lies in its place
+    older = {'tokenizer': own}      # than the names of their tokens
+    kept = dict(older, tokenizer_id=get_tokenizer(own).id)
+    assert one_tokenizer(older, kept) and one_tokenizer(kept, older) and one_tokenizer(older, older)
     shutil.copy(tmp_path / 'other' / 'tokenizer.json', family)
     with pytest.raises(UserError, match='lies another tokenizer than this model was trained with'):
         sample.main([out, '--device=cpu', '--max_new_tokens=1'])
+    with pytest.raises(UserError, match='use the data the model was made for'):
+        train.main([*run, f'--init_from={own}', f'--data_dir={data}', f'--out_dir={out}2'])
+    assert not one_tokenizer(older, kept) and not one_tokenizer(kept, older)
     data_of(own, tmp_path / 'data')
     with pytest.raises(UserError, match='use the data the model was made for'):
         train.main([*run, '--init_from=resume', '--max_steps=2'])

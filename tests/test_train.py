@@ -495,6 +495,7 @@ def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, sm
     capsys.readouterr()
     train.main([f'--init_from={tmp_path / "out"}', '--eval_only=True', '--batch_tokens=7'])
     told = capsys.readouterr().out
+    assert told.startswith('evaluation in float32 (as set')
     assert f'{tmp_path / "out"} on {small_data}, step 10: validation loss' in told
     printed = float(told.split('validation loss ')[1].split()[0])
 
@@ -601,6 +602,8 @@ def test_what_does_not_count_is_said(tmp_path, monkeypatch, capsys):
     """Of a window as long as a problem nothing counts; of one that is longer, sometimes."""
     monkeypatch.chdir(tmp_path)
     prepare_data.main(['addition', '--problems=200'])
+    checked = []
+    monkeypatch.setattr('engine.run.check_pieces', checked.append)
     run = [*SHAPE, '--data_dir=data/addition', '--micro_batch=1', '--sample_tokens=0',
            '--device=cpu', '--dtype=float32']
     with pytest.raises(UserError, match='raise block_size'):
@@ -609,6 +612,7 @@ def test_what_does_not_count_is_said(tmp_path, monkeypatch, capsys):
     train.main([*run, '--block_size=18', '--batch_tokens=18', '--max_steps=30', '--out_dir=b',
                 '--log_interval=1'])
     told = capsys.readouterr().out
+    assert len(checked) == 1, "who gets answers is told if model.py cannot generate"
     assert 'read data/addition (addition --size=4 --problems=200 --seed=1337)' in told
     assert re.search(r'\n\d+% of what the answers hold counts', told)
     skipped = set(re.findall(r'\nstep (\d+): no answer in its windows counts; step skipped', told))
@@ -948,6 +952,11 @@ def test_memory_is_for_weights_gradients_and_moments_of_all_ranks(monkeypatch, e
     machine_has(needed - 1)
     with pytest.raises(UserError, match='GB of memory'):
         check_memory(*args)
+    alone = make(ponder='loop', halting='ouro', ouro_stage=2)
+    gate = sum(p.numel() for p in alone.mechanism.parameters())
+    assert 0 < gate < alone.num_params() / 10
+    machine_has(2 * 4 * (alone.num_params() + copies * gate) // 1024 + 1)
+    check_memory(alone.config, *args[1:])
 
 
 @pytest.mark.parametrize('number, theirs', [(0, 'float32'), (1, 'bfloat16'), (2, 'float16')])

@@ -11,7 +11,7 @@ Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows a
 has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
 ceilings come first: a large matrix product in the same precision, and a large copy. "of ceiling" is
 a step's FLOPs per second as a share of the one, in decoding the blocks' weights read per second as
-a share of the other.
+a share of the other; empty where tokens may have stopped early.
 
 Where tokens halt, decisions are drawn, not learned: each goes on to the next of up to 4 passes with
 the same probability, so that it takes 1.5, 2 or 3 on average. Ideal is 4 / (passes taken). But with
@@ -129,7 +129,9 @@ def ceilings(device, dtype):
 
 
 def print_times(title, times, ceiling=None):
-    """A line for each candidate. ceiling: {name: share of the machine's, at one second}."""
+    """
+    A line for each candidate. ceiling: {name: share of the machine's, at one second}, where known.
+    """
     base = statistics.median(next(iter(times.values())))
     rows = []
     for name, elapsed in times.items():
@@ -138,7 +140,9 @@ def print_times(title, times, ceiling=None):
         low, high = elapsed[len(elapsed) // 4], elapsed[3 * len(elapsed) // 4]
         row = [name, f"{median * 1e3:.1f} ms", f"{low * 1e3:.1f} to {high * 1e3:.1f}",
                f"{base / median:.3f}x"]
-        rows.append(row if ceiling is None else [*row, f"{ceiling[name] / median:.1%}"])
+        if ceiling is not None:
+            row.append(f"{ceiling[name] / median:.1%}" if name in ceiling else '')
+        rows.append(row)
     header = [title, 'median', 'quartiles', f'speed, {next(iter(times))} = 1']
     if ceiling is not None:
         header.append('of ceiling')
@@ -208,7 +212,8 @@ def bench_toggles(setup, configs):
         if compiled:
             compile_blocks(model)
         steps[name] = partial(seconds, TrainingStep(model, idx, setup.dtype), setup.device)
-        work[name] = flops_per_token(model, T) * idx.numel() / flops
+        if not model.mechanism.skips:   # it computes less than is counted
+            work[name] = flops_per_token(model, T) * idx.numel() / flops
     shape = f'{setup.train.micro_batch} x {T} tokens'
     print_times(f'step, {shape}', take_turns(steps, setup.own.repeats), work)
 
@@ -221,6 +226,8 @@ def bench_toggles(setup, configs):
         model = models[name] = make().to(setup.device, dtype).eval()
         if compiled and fast:
             compile_decoding(model)
+        if model.mechanism.halts:       # it may read them less often
+            continue
         weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
         passes = 1 if model.config.ponder == 'pause' else model.mechanism.K + 1
         read[name] = weights * passes * new / bandwidth
@@ -333,9 +340,10 @@ def print_saved(title, config, turns):
 
 def bench_answers(setup, folders):
     """Runs on made tasks, each against the first: questions read, and whole answers written."""
+    fast = pick_fast(setup.train.fast, setup.device)    # of all alike, however each was trained
     runs = {}       # of each folder: its model, and what it is asked
     for folder in folders:
-        model, _, settings = load_model(folder, setup.device, fast=setup.train.fast)
+        model, _, settings = load_model(folder, setup.device, fast=fast)
         exam = exam_of_run(settings)
         if exam is None:
             raise UserError(f"{folder}: was trained on a text, which asks nothing: name runs on a "

@@ -45,6 +45,7 @@ from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
 from engine.loss import in_parts
 from engine.shards import read_meta
+from engine.start import say_other_data
 from engine.windows import Windows
 from sample import data_dir_of, exam_of_run, open_as, read_one
 
@@ -176,6 +177,8 @@ def open_text(model, tokenizer, settings, s):
         return Text(inputs.to(device), targets.to(device), True, exam['eot'])
     data_dir = s.data_dir or data_dir_of(settings)
     meta = read_meta(data_dir, tokenizer)
+    if s.data_dir == settings.get('data_dir'):
+        say_other_data(data_dir, meta, settings)
     windows = Windows(data_dir, 'val', meta, model.config.block_size)
     chosen = windows.spread(math.ceil(s.tokens / model.config.block_size))
     return Text(*windows.get(chosen, device), False)

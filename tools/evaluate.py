@@ -9,7 +9,7 @@ Measure a checkpoint: right answers, the loss on any text, the papers' tasks.
         tokens leave as soon as the model is sure, with three ideas of what sure is
     python tools/evaluate.py out/depth_attn notes.txt data/mine
         the loss on texts, token shards (.bin) or data folders; without any, on the validation set
-        of its data
+        of its data, or of a made task 1,000 answers
     python tools/evaluate.py out/depth_attn --tasks=lambada_openai,piqa --num_fewshot=0
         tasks of the papers
 

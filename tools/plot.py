@@ -29,7 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import build, read
 from engine.fast import without_numbers
 from engine.files import UserError, run, whole
-from engine.flops import flops_of_new_token
+from engine.flops import flops_of_new_token, flops_per_token
 from engine.hardware import pick_device
 from sample import encode_prompt, exam_for_prompt, load_model
 from tools.compare import EXACT, LEARNED, LOSS, configs_of, read_lines, read_log, seconds_by_step
@@ -157,6 +157,9 @@ def in_generation(panels):
         s, config = configs_of(shlex.split(record['command'])[2:])      # python train.py ..
         recipes.add(str(replace(s, seed=0, out_dir='', fast=None)) + str(config.block_size))
         gpt, name = without_numbers(config), record['name']
+        if record['flops'] != record['tokens'] * flops_per_token(gpt):
+            raise UserError(f"x=generated: {name}'s command does not make the model of its record "
+                            "here: leave it out of --names")
         if gpt.mechanism.halts or (gpt.mechanism.iterates and EXACT not in record):
             raise UserError(f"x=generated: {name} halts, or its record has no {EXACT}: leave it "
                             "out of --names")
