@@ -67,6 +67,11 @@ class DataSettings:
     seed: int = 1337                # made tasks: of the draw
 
 
+MADE = f"made tasks ({', '.join(TASKS)})"
+MEANT_FOR = dict(size=[MADE], problems=[MADE], seed=[MADE], shards=['FineWeb'],
+                 tokenizer=['texts', 'FineWeb'], val_fraction=['texts', MADE])
+
+
 def main(argv):
     if argv[:1] == ['--check']:
         if len(argv) != 2:
@@ -82,10 +87,11 @@ def prepare(settings, paths=()):
     start = time.time()
     folder = choose_folder(settings, paths)
     name = paths[0] if len(paths) == 1 else None
-    if settings.size is not None and name not in TASKS:
-        raise UserError(f"--size is for made tasks: {', '.join(TASKS)}")
-    if settings.tokenizer is not None and name in TASKS:
-        raise UserError("--tokenizer is for texts: made tasks are bytes")
+    kind = 'FineWeb' if name in FINEWEB else MADE if name in TASKS else 'texts'
+    for setting, kinds in MEANT_FOR.items():
+        if kind not in kinds and getattr(settings, setting) != getattr(DataSettings, setting):
+            raise UserError(f"--{setting} is for {' and '.join(kinds)}, and does nothing for "
+                            f"{kind}")
     if settings.packages and paths:
         raise UserError("--packages adds to the built-in corpus: name no path with it")
     if name in FINEWEB:
