@@ -2,7 +2,7 @@
 Exercise 1 of 8: attention and the causal mask. About 40 minutes.
 
     python exercises/attention.py            checks what you wrote and says what is not right yet
-    python exercises/attention.py --hint     a hint; --hint=2 and --hint=3 say more
+    python exercises/attention.py --hint     a hint; --hint=3: all three, mostly one per function
 
 Each position t asks a question, its query q_t. Each position u offers a key k_u and a value v_u.
 How well the key fits the query decides how much of that value goes into the result of t:

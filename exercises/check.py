@@ -2,7 +2,7 @@
 Checks exercises, and says in words what is not right yet. You need not read this file to solve one.
 
     python exercises/attention.py                one of them, here and now
-    python exercises/attention.py --hint         a hint; --hint=2 and --hint=3 say more
+    python exercises/attention.py --hint         a hint; --hint=3: all three
     python exercises/check.py                    all eight, one line each;
                                                  exit status 0 if all are right, else 1
     python exercises/check.py FOLDER [FOLDER ..] the exercises in other folders, each file in a

@@ -2,7 +2,7 @@
 Exercise 4 of 8: Depth-Attention. About 45 minutes.
 
     python exercises/depth_attention.py         checks what you wrote and says what is not right yet
-    python exercises/depth_attention.py --hint  a hint; --hint=2 and --hint=3 say more
+    python exercises/depth_attention.py --hint  a hint; --hint=3: all three, mostly one per function
 
 Ordinary attention looks along the text, within one layer. Depth-Attention (arXiv 2606.05014) first
 looks down through the layers, at one position: layer l's query scores its own key and the keys

@@ -2,7 +2,7 @@
 Exercise 8 of 8: counting FLOPs, and a fair comparison. About 45 minutes.
 
     python exercises/flops.py            checks what you wrote and says what is not right yet
-    python exercises/flops.py --hint     a hint; --hint=2 and --hint=3 say more
+    python exercises/flops.py --hint     a hint; --hint=3: all three, mostly one per function
 
 In the papers a model that ponders has a lower loss than a plain one after the same number of
 tokens; in docs/results.md some do. But it also worked four times as much. Would the plain one,

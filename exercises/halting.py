@@ -2,7 +2,7 @@
 Exercise 7 of 8: a halting gate. About 60 minutes.
 
     python exercises/halting.py            checks what you wrote and says what is not right yet
-    python exercises/halting.py --hint     a hint; --hint=2 and --hint=3 say more
+    python exercises/halting.py --hint     a hint; --hint=3: all three, mostly one per function
 
 Pondering (exercise 5) spends K + 1 passes on every token, on "the" as on the result of a sum.
 AdaPonderLM (arXiv 2603.01914) puts a small gate after each pass: it reads a token's hidden state

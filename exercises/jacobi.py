@@ -2,7 +2,7 @@
 Exercise 6 of 8: thoughts in sequence, and by Jacobi iteration. About 60 minutes.
 
     python exercises/jacobi.py            checks what you wrote and says what is not right yet
-    python exercises/jacobi.py --hint     a hint; --hint=2 and --hint=3 say more
+    python exercises/jacobi.py --hint     a hint; --hint=3: all three, mostly one per function
 
 PonderLM-2 (arXiv 2509.23184) gives each token a thought: the hidden state of its slot goes back in
 as a slot of its own, which predicts the next token. With one thought per token the model reads

@@ -2,7 +2,7 @@
 Exercise 3 of 8: the key/value cache. About 45 minutes.
 
     python exercises/kv_cache.py            checks what you wrote and says what is not right yet
-    python exercises/kv_cache.py --hint     a hint; --hint=2 and --hint=3 say more
+    python exercises/kv_cache.py --hint     a hint; --hint=3: all three, mostly one per function
 
 To generate, a model predicts a token, appends it and predicts the next. Running the whole text
 again for each new token would cost 1 + 2 + .. + T positions. But attention is causal: what a
@@ -252,7 +252,8 @@ def conclusion():
     without = sum(range(T, T + n))
     return (f"Your loop read {read} positions for {n} tokens; without a cache it would be "
             f"{without}. Now read class Memory in model.py, and Cache in engine/memory.py: it "
-            "allocates its memory once, where torch.cat copies everything at every token.")
+            "doubles its memory when that is full, where torch.cat copies everything at every "
+            "token.")
 
 
 PARTS = {

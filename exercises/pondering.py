@@ -2,7 +2,7 @@
 Exercise 5 of 8: pondering embeddings. About 40 minutes.
 
     python exercises/pondering.py            checks what you wrote and says what is not right yet
-    python exercises/pondering.py --hint     a hint; --hint=2 and --hint=3 say more
+    python exercises/pondering.py --hint     a hint; --hint=3: all three, mostly one per function
 
 A GPT spends the same work on every token. PonderLM (arXiv 2505.20674) lets it think again before
 it answers: it runs the model, takes what it would say next, not one token but the whole
