@@ -34,10 +34,10 @@ independent seed, does not. "no LAP" is AWM without P and D.
     B                             1.6326  0.0366  0.0144  0.0061  0.3091
 
 B's PCS is that high because all norm gains are near 1. Seeds 1337 and 1, one pair: 4 layers of
-width 128, 600 steps of 512 tokens by config/vanilla.py; 2026-11-21, 30 s of work for one of two
-cores of an Intel Xeon at 2.5 GHz. A third model, with A's seed and another learning rate, has AWM
-0.70 and ICS 0.35: it shares A's initial weights, and runs this short still show them. The papers'
-models train too long for that.
+width 128, 600 steps of 512 tokens by config/vanilla.py, which then read them in another order;
+2026-11-21, 30 s of work for one of two cores of an Intel Xeon at 2.5 GHz. A third model, with A's
+seed and another learning rate, has AWM 0.70 and ICS 0.35: it shares A's initial weights, and runs
+this short still show them. The papers' models train too long for that.
 
 The picture: HuRef draws a dog, by a trained encoder and StyleGAN2, and proves in zero knowledge
 that the drawing is honest. Here is none of that, but an identicon: 64 block means of the terms,

@@ -28,7 +28,8 @@ their rotation, and a position is a place in the cache, so it stays below N.
 
 What it shows (config/size/tiny.py with n_layer=4, n_head=2, n_embd=128, mlp_hidden=352,
 block_size=128, batch_tokens=512: 0.9M parameters, 2400 steps; one seed, nats per byte; "tuned":
-after 100 steps at 2 N; one core of an AMD EPYC, 2026-11-22):
+after 100 steps at 2 N; one core of an AMD EPYC, 2026-11-22, when train.py read its windows in
+another order):
 
                                   N     2 N     4 N  peak cache    tuned: N     2 N     4 N
     no compression           1.8653  1.8746  1.9215         512      1.8756  1.8600  1.8710

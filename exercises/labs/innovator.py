@@ -37,8 +37,8 @@ The table has losses in nats per token on each domain; parameters, and those tha
 ("active"); FLOPs of a token in use, and of all training so far, both counted by PyTorch as it runs.
 Two dense models are what all this competes with: one trained on the very rows that the mixture saw,
 in another order, one on as many rows of the new domains alone. Measured with a checkpoint of 0.9M
-parameters (tools/compare.py's `plain`), on two cores of an Intel Xeon at 2.5 GHz, 2026-11-21, one
-seed:
+parameters (tools/compare.py's `plain`), on two cores of an Intel Xeon at 2.5 GHz, one seed,
+2026-11-21, when train.py read its windows in another order:
 
                           own text     C++  Unicode  parameters  active  FLOPs/token  training FLOPs
     the checkpoint          1.9312  2.9678   3.2715       0.89M   0.89M        1.95M           0.00T
