@@ -67,6 +67,7 @@ class DataSettings:
     seed: int = 1337                # made tasks: of the draw
 
 
+# settings that only some kinds of data read: given for another, they are refused
 MADE = f"made tasks ({', '.join(TASKS)})"
 MEANT_FOR = dict(size=[MADE], problems=[MADE], seed=[MADE], shards=['FineWeb'],
                  tokenizer=['texts', 'FineWeb'], val_fraction=['texts', MADE])

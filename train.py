@@ -258,6 +258,11 @@ class Trainer:
         first = self.step * per_step + (micro * world + rank) * s.micro_batch
         return self.train_data.sample(first, s.micro_batch, s.seed, self.device)
 
+    @property
+    def precision(self):
+        """The name of what it computes in, as 'bfloat16'."""
+        return str(self.dtype).removeprefix('torch.')
+
     def autocast(self):
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
@@ -283,7 +288,8 @@ class Trainer:
         """Steps until max_steps or a signal; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
-        self.log.start(self.accumulation, self.dtype, self.why, self.meta, self.train_data.share)
+        self.log.start(self.accumulation, f"{self.precision} ({self.why})", self.meta,
+                       self.train_data.share)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             last = self.step == s.max_steps
@@ -356,7 +362,7 @@ class Trainer:
             val_data=self.meta['val'],
             exam=self.exam,
             settings={**asdict(self.settings), 'init_from': self.origin},
-            precision=str(self.dtype).removeprefix('torch.'),
+            precision=self.precision,
             model=self.model.state_dict(),
             optimizer=optimizer,
             scaler=self.scaler.state_dict(),
@@ -368,8 +374,7 @@ class Trainer:
         """Evaluate only, or train to max_steps; ends early on a signal, or when the log is lost."""
         s = self.settings
         if s.eval_only:
-            name = str(self.dtype).removeprefix('torch.')
-            self.log.say(f"evaluation in {name} ({self.why})")
+            self.log.say(f"evaluation in {self.precision} ({self.why})")
             self.evaluate()
             return
         if self.step >= s.max_steps:

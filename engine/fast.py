@@ -5,8 +5,8 @@ compares the two over every toggle. Who changes one of those parts is told so, i
 of seeing no effect.
 
     model = new_model(config, fast)     what a program trains or asks
-    pick_fast(choice, device)           the setting `fast` of all programs: None is on CUDA alone,
-                                        for a checkpoint as it was trained
+    pick_fast(choice, device)           the setting `fast` of all programs: None is on CUDA alone;
+                                        sample.py, evaluate.py: as the checkpoint was trained
 """
 
 import ast

@@ -163,16 +163,15 @@ class Log:
 
     # ---- steps
 
-    def start(self, accumulation, dtype, why, meta, share):
+    def start(self, accumulation, precision, meta, share):
         """
-        Say what is trained, why in `dtype`, and start the clock. meta: describes the data. share:
-        Windows.share.
+        Say what is trained, and start the clock. precision: in which, and why. meta: describes the
+        data. share: Windows.share.
         """
         s = self.settings
         parameters = self.model.num_params() / 1e6
         self.flops = flops_per_token(self.model)
         world = self.ranks.world
-        precision = f"{str(dtype).removeprefix('torch.')} ({why})"
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         made_by = f" ({meta['source']})" if task_of(meta) else ''
         fast = isinstance(self.model, FastGPT)

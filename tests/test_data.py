@@ -187,12 +187,12 @@ def test_tokens_are_tiktokens(tmp_path, capsys):
 
 
 def test_other_data_in_its_place_is_told(tmp_path, capsys):
-    byte, small = get_tokenizer('byte'), tiktoken.Encoding(
-        'words', pat_str='.', mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={'<|endoftext|>': 256})
+    byte = get_tokenizer('byte')
+    other = tiktoken.Encoding('other', pat_str='.', special_tokens={'<|endoftext|>': 256},
+                              mergeable_ranks={bytes([i]): i for i in range(256)})
     for source, tokens, told in (('a.txt', byte, ''), ('a.txt', byte, ''),
                                  ('b.txt', byte, 'was made of a.txt (byte), which this replaces'),
-                                 ('b.txt', small, 'replaces by b.txt (words)')):
+                                 ('b.txt', other, 'replaces by b.txt (other)')):
         write_dataset(str(tmp_path), numbered(99), tokens, 0.3, source)
         out = capsys.readouterr().out
         assert told in out and bool(out) == bool(told)

@@ -48,7 +48,7 @@ seeds 1337, 1 and 2:
 
 In the mean both Attention Residuals are ahead of Depth-Attention here, and a plain average of the
 values is ahead of all. With four layers and 600 steps, `attnres_biased` never takes a snapshot; and
-over four layers there is little to choose from, over the papers' dozens more.
+four layers are few to choose from, where the papers have dozens.
 
 Ten times the text (--steps=6000; on a busy AMD EPYC 7 to 9 minutes a run, of mHC 14 to 17;
 2026-11-28), seeds 1, 2 and 1337; the first three are docs/claims.md's runs of the same recipe:
