@@ -5,6 +5,7 @@ which needs PyTorch 2.11 or later and nothing else: copy it.
     B batch   T tokens   C n_embd   V vocab_size
     nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
     S vectors that go through the blocks at once; T of them, until part 4 adds some to each token
+    K ponder_steps   k number of a pass, or of a vector among those of its token, 0 .. K
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -21,8 +22,10 @@ gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      values are mixed over layers
-    4  pondering            several passes for each token
-    5  halting              each token takes as many of these passes as it needs
+    4  pondering            several passes for each token: Embedding (PonderLM), Loop, Latent
+                            (PonderLM-2), Feedback, Chain (latent chain of fixed length), Pause
+    5  halting              each token takes as many of these as it needs: Gate (AdaPonderLM), Mask
+                            (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
     6  checks               which settings make sense
 
 To train with this file alone:
@@ -70,7 +73,7 @@ class GPTConfig:
     dataclasses.replace with another n_head would keep head_dim, so make a new config.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
-    n_tokens: Optional[int] = None       # of them in use (None: all); the rest is padding
+    n_tokens: Optional[int] = None       # those that are tokens (None: all); no other is predicted
     block_size: int = 2048               # longest context, in tokens
     n_layer: int = 24                    # blocks
     n_head: int = 15                     # query heads
@@ -195,7 +198,7 @@ class Memory:
         self.tokens = 0             # read so far, those of this call included
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # {layer: (k, v)} of this pass alone, for part 3
+        self.made = {}              # {layer: (k, v)} of this pass alone, for part 3, which mixed v
         self.loops = ()             # memories of earlier passes: part 4, Loop with part 3
 
     def begin(self, x):
@@ -341,8 +344,9 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None):
         """
-        Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss)
-        in nats, the mean cross-entropy where they are not negative; in training a mechanism's own.
+        Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
+        the mean cross-entropy in nats where they are not negative; in training mode the mechanism's
+        loss in its place. (nanoGPT returns the logits too.)
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -543,7 +547,8 @@ class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
     gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
-    reads whom (whose queries attend to whose keys), its loss.
+    reads whom (whose queries attend to whose keys), its loss. gpt is an argument everywhere, as
+    each would be a part of the other if it were kept.
     """
     rule = None     # a function such as flat, below: which slots a slot reads; None: those of its
                     # own pass. (In a class a staticmethod, or Python would pass it self.)
@@ -583,8 +588,8 @@ class Mechanism(nn.Module):
 
     def init_weights(self, gpt):
         """
-        Pondering models begin with small residual branches, as in their papers; the mechanism's own
-        biases begin at 0.
+        Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
+        the mechanism's own biases begin at 0.
         """
         for block in gpt.h:
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
@@ -626,9 +631,9 @@ class Mechanism(nn.Module):
 
 @dataclass
 class Cost:
-    """What a mechanism costs for each token, for engine/flops.py."""
+    """What a mechanism costs for each token, for engine/flops.py: skip it."""
     vectors: int        # that go through the blocks
-    keys: float         # that these face, read or hidden, in all, in units of T
+    keys: float         # whose scores these compute, in all, in units of T
     other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
     no_grad: int = 0    # those of training alone that have no backward pass
 
@@ -754,7 +759,8 @@ class Loop(Mechanism):
 # Where slots of several passes, or several of one token, attend to each other, it takes a rule. A
 # slot has labels: t, the time of its token, and k, the number of its pass or its place among the
 # slots of its token. A rule says by the labels of a query and of a key whether the one reads the
-# other, that is, attends to it. The slots of two tokens with K = 1, as (t,k):
+# other, that is, attends to it; it gets those of all queries as (B,S,1), those of all keys as
+# (B,1,N), and so says it of all pairs, (B,S,N). The slots of two tokens with K = 1, as (t,k):
 #
 #     Chain, a pass after the other     (0,0) (1,0)   then   (0,1) (1,1)
 #     Latent, all in one pass           (0,0) (0,1) (1,0) (1,1)
@@ -821,8 +827,8 @@ def labels_of(t, first_k, n, visible, log_w):
 
 class SlotMemory(Memory):
     """
-    A Memory of slots. rule(query, key) says who reads whom: it maps labels (B,S,1) and (B,1,N) to
-    (B,S,N), booleans, or numbers that are added to the scores. The order of calls:
+    A Memory of slots. rule(query, key) says who reads whom, in booleans, or in numbers that are
+    added to the scores. The order of calls:
 
         begin(x)        by GPT.hidden
         rewind()        where the next pass replaces what the one before left
@@ -878,8 +884,8 @@ class SlotMemory(Memory):
             self.key_labels, self.keys, self.values = None, {}, {}
             return
         self.key_labels = self.key_labels[:, :n]
-        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
-        self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
+        self.keys = {layer: held[:, :, :n] for layer, held in self.keys.items()}
+        self.values = {layer: held[:, :, :n] for layer, held in self.values.items()}
 
     def is_token(self):
         """(B,T) bool: False for padding."""
@@ -976,7 +982,7 @@ class Feedback(Mechanism):
     pass and leaves one slot, as in the plain model. Computed exactly, this is sequential. Training,
     and a text that is read at once, solve it by iteration, as Latent does:
 
-        h^(0)   = trunk(x)
+        h^(0)   = trunk(x)              (where a text goes on: with the h before it at its first x)
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
 
     h^(k)_t is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
@@ -997,10 +1003,10 @@ class Feedback(Mechanism):
     def forward(self, gpt, x, pos, memory):
         steps = self.drawn if self.training else self.K
         is_token = memory.is_token()[..., None]                         # (B,T,1)
-        carried = memory.state                                          # h of the token before x_0
+        carried = memory.state                              # h of the token before these
         if carried is None:
             carried = torch.zeros_like(x[:, :1])                        # (B,1,C)
-        shifted = torch.cat((carried, torch.zeros_like(x[:, 1:])), dim=1)       # h_{t-1}
+        shifted = torch.cat((carried, torch.zeros_like(x[:, 1:])), dim=1)   # h_{t-1} where known
         for _ in range(min(steps + 1, x.size(1))):          # T passes are always exact
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + shifted, pos, memory.for_pass())
@@ -1098,10 +1104,11 @@ class Halting(Mechanism):
     A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
     pass and what is made of its output, and what training adds to the loss; the loop over the
     passes, `forward`, is here. (Mask has its own for a text that it reads at once.) Tokens that
-    stopped go through the blocks all the same, and what they make there is hidden. With `fast` they
-    are skipped in generation, and for Router in training too, and over a text a pass with the rule
-    `newest` faces none of the keys that it replaces; the lines "Cost:" below assume that. In the
-    docstrings tau is halt_tau.
+    stopped go through the blocks all the same, and the keys that they make there are hidden: so
+    stopping saves nothing until all have stopped. With `fast`, engine/ leaves stopped tokens out in
+    generation, for Router in training too, and over a text it computes no scores with keys that the
+    rule `newest` does not read; the lines "Cost:" below count that. In the docstrings tau is
+    halt_tau.
 
     Each also inherits from the mechanism that it stops (settings, draws, helpers). Halting is named
     first: its methods come before theirs.
@@ -1196,7 +1203,7 @@ def newest(query, key):
     of the keys (0,0) (1,0) (0,1) (1,1) query (1,1) reads the first and the last.
     """
     N = key.t.size(-1)
-    # whose key it is, by its time, which is below N, as each token so far has a key. N: nobody's
+    # the token that made a key, by its time t: t < N, as each token so far has a key. N: hidden
     token = key.t.clamp(max=N)                          # (B,1,N); in the example 0 1 4 1
     # the last pass of each token (in floats: MPS has no amax of integers), then of each key's token
     last = torch.zeros(len(token), 1, N + 1, device=token.device)
@@ -1217,13 +1224,13 @@ class Gate(Halting, Embedding):
         E^{i+1} = E^i + m^{i+1} s^i P^i W        PonderLM's step, scaled by the gate     (6) to (9)
         a token with m^i = 0 keeps the keys and values of its last pass, in every layer        (10)
 
-    The loss gains halt_lambda times the mean of the lowest gates (13), a share of all gates that
+    The loss gains halt_lambda times the mean of the lowest gates (13): how many, as a share of all,
     grows from 0 at halt_start to halt_share at halt_full (14). Before halt_start nobody halts in
     training: otherwise cross-entropy alone would shut the gates for good.
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
-    last pass; (13) also averages the gates that training still computes for it; GELU; gates start
+    last pass; (13) also averages gates that training computes of stopped tokens; GELU; gates start
     near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
     """
     rule = staticmethod(newest)     # (10)
@@ -1474,9 +1481,10 @@ class Exit(Halting, Loop):
                     halt_full on theirs
         leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
                     a token took: later tokens learn to read the keys of those that left
-        staying     tokens with negative targets, such as questions, learn to stay, since all that
-                    follows reads them: a loss pulls their predictions towards equal probabilities,
-                    with a weight that grows from 0 at halt_start to halt_lambda at halt_full
+        staying     tokens with negative targets (those of a question: they are given, and nothing
+                    is to be predicted there) learn to stay, since all that follows reads them: a
+                    loss pulls their predictions towards equal probabilities, with a weight that
+                    grows from 0 at halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
     uniform and ramp, from halt_start on (counted for the whole run). Not counted: the heads that
@@ -1497,7 +1505,7 @@ class Exit(Halting, Loop):
         out = h if self.final_norm else gpt.ln_f(h)
         go_on, score = state.go_on & (k < self.K), state.score
         if k < self.K and self.may_leave():
-            with torch.no_grad():   # without detach, FlopCounterMode fails in here
+            with torch.no_grad():   # detach: for PyTorch's FLOP counter around FastGPT
                 score = self.score_after(gpt, state, out.detach())
             go_on = go_on & (score >= self.config.halt_tau)
         return TokenState(x=h, out=out, go_on=go_on, score=score)

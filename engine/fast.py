@@ -42,7 +42,7 @@ PARTS = {
         'Padded': 'ca08ee8425c3',
         'labels_of': '3107f9ee0ccf',
         'token_times': 'dc6c2dc15d87',
-        'SlotMemory': '916712885131',
+        'SlotMemory': 'c77ac6c01f76',
         'GPT.new_memory': 'bf0e04f1f529',
         'Mechanism.new_memory': 'bc03a5343bb4',
         'flat': '45cc7235f97c',
