@@ -4,7 +4,7 @@ Train a GPT on a laptop CPU, one GPU, or many.
     python train.py config/depth_attn.py
         the paper's 360M on a GPU; without one config/size/tiny.py, 3 to 4 minutes on 2 CPU cores
     torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu
-        eight GPUs, other data (python prepare_data.py fineweb-edu)
+        eight GPUs, other data (python prepare_data.py fineweb-edu --shards=99)
     python train.py --init_from=resume --out_dir=out/depth_attn
         go on after an interruption
     python train.py config/depth_attn.py --dry_run=True
@@ -37,7 +37,7 @@ from engine.files import UserError, run
 from engine.hardware import best_device, check_causal, dtype_and_reason, process_group
 from engine.run import Log, Stop
 from engine.shards import read_meta
-from engine.start import check_ranks, checkpoint_of, start_model
+from engine.start import check_ranks, check_unused, checkpoint_of, start_model
 from engine.windows import Windows
 from model import GPTConfig
 
@@ -183,6 +183,9 @@ class Trainer:
             load_optimizer(self.optimizer, self.scaler, state)
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
+            for p in self.model.parameters():   # DDP takes these over; those of a first backward it
+                if p.requires_grad:             # would keep beside its own
+                    p.grad = torch.zeros_like(p)
             self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.log = Log(s, self.model, self.stop)
 
@@ -383,7 +386,8 @@ class Trainer:
         # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
         settings.pop('variant', None)   # of released models: it comes with their weights
-        with self.log.open(settings, resumed=s.init_from == 'resume'), self.stop.on_signals():
+        settings.pop('max_seconds')     # of this call
+        with self.log.open(settings), self.stop.on_signals():
             self.loop()
         if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
             self.log.sample(self.val_data, self.meta, self.autocast)
@@ -418,6 +422,7 @@ def main(argv):
         from engine.plan import print_plan  # not for every run: it imports for a second
         print_plan(settings, given, prepare_data.BUILTIN, state)
         return 0
+    check_unused(settings)
 
     with process_group(settings.device) as (ranks, device):
         tinys = given.keys() - named.keys()

@@ -20,7 +20,9 @@ from engine.files import UserError
 
 # dense bf16, per second
 PEAK_FLOPS = {
+    'H200 NVL': 835e12,     # before the shorter name
     'H200': 989e12,
+    'H100 NVL': 835e12,
     'H100 PCIe': 756e12,
     'H100': 989e12,
     'A100': 312e12,
@@ -250,7 +252,7 @@ def explain(error):
         return ("compile=True needs a C++ compiler, and none was found: install one (such as g++), "
                 "or set --compile=False")
     if isinstance(error, dist.DistError) or 'gloo' in text:
-        return (f"lost contact with another rank ({text[:120]}): the first failure in torchrun's "
-                "summary says which one died, and of what; go on with the same command and "
-                "--init_from=resume")
+        return (f"no contact, or no longer, with another rank ({text}): the first failure in "
+                "torchrun's summary says which one failed, and of what; what was saved goes on "
+                "with the same command and --init_from=resume")
     return None

@@ -3,7 +3,7 @@ What a run says and leaves behind, and what ends it early.
 
     stop = Stop(ranks, device, max_seconds)     asked(): is the run to save and end?
     log = Log(settings, model, stop)            lines for people, JSON objects for programs
-    log.open(written, resumed)                  the run's folder: settings.json, log.jsonl
+    log.open(written)                           the run's folder: settings.json, log.jsonl
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 
 from engine.answers import answer_problems
-from engine.checkpoint import CHECKPOINTS
+from engine.download import FINEWEB
 from engine.fast import FastGPT
 from engine.files import UserError, alone, whole
 from engine.flops import flops_per_token
@@ -110,11 +110,10 @@ class Log:
         self.passes = []            # of each micro-batch: shares of the tokens in each pass
 
     @contextlib.contextmanager
-    def open(self, written, resumed):
+    def open(self, written):
         """
         Around the run: makes its folder and locks out other runs; settings.json, with what is
-        `written`, and log.jsonl are in it. UserError if the folder cannot be written, or holds a
-        checkpoint and is not resumed.
+        `written`, and log.jsonl are in it. UserError if the folder cannot be written.
         """
         if self.ranks.rank > 0:
             yield
@@ -122,10 +121,6 @@ class Log:
         folder, closing = self.settings.out_dir, contextlib.ExitStack()
         try:
             closing.enter_context(alone(folder))
-            names = [os.path.join(folder, name) for name in CHECKPOINTS]
-            if not resumed and any(map(os.path.exists, names)):
-                raise UserError(f"{folder} holds a checkpoint: go on with --init_from=resume, or "
-                                "choose another --out_dir")
             with whole(os.path.join(folder, 'settings.json')) as f:
                 json.dump(written, f, indent=1)
             path = os.path.join(folder, 'log.jsonl')
@@ -182,8 +177,10 @@ class Log:
                  f"{world} x {self.device.type}, {whose}; all {s.max_steps:,} steps read "
                  f"{s.data_dir}{made_by} {epochs:,.1f} times")
         if epochs > OFTEN:
+            shards = min(FINEWEB['fineweb-edu'], math.ceil(s.max_steps * s.batch_tokens / 1e8))
             self.say(f"warning: a text read {epochs:,.0f} times is learned by heart; more of it: "
-                     "python prepare_data.py fineweb-edu, then --data_dir=data/fineweb-edu")
+                     f"python prepare_data.py fineweb-edu --shards={shards}, then "
+                     "--data_dir=data/fineweb-edu")
         if share < 1:
             self.say(f"{share:.0%} of what the answers hold counts: a problem that begins before "
                      "its window is not known (block_size)")

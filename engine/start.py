@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 
 import torch
 
-from engine.checkpoint import change_steps, load_checkpoint, load_weights
+from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.fast import new_model, pick_fast, without_numbers
 from engine.files import UserError
 from engine.released import describe
@@ -128,7 +128,8 @@ def check_memory(config, settings, ranks, device):
     model = without_numbers(config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = model.num_params() + (0 if settings.eval_only else 3 * trained)
-    needs = ranks.world * 4 * kept
+    on_this_machine = int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world))     # torchrun sets it
+    needs = on_this_machine * 4 * kept
     with open('/proc/meminfo', encoding='ascii') as f:
         kilobytes = dict(line.split(':') for line in f)['MemAvailable'].split()[0]
     has = 1024 * int(kilobytes)
@@ -251,7 +252,15 @@ def say_changes(state, given, ranks):
         print(f"from here on with {', '.join(told)}")
 
 
-# ---- a checkpoint's own settings -----------------------------------------------------------------
+# ---- what is in the folders, before ranks wait for each other ------------------------------------
+
+def check_unused(settings):
+    """UserError if a new run would write over the checkpoint of another."""
+    folder = settings.out_dir
+    if is_new(settings) and any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):
+        raise UserError(f"{folder} holds a checkpoint: go on with --init_from=resume, or choose "
+                        "another --out_dir")
+
 
 def checkpoint_of(settings):
     """

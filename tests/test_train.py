@@ -157,6 +157,8 @@ def test_a_time_limit_and_a_resume_that_says_nothing_more(run_train, tmp_path, m
     told = capsys.readouterr().out
     assert 'stopped at step 1; go on' in told
     assert 'learned by heart' not in told
+    kept = json.loads((tmp_path / 'first' / 'settings.json').read_text())
+    assert kept['weight_decay'] == 0.3 and 'max_seconds' not in kept
 
     # the other settings are in the checkpoint, but for its folder, which has moved, and the limit
     os.rename(tmp_path / 'first', tmp_path / 'out')
@@ -170,8 +172,7 @@ def test_a_time_limit_and_a_resume_that_says_nothing_more(run_train, tmp_path, m
     assert {**straight['settings'], 'out_dir': 0} == {**resumed['settings'], 'out_dir': 0}
 
     # and in settings.json, which is a config file
-    train.main([str(tmp_path / 'out' / 'settings.json'), f'--out_dir={tmp_path / "again"}',
-                '--max_seconds=None'])
+    train.main([str(tmp_path / 'out' / 'settings.json'), f'--out_dir={tmp_path / "again"}'])
     same_weights(straight, load_checkpoint(str(tmp_path / 'again')))
 
 
@@ -952,6 +953,9 @@ def test_memory_is_for_weights_gradients_and_moments_of_all_ranks(monkeypatch, e
     machine_has(needed - 1)
     with pytest.raises(UserError, match='GB of memory'):
         check_memory(*args)
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')     # the other rank is on another machine
+    check_memory(*args)
+    monkeypatch.delenv('LOCAL_WORLD_SIZE')
     alone = make(ponder='loop', halting='ouro', ouro_stage=2)
     gate = sum(p.numel() for p in alone.mechanism.parameters())
     assert 0 < gate < alone.num_params() / 10
@@ -1053,7 +1057,7 @@ def test_a_killed_rank_does_not_hang_the_others(start, tmp_path):
     first.join(60)
     assert first.exitcode == 2
     told = (tmp_path / 'out.log0').read_text()
-    assert 'error: rank 0: lost contact with another rank' in told
+    assert 'error: rank 0: no contact, or no longer, with another rank' in told
 
 
 # ---- signals, and what kills ---------------------------------------------------------------------
