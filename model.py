@@ -203,7 +203,7 @@ class Memory:
 
     def begin(self, x):
         """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "a second begin, and no gpt.trunk(x, pos, memory) yet"
+        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) had this memory so far"
         T = x.size(1)
         pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
         self.tokens += T

@@ -103,7 +103,9 @@ def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
                         "trained with: put its own there")
     kept = {name: state[name] for name in ('train_data', 'val_data', 'exam', 'precision')
             if name in state}
-    return model.to(device, dtype).eval(), tokenizer, {**state['settings'], **kept}
+    model = model.to(device, dtype).eval()
+    check_pieces(model)
+    return model, tokenizer, {**state['settings'], **kept}
 
 
 def read_one(argv, description, block, example):
@@ -226,7 +228,6 @@ def main(argv):
     s, folder = read_one(argv, __doc__, SampleSettings, "python sample.py out/depth_attn")
     model, tokenizer, settings = open_as(s, folder)
     override(model, s)
-    check_pieces(model)
     start, exam = s.start, exam_for_prompt(settings)
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set

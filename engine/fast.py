@@ -37,7 +37,7 @@ PARTS = {
         'Attention.attend': '1244553b4863',
     },
     'engine/memory.py': {               # buffers, and no masks where none are needed
-        'Memory': 'bb66020705fc',
+        'Memory': 'e0965cc89c97',
         'Labels': 'b75bf2606a5b',
         'Padded': 'ca08ee8425c3',
         'labels_of': '3107f9ee0ccf',

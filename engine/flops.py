@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from engine.files import UserError
 from model import GPT, linear_weights, source_layers
 
 
@@ -56,10 +57,17 @@ def counted_flops(gpt, T, training, drawn):
     if twin.mechanism.halts:
         twin.mechanism.progress = 0.0
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        if training:
-            twin(idx, idx)[1].backward()
-        else:
-            twin(idx)
+        try:
+            if training:
+                twin(idx, idx)[1].backward()
+            else:
+                twin(idx)
+        except RuntimeError as error:
+            if 'meta tensors' not in str(error):
+                raise
+            raise UserError(f"{type(gpt.mechanism).__name__} of model.py asks for numbers, and "
+                            "FLOPs are counted on shapes: give it a `cost` (docs/architecture.md, "
+                            "Adding a mechanism)") from None
     return counter.get_total_flops() / T
 
 

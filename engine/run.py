@@ -103,6 +103,7 @@ class Log:
         self.file = None            # log.jsonl, once it is open
         self.said = time.monotonic()
         self.outcomes = []          # of a made task's problems, in the last evaluation
+        self.checked = False        # whether a changed model.py was warned of, if it needs that
         self.flops = 0.0            # per token, of a step
         # since the last line of steps:
         self.began = 0.0            # when that was, by the clock
@@ -263,6 +264,9 @@ class Log:
         """
         if self.ranks.rank > 0:
             return
+        if not self.checked:
+            check_pieces(self.model)
+            self.checked = True
         s = self.settings
         per_byte, unit = loss, "nats per answer character"  # a character is a byte there
         if exam is None:
@@ -278,8 +282,6 @@ class Log:
             text += f", {passes:.3f} passes per token"
         right = None
         if exam is not None:
-            if not self.outcomes:   # the first time
-                check_pieces(self.model)
             with autocast():
                 self.outcomes = answer_problems(self.model, exam, PROBLEMS)
             n_right = sum(outcome.right for outcome in self.outcomes)
@@ -302,7 +304,6 @@ class Log:
         if self.outcomes:
             print_answers(self.outcomes)
         else:
-            check_pieces(self.model)
             with autocast():
                 print_sample(self.model, data, meta['tokenizer'], self.settings)
 

@@ -20,7 +20,7 @@ from engine.released import describe
 from engine.shards import knows_tokens, one_tokenizer
 from engine.tasks import check_room, task_of
 from engine.variant import config_of
-from model import HALTING, GPTConfig, Loop
+from model import HALTING, PONDER, GPTConfig, Loop
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
@@ -190,8 +190,9 @@ def idle_settings(model, asked):
         'exit_': model.mechanism.halts and config.halting == 'exit',
         'ouro_': model.mechanism.halts and config.halting == 'ouro',
     }
-    for name in ('ponder_steps', 'ponder_topk', 'jacobi_iters', 'loop_norm'):
-        on[name] = name in read
+    for mechanism in PONDER.values():
+        for name in mechanism.settings:
+            on[name] = name in read
     off = tuple(name for name, used in on.items() if not used)
     idle = []
     for name, value in asked.items():

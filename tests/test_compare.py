@@ -176,17 +176,36 @@ def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypat
     monkeypatch.setattr(compare, 'source_of_model', lambda: edited)
     with pytest.raises(UserError, match='1 runs failed'):
         compare.main(args)
-    assert 'model.py was changed since compare.py began' in capsys.readouterr().err
-    monkeypatch.setattr(compare, 'MODEL', compare.sum_of(edited))       # started again
+    assert 'model.py or train.py was changed since compare.py began' in capsys.readouterr().err
+    monkeypatch.setattr(compare, 'CODE', compare.code())    # started again
     compare.main(args)
 
     os.remove(tmp_path / 'runs.jsonl')      # as if it had been stopped
     monkeypatch.setattr(compare, 'source_of_model', lambda: begun)
-    monkeypatch.setattr(compare, 'MODEL', compare.sum_of(begun))
+    monkeypatch.setattr(compare, 'CODE', compare.code())
     with pytest.raises(UserError, match='1 runs failed'):
         compare.main(args)
-    assert 'plain-s1 was begun with another model.py' in capsys.readouterr().err
+    assert 'plain-s1 was begun with another model.py or train.py' in capsys.readouterr().err
     assert in_process == ['plain-s1']
+
+
+def test_what_the_runs_choose_is_not_given_for_all(common, in_process, tmp_path, monkeypatch):
+    args = [*common, '--seeds=1', f'--out={tmp_path}']
+    for given in ('--ponder=loop', '--depth_attn=True'):
+        with pytest.raises(UserError, match='chosen here for each run.*a line more of RUNS'):
+            compare.main([*args, given, '--names=plain,chain'])
+    mine = tmp_path / 'mine.py'
+    mine.write_text("out_dir = 'x'\nponder = 'loop'\nweight_decay = 0.0\n")
+    monkeypatch.setitem(compare.RUNS, 'mine', (os.path.splitext(mine)[0],))
+    with pytest.raises(UserError, match='mine.py sets weight_decay, which is to be the same'):
+        compare.main([*args, '--names=plain,mine'])
+    assert not in_process
+
+
+def test_which_runs_are_plain():
+    names = ['plain', 'plain_scaled_4x', 'plain_ponderlm_as_gate', 'plain_scaled+depth_attn',
+             'plain_scaled+depth_attn_4x', 'plain_smear', 'loop']
+    assert [compare.is_plain(name) for name in names] == [True] * 3 + [False] * 4
 
 
 def texts(seed):
@@ -296,7 +315,7 @@ def test_the_table_says_if_model_py_was_changed_between_its_runs():
                   torch='2.13.0', hardware='a CPU', date='2026-01-01')
     runs = [dict(name=name, model=of, **common)
             for name, of in [('plain', 'a'), ('loop', 'b'), ('chain', 'b')]]
-    told = 'model.py was changed between: plain, seed 1 | loop, seed 1; chain, seed 1'
+    told = 'model.py or train.py was changed between: plain, seed 1 | loop, seed 1; chain, seed 1'
     assert compare.table_of(runs).endswith(told)
     assert 'changed' not in compare.table_of(runs[1:])
 

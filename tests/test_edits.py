@@ -222,6 +222,16 @@ def test_what_passes_by_the_memory_is_warned_of(part, kind, says, monkeypatch, c
     assert says in capsys.readouterr().err
 
 
+def test_a_run_on_text_warns_too_and_whoever_reads_it(small_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(model_py, 'Block', Shift)
+    out = str(tmp_path / 'out')
+    train.main([*SHAPE, f'--data_dir={small_data}', f'--out_dir={out}', '--sample_tokens=0',
+                '--eval_interval=1'])
+    assert capsys.readouterr().err.count('read in pieces, as in generation,') == 1
+    sample.load_model(out, 'cpu')
+    assert 'read in pieces, as in generation,' in capsys.readouterr().err
+
+
 def test_a_window_in_memory_holds_beside_padding(monkeypatch, capsys):
     monkeypatch.setattr(model_py.Memory, 'mask', Window.mask)
     torch.manual_seed(0)

@@ -144,5 +144,5 @@ def test_a_memory_has_to_be_used(ponder, idx, kind):
     model.mechanism = Forgets(model.config)
     memory = model.new_memory()
     model.hidden(idx, memory)
-    with pytest.raises(AssertionError, match='a second begin'):
+    with pytest.raises(AssertionError, match='had this memory so far'):
         model.hidden(idx[:, :1], memory)

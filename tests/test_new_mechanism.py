@@ -156,3 +156,7 @@ def test_smear_of_the_results_page(tmp_path, monkeypatch):
     for t in range(4, 9):
         pieces.append(model.hidden(idx[:, t:t + 1], memory))
     close(model.head(torch.cat(pieces, dim=1)), want)
+
+    padded = torch.nn.functional.pad(idx, (3, 0))   # as a short prompt in a batch
+    memory = model.new_memory(torch.tensor([3, 3]))
+    close(model.head(model.hidden(padded, memory)[:, 3:]), want)

@@ -294,6 +294,7 @@ def main(argv):
                          "python tools/choices.py out/halting_router")
     model, tokenizer, settings = open_as(s, folder)
     if s.json is not None:
+        os.makedirs(os.path.dirname(s.json) or '.', exist_ok=True)
         open(s.json, 'a').close()   # an error now, and not when all is computed
     config = model.config
     if model.mechanism.K == 0:

@@ -9,11 +9,12 @@ one run after another.
 A name is one of RUNS. NAME_2x has twice the layers; NAME_as_OTHER is trained for as many FLOPs as
 OTHER, by more or fewer steps. Files and settings of train.py hold for all; what RUNS adds overrules
 yours. Stopped, the same command goes on. On a made task the table counts right answers. Writes
-OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its model.py), a line per run in
+OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its code), a line per run in
 OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
 """
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -31,13 +32,13 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
+import train as train_py
 from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.fast import source_of_model, sum_of, without_numbers
 from engine.files import UserError, checksum, run, table
 from engine.flops import flops_per_token
-from engine.generate import check_pieces
 from engine.hardware import pick_device
 from engine.loss import token_nats
 from engine.shards import read_meta
@@ -48,7 +49,13 @@ from model import GPTConfig
 from sample import exam_of_run, load_model
 from train import Settings, for_this_machine
 
-MODEL = sum_of(source_of_model())   # as it was when compare.py began
+
+def code():
+    """The sum of model.py and train.py, of which a comparison has one version."""
+    return sum_of(source_of_model() + inspect.getsource(train_py))
+
+
+CODE = code()       # when compare.py began
 
 
 @dataclass
@@ -142,9 +149,14 @@ def make_plan(name, common):
     base, times = re.fullmatch(r'(.*?)(?:_(\d)x)?', base).groups()      # NAME_2x
     if base not in RUNS:
         raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_2x such as "
-                        "plain_scaled_2x, and NAME_as_OTHER such as plain_scaled_as_loop")
+                        "plain_scaled_2x, and NAME_as_OTHER such as plain_scaled_as_loop; a run of "
+                        "your own is one more line of RUNS in tools/compare.py")
     file, *options = RUNS[base]
     path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))
+    for setting in read([path], '', Settings, GPTConfig)[0]:
+        if hasattr(Settings, setting) and setting not in ('out_dir', 'fast'):
+            raise UserError(f"{path} sets {setting}, which is to be the same for all: give it on "
+                            "the command line")
     args = [path, *common, *options]
 
     s, config = configs_of(args)
@@ -254,7 +266,6 @@ def record_of(name, seed, args, folder, plan, problems):
     model, _, kept = load_model(folder, pick_device(settings['device']))
     more = {}
     if task_of(read_meta(settings['data_dir'])):
-        check_pieces(model)
         more = summary(model, exam_of_run(kept, problems), problems)
     elif model.mechanism.iterates:
         more = {EXACT: exact_loss(model, settings)}
@@ -269,7 +280,7 @@ def record_of(name, seed, args, folder, plan, problems):
         'seconds': max(seconds.values()),
         LOSS: final_loss(folder, settings),
         'commit': commit(),
-        'model': MODEL,
+        'code': CODE,
         'torch': torch.__version__,
         'hardware': f"{hardware(settings['device'], settings['threads'])}, {kept['precision']}",
         'date': time.strftime('%Y-%m-%d'),
@@ -387,10 +398,10 @@ def make_run(name, seed, plan, compare, results):
     folder = folder_of(compare, name, seed)
     args = [*plan.args, f'--seed={seed}', f'--out_dir={folder}']
     label = f"{name}, seed {seed}"
-    check_model(label, folder)
+    check_code(label, folder)
     if final_loss(folder, plan.settings) is None:
         train(label, args, folder, plan.settings)
-        check_model(label, folder)
+        check_code(label, folder)
     r = record_of(name, seed, args, folder, plan, compare.answers)
     if is_made(name, seed, results):    # by another compare.py, meanwhile
         return
@@ -401,20 +412,20 @@ def make_run(name, seed, plan, compare, results):
           f"{r['seconds']:.0f} s", flush=True)
 
 
-def check_model(label, folder):
-    """UserError if a run's model.py is not the one that counts its answers, or was edited in it."""
-    path = os.path.join(folder, 'model.txt')
-    if sum_of(source_of_model()) != MODEL:
-        raise UserError(f"{label}: model.py was changed since compare.py began: start it again, "
-                        "with another --out if runs have begun")
+def check_code(label, folder):
+    """UserError if model.py or train.py was edited since a run began, or compare.py."""
+    path = os.path.join(folder, 'code.txt')
+    if code() != CODE:
+        raise UserError(f"{label}: model.py or train.py was changed since compare.py began: start "
+                        "it again, with another --out if runs have begun")
     if not os.path.exists(path):
         os.makedirs(folder, exist_ok=True)
         with open(path, 'w', encoding='utf-8') as f:
-            f.write(MODEL)
+            f.write(CODE)
     with open(path, encoding='utf-8') as f:
-        if f.read() != MODEL:
-            raise UserError(f"{label}: {folder} was begun with another model.py: choose another "
-                            "--out, or take that folder away")
+        if f.read() != CODE:
+            raise UserError(f"{label}: {folder} was begun with another model.py or train.py: "
+                            "choose another --out, or take that folder away")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -446,12 +457,14 @@ def table_of(records):
     text = table([*header, 'x FLOPs', 'x time'], rows)
     text += ("\n\nMedians; learned it: {:.0%} right or more; equal FLOPs: within 5 %. "
              "{}; torch {}; commit {}; {}.".format(LEARNED, *about))
-    versions = {}   # of model.py: {its sum: the runs}
+    versions = {}   # of the code: {its sum: the runs}
     for r in records:
-        if 'model' in r:    # older records do not say
-            versions.setdefault(r['model'], []).append(f"{r['name']}, seed {r['seed']}")
+        version = r.get('code', r.get('model'))     # older records: of model.py alone, or none
+        if version:
+            versions.setdefault(version, []).append(f"{r['name']}, seed {r['seed']}")
     if len(versions) > 1:
-        text += f"\nmodel.py was changed between: {' | '.join(map('; '.join, versions.values()))}"
+        text += ("\nmodel.py or train.py was changed between: "
+                 + ' | '.join(map('; '.join, versions.values())))
     return text
 
 
@@ -489,11 +502,16 @@ def difference(name, other, runs):
     return f"{statistics.median(by_seed):+.4f} ({min(by_seed):+.4f} to {max(by_seed):+.4f})"
 
 
+def is_plain(name):
+    """Whether a run is a plain model's, of whatever size and for however long."""
+    return bool(re.fullmatch(r'plain(_scaled|_ponderlm|_stock)?(_\dx)?(_as_.*)?', name))
+
+
 def plain_of_equal_flops(name, runs, base):
     """The plain run of the nearest FLOPs (of equal ones `base`); None if all are over 5 % off."""
     flops = median(runs[name], 'flops')
     off = {other: abs(median(runs[other], 'flops') / flops - 1)
-           for other in runs if other.startswith('plain')}
+           for other in runs if is_plain(other)}
     near = [other for other in off if off[other] <= 0.05]
     return min(near, key=lambda other: (off[other], other != base), default=None)
 
@@ -511,9 +529,10 @@ def main(argv):
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
                         "(.py, .json)")
-    for name in OURS:
+    for name in (*OURS, 'ponder', 'halting', 'depth_attn'):
         if name in asked:
-            raise UserError(f"{name}={asked[name]}: this is chosen here for each run; see --help")
+            raise UserError(f"{name}={asked[name]}: chosen here for each run, by --names and "
+                            "--seeds (--help); a run of your own is a line more of RUNS here")
 
     failed = 0
     if not files:

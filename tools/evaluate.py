@@ -33,7 +33,6 @@ from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
 from engine.files import UserError, run, table
-from engine.generate import check_pieces
 from engine.hardware import explained, pick_device, tune_cpu
 from engine.loss import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
@@ -226,7 +225,6 @@ def print_texts(model, tokenizer, paths, s):
 
 def print_answers(model, exam, s):
     """A line for each setting; and with halting, what the passes went to."""
-    check_pieces(model)
     results = {}
     for name, value in each_setting(model, s):
         if exam is None:

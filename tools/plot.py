@@ -32,7 +32,16 @@ from engine.files import UserError, run, whole
 from engine.flops import flops_of_new_token, flops_per_token
 from engine.hardware import pick_device
 from sample import encode_prompt, exam_for_prompt, load_model
-from tools.compare import EXACT, LEARNED, LOSS, configs_of, read_lines, read_log, seconds_by_step
+from tools.compare import (
+    EXACT,
+    LEARNED,
+    LOSS,
+    configs_of,
+    is_plain,
+    read_lines,
+    read_log,
+    seconds_by_step,
+)
 from tools.explain import look, validation_tokens
 
 X = {
@@ -203,7 +212,7 @@ def draw_records(ax, runs, looks, x):
     if x == 'generated':
         sizes = [(np.median([r[x] for r in runs[name]]) / least,
                   np.median([r[LOSS] for r in runs[name]])) for name in runs
-                 if name.startswith('plain')]
+                 if is_plain(name)]
         ax.plot(*zip(*sorted(sizes)), color=INK, linewidth=1.2, zorder=0)
     ax.set_xscale('log', base=2)
     ax.xaxis.set_major_formatter('{x:g}')
@@ -231,6 +240,8 @@ def halting(paths, s):
     found = {}      # of each data set
     last = {}       # asked again, a run has its newest line
     for record in [record for path in paths for record in read_lines(path)]:
+        if 'data' not in record:    # not of choices.py
+            continue
         last[record.get('checkpoint'), record.get('halting'), record['data']] = record
     for record in last.values():
         name = name_of(record.get('checkpoint', ''))
