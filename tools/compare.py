@@ -104,6 +104,8 @@ for name in RUNS:
 RUNS.update({
     # for docs/results.md and docs/claims.md: both in one; fewer steps; more thoughts
     'plain_scaled+depth_attn': ('loop', '--ponder_steps=0', '--depth_attn=True'),
+    'plain_scaled+depth_uniform': ('loop', '--ponder_steps=0', '--depth_attn=True',
+                                   '--depth_mode=uniform'),
     'embedding_1': ('embedding', '--ponder_steps=1'),
     'embedding_2': ('embedding', '--ponder_steps=2'),
     'loop+depth_attn': ('loop', '--depth_attn=True'),
