@@ -183,8 +183,8 @@ class Trainer:
             load_optimizer(self.optimizer, self.scaler, state)
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
-            for p in self.model.parameters():   # DDP takes these over; those of a first backward it
-                if p.requires_grad:             # would keep beside its own
+            for p in self.model.parameters():
+                if p.requires_grad:     # in DDP's buckets; those of a first backward were beside
                     p.grad = torch.zeros_like(p)
             self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.log = Log(s, self.model, self.stop)
