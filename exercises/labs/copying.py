@@ -34,8 +34,8 @@ nats per byte; AMD EPYC, 2026-11-28):
       with an average              5.457  5.467
 
 With Depth-Attention the model copies, and three quarters of what it gains it gains where the last
-three bytes or more have stood before. Without it the model does not copy, nor with an average of the same
-values, and hardly after twice the text (5.337, 5.265).
+three bytes or more have stood before. Without it the model does not copy, nor with an average of
+the same values, and hardly after twice the text (5.337, 5.265).
 
 What it does not show is that a plain model would never learn it. Large ones do, with more text; and
 a match is only the simplest reason to look back.
