@@ -14,9 +14,9 @@ Config files and --name=value apply from left to right. What none of them sets h
 a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C, SIGTERM,
 SIGHUP, max_seconds or a log that cannot be written saves and stops at the next step; a second
 signal stops at once. The exit status after a signal is not 0.
-Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting, derived
-ones too: a config file for the same mechanism) and log.jsonl (a JSON object for each line of
-steps or evaluation).
+Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting but
+max_seconds, derived ones too: a config file for the same mechanism) and log.jsonl (a JSON object
+for each line of steps or evaluation).
 """
 
 import math

@@ -103,7 +103,7 @@ class Log:
         self.file = None            # log.jsonl, once it is open
         self.said = time.monotonic()
         self.outcomes = []          # of a made task's problems, in the last evaluation
-        self.checked = False        # whether a changed model.py was warned of, if it needs that
+        self.checked = False        # whether check_pieces was called
         self.flops = 0.0            # per token, of a step
         # since the last line of steps:
         self.began = 0.0            # when that was, by the clock

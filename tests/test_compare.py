@@ -186,6 +186,8 @@ def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypat
     with pytest.raises(UserError, match='1 runs failed'):
         compare.main(args)
     assert 'plain-s1 was begun with another model.py or train.py' in capsys.readouterr().err
+    monkeypatch.setattr(compare, 'train_py', prepare_data)      # as if train.py had other lines
+    assert compare.code() != compare.CODE
     assert in_process == ['plain-s1']
 
 

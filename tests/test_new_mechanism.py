@@ -16,8 +16,10 @@ from test_plan import planned_as_if_run
 import model as library
 import train
 from engine.checkpoint import change_steps
+from engine.files import UserError
+from engine.flops import flops_per_token
 from engine.generate import stream
-from model import Mechanism, Memory, rope_table
+from model import Cost, Mechanism, Memory, rope_table
 from sample import load_model
 from tools.explain import look
 
@@ -132,6 +134,24 @@ def test_a_mechanism_may_run_some_blocks_only(idx, kind, monkeypatch):
     with torch.no_grad():
         parts = [model.hidden(idx[:, a:b], memory) for a, b in ((0, 4), (4, 5), (5, 13))]
         close(model.head(torch.cat(parts, 1)), whole, 1e-12)
+
+
+class AsksForNumbers(Mechanism):
+    def forward(self, gpt, x, pos, memory):
+        for k in range(self.K + 1):
+            x = gpt.trunk(x, pos, memory[k])
+            x = -x if x.mean() > 0 else x
+        return x
+
+
+def test_who_asks_for_numbers_needs_a_cost(monkeypatch):
+    monkeypatch.setitem(library.PONDER, 'asks', AsksForNumbers)
+    model = make(ponder='asks')
+    with pytest.raises(UserError, match='AsksForNumbers of model.py asks for numbers.*a `cost`'):
+        flops_per_token(model)
+    cost = Cost(vectors=4, keys=4)
+    monkeypatch.setattr(AsksForNumbers, 'cost', lambda *_: cost, raising=False)
+    assert flops_per_token(model) > 0
 
 
 def test_smear_of_the_results_page(tmp_path, monkeypatch):

@@ -613,7 +613,7 @@ def test_what_does_not_count_is_said(tmp_path, monkeypatch, capsys):
     train.main([*run, '--block_size=18', '--batch_tokens=18', '--max_steps=30', '--out_dir=b',
                 '--log_interval=1'])
     told = capsys.readouterr().out
-    assert len(checked) == 1, "who gets answers is told if model.py cannot generate"
+    assert len(checked) == 1, "a run is told once if model.py cannot generate"
     assert 'read data/addition (addition --size=4 --problems=200 --seed=1337)' in told
     assert re.search(r'\n\d+% of what the answers hold counts', told)
     skipped = set(re.findall(r'\nstep (\d+): no answer in its windows counts; step skipped', told))

@@ -109,8 +109,8 @@ def main(argv):
         raise UserError(f"name checkpoint folders, see --help; make one with: {common.MAKE_ONE}")
     tune_cpu()
     loaded = [load_model(folder, 'cpu') for folder in folders]
-    _, tokenizer, settings = loaded[0]
-    T = loaded[0][0].config.block_size
+    first, tokenizer, settings = loaded[0]
+    T = first.config.block_size
     data_dir = data_dir_of(settings)
     for folder, (model, _, theirs) in zip(folders, loaded):
         if model.mechanism.iterates:
