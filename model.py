@@ -12,7 +12,7 @@ QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three f
 the other. GPT.hidden is the first two; GPT.forward adds the third, or with targets the loss:
 
     x = gpt.embed(idx)          tokens (B,T)       -> embeddings (B,T,C)
-    h = gpt.trunk(x, pos)       embeddings         -> hidden states (B,T,C); pos = torch.arange(T)
+    h = gpt.trunk(x)            embeddings         -> hidden states (B,T,C)
     logits = gpt.head(h)        hidden states      -> (B,T,V)
 
 Depth-Attention works inside the trunk. Every other mechanism takes the place of the call of
@@ -30,31 +30,29 @@ gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top 
 
 To train with this file alone:
 
-    gpt = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))   # the defaults: 362M parameters
+    gpt = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))
     optimizer = torch.optim.AdamW(gpt.parameters())
-    for idx, targets in batches:                    # tokens (B,T), and their next ones (B,T)
+    for step, (idx, targets) in enumerate(batches):     # tokens (B,T), and their next ones (B,T)
+        gpt.mechanism.begin_step(step, len(batches))    # for halting, and for what is drawn
         _, loss = gpt(idx, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-A plain GPT needs no more. For the papers' schedules a loop sets two attributes before each step,
-as train.py does: gpt.mechanism.progress (halting) and gpt.mechanism.drawn (Latent, Mask, Feedback);
-they are in Mechanism.__init__.
-
-train.py trains these classes. With its setting `fast`, which is on where there is CUDA and in
-config/halting_*.py, engine/ has faster ones for some. If you edited one that is replaced, train.py
-stops with an error: --fast=False runs what you wrote.
+train.py, sample.py and every tool run these classes, on every device: what you read is what runs.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+import random
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Optional
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 # -------------------------------------------------------------------------------------------------
 # 1  Settings
@@ -168,13 +166,13 @@ class RMSNorm(nn.Module):
 def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
-    turns by the angle p theta^(-2i / hd). pos (S,), or in engine/ (B,S), -> cos and sin, each
-    (.., S, 1, hd/2), of the dtype of what they turn, but at least fp32.
+    turns by the angle p theta^(-2i / hd). pos (S,) -> cos and sin (S, 1 head, hd/2), of the dtype
+    of what they turn, but at least fp32.
     """
     dtype = torch.promote_types(dtype, torch.float32)   # bf16 cannot tell position 257 from 256
     twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
     frequency = theta ** (-twice_i / head_dim)                          # (hd/2,)
-    angle = pos.to(dtype)[..., None, None] * frequency                  # (.., S, 1 head, hd/2)
+    angle = pos.to(dtype)[..., None, None] * frequency                  # (S, 1 head, hd/2)
     return angle.cos(), angle.sin()
 
 
@@ -187,49 +185,36 @@ def apply_rope(x, cos, sin):
 
 class Memory:
     """
-    The KV cache: of each layer the keys and values of all tokens so far. In training it is new and
-    empty in each call, and dropped behind it: then a plain GPT needs no mask, and reads the keys
-    and values of this call alone.
+    The KV cache: of each layer the keys and values of all tokens so far. In training it is new in
+    each call of the model, and holds the keys and values of this call alone.
 
-    In each call of the model: `begin` (in GPT.hidden), `mask` (GPT.trunk), `update` (every layer).
+    In each call of the model: `begin` (in GPT.hidden), then `update` in every layer.
     """
+    # what later parts change: how many keys `update` returns for each token (Chain), and the
+    # memories of the passes before (Loop with Depth-Attention)
+    keys_per_token = 1
+    loops = ()
 
     def __init__(self):
-        self.tokens = 0             # read so far, those of this call included
+        self.tokens = 0             # read so far, the newest T included
+        self.pos = None             # (T,): the positions of the newest
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.made = {}              # {layer: (k, v)} of this pass alone, for part 3, which mixed v
-        self.loops = ()             # memories of earlier passes: part 4, Loop with part 3
+        self.N = 0                  # how many keys each layer has, once it has those of the newest
 
     def begin(self, x):
-        """Count tokens x (B,T), or embeddings (B,T,C), as read; returns their positions (T,)."""
-        assert self.tokens == 0 or self.keys, "no gpt.trunk(x, pos, memory) had this memory so far"
-        T = x.size(1)
-        pos = torch.arange(self.tokens, self.tokens + T, device=x.device)
-        self.tokens += T
-        self.made = {}
-        return pos
-
-    def mask(self, S, device):
-        """
-        Which of N keys each of the newest S tokens attends to: (S,N), True for those up to itself.
-        None stands for plain causal attention, which needs no mask and is faster. Some mechanisms
-        have a rule in its place: part 4.
-        """
-        before = self.tokens - S            # `begin` has counted these S
-        if before == 0:
-            return None
-        key_pos = torch.arange(self.tokens, device=device)              # (N,)
-        query_pos = key_pos[before:, None]                              # (S,1)
-        return key_pos <= query_pos                                     # (S,N)
+        """Before the blocks read tokens x (B,T), or their embeddings (B,T,C)."""
+        first = self.tokens
+        self.tokens += x.size(1)
+        self.pos = torch.arange(first, self.tokens, device=x.device)
+        self.N = self.tokens
 
     def update(self, layer, k, v):
-        """Takes the keys and values (B, nkv, S, hd) of these tokens; returns all there are."""
-        assert layer not in self.made, f"block {layer} ran twice in one pass"
-        self.made[layer] = k, v
+        """Takes the keys and values (B, nkv, S, hd) of the newest; returns all there are."""
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
+        assert k.size(2) == self.N, "a memory goes through gpt.trunk once in each call of the model"
         self.keys[layer], self.values[layer] = k, v
         return k, v
 
@@ -239,6 +224,8 @@ class Attention(nn.Module):
     Causal attention; n_head / n_kv_head query heads share each key/value head (arXiv 2305.13245),
     and a norm on queries and keys (after 2010.04245, as in Qwen3) keeps scores small.
     """
+
+    kernel = staticmethod(F.scaled_dot_product_attention)   # engine/hardware.py has one for CPUs
 
     def __init__(self, config, layer):
         super().__init__()
@@ -253,20 +240,18 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(self, x, rope, memory, mask):
+    def forward(self, x, rope, memory):
         """
         x (B,S,C) -> (B,S,C)
         rope        (cos, sin) of the positions of x, from rope_table
-        memory      keeps these keys and values beside those of before
-        mask        which keys each position attends to (None: all up to its own), see Memory.mask
+        memory      keeps these keys and values, and returns them behind those of earlier tokens
         """
         q, k, v = self.project(x, rope)
         if self.config.depth_attn:                                      # part 3
-            sources = depth_sources(self.config, self.layer, memory)
+            sources = depth_sources(self.config, self.layer, memory, k)
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
         keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd)
-        dropout = self.config.dropout if self.training else 0.0
-        y = self.attend(q, keys, values, mask, dropout)                 # (B, nh, S, hd)
+        y = self.attend(q, keys, values, memory.keys_per_token)         # (B, nh, S, hd)
         return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
 
     def project(self, x, rope):
@@ -279,14 +264,32 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), *rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    @staticmethod
-    def attend(q, k, v, mask, dropout):
+    def attend(self, q, k, v, per_token=1):
         """
-        softmax(q k^T / sqrt(hd)) v over the keys of the mask: (B, nh, S, hd). Without a mask S = N.
+        softmax(q k^T / sqrt(hd)) v, (B, nh, S, hd). The queries are those of the newest S tokens,
+        and each reads the keys of all tokens up to its own, per_token of each.
         """
+        S, N, hd = q.size(2), k.size(2), q.size(3)
+        if k.size(3) > hd:                      # part 4: the weights of keys
+            q = F.pad(q, (0, k.size(3) - hd), value=1.0)
         shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not every kernel has it
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None,
-                                              enable_gqa=shared_keys)
+        dropout = self.config.dropout if self.training else 0.0
+        attention = partial(self.kernel, dropout_p=dropout, scale=hd ** -0.5)
+        if S == 1 or S == N:                    # no mask, which is fastest
+            y = attention(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
+            return y[..., :hd]
+
+        # The others take turns, 256 queries each, which read the keys up to the last one's.
+        if shared_keys:                         # no fused kernel has these and a mask
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        parts = []
+        for first in range(0, S, 256):
+            end = min(first + 256, S)
+            n = N - per_token * (S - end)
+            later_tokens = torch.arange(S - 1 - first, S - 1 - end, -1, device=q.device)
+            reads = torch.arange(n, device=q.device) < N - per_token * later_tokens[:, None]
+            parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], reads))
+        return torch.cat(parts, dim=2)[..., :hd]
 
 
 class MLP(nn.Module):
@@ -313,10 +316,31 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, memory, mask):
-        x = x + self.drop(self.attn(self.ln_1(x), rope, memory, mask))
+    def forward(self, x, rope, memory):
+        x = x + self.drop(self.attn(self.ln_1(x), rope, memory))
         x = x + self.drop(self.mlp(self.ln_2(x)))
         return x
+
+
+LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
+
+
+def some_rows_at_once(function):
+    """
+    For a function of hidden states (..,C) that makes V logits of each: where they are many, some
+    are made at a time, and again in backward. At vocabulary 50,304 the logits of 8 x 2048 tokens
+    would take 3.3 GB, and their gradient as much.
+    """
+    @wraps(function)
+    def in_parts(gpt, h, *targets):
+        n = max(1, LOGITS_AT_ONCE // gpt.config.vocab_size)
+        if h.shape[:-1].numel() <= n:
+            return function(gpt, h, *targets)
+        rows = [h.flatten(0, -2), *(target.flatten() for target in targets)]
+        parts = zip(*(row.split(n) for row in rows))
+        done = [checkpoint(function, gpt, *part, use_reentrant=False) for part in parts]
+        return torch.cat(done).unflatten(0, h.shape[:-1])
+    return in_parts
 
 
 class GPT(nn.Module):
@@ -333,14 +357,14 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4, 5; a plain GPT's has no weights
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; a plain GPT's has nothing to do
         self.init_weights()
 
     def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)       # part 4; Plain's changes nothing
+        self.mechanism.init_weights(self)
 
     def forward(self, idx, targets=None):
         """
@@ -364,33 +388,30 @@ class GPT(nn.Module):
         """
         if memory is None:
             memory = self.new_memory()
-        length = memory.tokens + idx.size(1)
+        memory.begin(idx)
         limit = self.config.block_size
-        require(length <= limit, f"{length} tokens are more than block_size={limit}")
-        pos = memory.begin(idx)                                         # (T,)
+        require(memory.tokens <= limit, f"{memory.tokens} tokens are more than block_size={limit}")
         x = self.embed(idx)
         if self.config.ponder == 'none':
-            return self.trunk(x, pos, memory)
-        return self.mechanism(self, x, pos, memory)                     # parts 4 and 5
+            return self.trunk(x, memory)
+        return self.mechanism(self, x, memory)                          # parts 4 and 5
 
     def embed(self, idx):
         """Tokens (B,T) -> embeddings (B,T,C)."""
         return self.drop(self.wte(idx) * self.config.embed_scale)
 
-    def trunk(self, x, pos, memory=None, norm=True):
+    def trunk(self, x, memory=None, norm=True):
         """
-        All blocks and the final norm: x (B,S,C) at positions pos -> (B,S,C).
-        pos         (S,), from memory.begin, or in engine/ (B,S)
-        memory      the KV cache. None: x is the whole text, at positions 0, 1, ..
+        All blocks and the final norm: x (B,S,C) -> (B,S,C).
+        memory      the KV cache, and where x stands in the text. None: x is the whole text
         norm        False leaves out the final norm: parts 4 and 5
         """
         if memory is None:
             memory = Memory()
-            memory.begin(x)                                             # for its mask
-        mask = memory.mask(x.size(1), x.device)                         # the same in all layers
-        rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
+            memory.begin(x)
+        rope = rope_table(memory.pos, self.config.head_dim, self.config.rope_theta, x.dtype)
         for block in self.h:
-            x = block(x, rope, memory, mask)
+            x = block(x, rope, memory)
         return self.ln_f(x) if norm else x
 
     def head(self, h):
@@ -404,8 +425,9 @@ class GPT(nn.Module):
         """The mean of token_losses over targets that are not negative."""
         return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
 
+    @some_rows_at_once
     def token_losses(self, h, targets):
-        """Cross-entropy (B,T) of each next token in nats; 0 where the target is negative."""
+        """Cross-entropy of next tokens in nats, (..) of h (..,C); 0 where a target is negative."""
         logits = at_least_fp32(self.head(h)).flatten(0, -2)             # (B T, V)
         target = targets.flatten().clamp(min=-1)                        # any negative one is -1
         losses = F.cross_entropy(logits, target, ignore_index=-1, reduction='none')
@@ -413,23 +435,18 @@ class GPT(nn.Module):
 
     def new_memory(self, pad=None):
         """
-        An empty memory. pad (B,): how much of each row, on its left, is padding; for prompts of
-        unequal lengths in engine/generate.py.
+        An empty memory. pad (B,): how many tokens of each row, on its left, are padding: for
+        prompts of unequal lengths.
         """
-        if self.config.ponder == 'none':
-            return Memory() if pad is None else Padded(pad)             # part 4
-        return self.mechanism.new_memory(pad)                           # parts 4 and 5
+        return self.mechanism.new_memory(pad)                           # a plain GPT's: a Memory
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """
         Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. The
         model should be in eval mode. ValueError if it would have to read more than block_size
-        tokens. sample.py uses engine/generate.py: longer texts, prompts of unequal lengths.
+        tokens; sample.py's `stream` (engine/generate.py) has no such limit.
         """
-        length = idx.size(1) + max_new_tokens - 1       # the last new token is not read
-        limit = self.config.block_size
-        require(length <= limit, f"{length} tokens are more than block_size={limit}")
         memory = self.new_memory()
         new = idx
         for _ in range(max_new_tokens):
@@ -499,13 +516,19 @@ def source_layers(config, layer):
     return range(0, layer, config.depth_stride)
 
 
-def depth_sources(config, layer, memory):
+def depth_sources(config, layer, memory, k):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), from this pass. In a Loop (part 4) those of layer l
-    itself from each earlier loop come first, so that there even layer 0 has sources.
+    [(k_j, v~_j), ..] of the layers j in S(l), for the slots whose keys are k (B, nkv, S, hd): the
+    newest in the memory of this pass. In a Loop (part 4) those of layer l itself from each earlier
+    loop come first, so that there even layer 0 has sources.
     """
-    loops = [earlier.made[layer] for earlier in memory.loops]
-    return loops + [memory.made[j] for j in source_layers(config, layer)]
+    S, hd = k.shape[2:]
+    places = [(loop, layer) for loop in memory.loops]
+    places += [(memory, j) for j in source_layers(config, layer)]
+    sources = []
+    for held, j in places:      # a key with a weight (part 4) has more than hd channels
+        sources.append((held.keys[j][:, :, -S:, :hd], held.values[j][:, :, -S:, :hd]))
+    return sources
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -534,49 +557,37 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
 #
-# A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts.
-# A mechanism takes the place of the one call of the trunk in GPT.hidden. Embedding and Loop call it
-# K + 1 times, with a KV cache for each pass. The others, and all that halt, have one cache for all
-# passes, and a rule says which slots attend to which.
+# A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts. A
+# mechanism takes the place of the one call of the trunk in GPT.hidden. Attention is causal in every
+# one of them; what else a slot reads is said by the memory that its pass gets:
 #
-# To add one: a subclass of Mechanism with `forward`, its name in PONDER, its settings in GPTConfig
-# and in its `settings`.
+#     Smear                       a WeightedMemory: as in the plain GPT
+#     Embedding, Loop             one for each pass: a pass reads its own keys
+#     Chain                       a ChainMemory for each pass: a pass reads earlier ones, too
+#     Latent, Feedback, Pause     one SlotMemory: all slots of all tokens in a row
+#
+# To add one: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in PONDER;
+# its settings in GPTConfig. Smear is the shortest.
 
 
 class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk (in part 5: in the steps of Halting.forward). It has its own weights, its rule of who
-    reads whom (whose queries attend to whose keys), its loss. gpt is an argument everywhere, as
-    each would be a part of the other if it were kept.
+    gpt.trunk. It has its own weights, its memory, its loss. gpt is an argument of each method: kept
+    in an attribute, it would become a part of its own mechanism. A plain GPT has this class itself,
+    and calls neither `forward` nor `loss`.
     """
-    rule = None     # a function such as flat, below: which slots a slot reads; None: those of its
-                    # own pass. (In a class a staticmethod, or Python would pass it self.)
-
-    # for programs; nothing here reads these five, nor `slots`, `passes` and `cost`: skip them
-    halts = False                   # tokens stop by themselves: part 5
-    trains_alone = False            # training changes the mechanism's own weights alone
-    skips = False                   # Router: training may leave stopped tokens out
-    iterates = False                # Latent, Feedback: several tokens at once are read by iteration
-    settings = ('ponder_steps',)    # those of GPTConfig that it has, without those of halting
+    passes = None       # (B,T), if tokens halt: how many passes each took in the last call
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # A training loop sets both before each step: progress = step / steps, and drawn, one of
-        # draws(). As they stand here: halting at full strength, the most passes.
-        self.progress = 1.0             # the share of the run that is done
-        self.drawn = self.draws()[0]    # Latent, Mask: R; Feedback: extra passes; others: None
-        self.passes = None              # (B,T), if tokens halt: what each took in the last call
+        self.progress = None    # both are set by begin_step
+        self.drawn = None
 
     @property
     def K(self):
-        return self.config.ponder_steps
-
-    @property
-    def slots(self):
-        """Slots that a new token adds to the cache in generation, at most."""
-        return self.K + 1
+        return self.config.ponder_steps if self.config.ponder != 'none' else 0
 
     @staticmethod
     def default_embed_scale(C):
@@ -589,8 +600,10 @@ class Mechanism(nn.Module):
     def init_weights(self, gpt):
         """
         Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
-        the mechanism's own biases begin at 0.
+        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.init_weights drew.
         """
+        if self.config.ponder == 'none':
+            return
         for block in gpt.h:
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
             block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
@@ -600,27 +613,34 @@ class Mechanism(nn.Module):
 
     def draws(self):
         """
-        What `drawn` is drawn from, evenly, for each optimizer step; first what costs most. Most
-        mechanisms have nothing to draw.
+        What a training step draws from, evenly; first what costs most. Most mechanisms have nothing
+        to draw.
         """
         return [None]
 
+    def begin_step(self, step, steps, seed=0):
+        """
+        To be called before each of a training run's optimizer steps, number 0, 1, .. steps - 1. It
+        says what share of the run is done, which schedules of halting ask for; and it draws, by
+        (seed, step), so that all ranks and a resumed run draw the same.
+        """
+        self.progress = step / steps
+        self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
+
+    def of_step(self, value):
+        """self.progress or self.drawn; ValueError if no begin_step has set it."""
+        require(value is not None, "training: call gpt.mechanism.begin_step(step, steps) before "
+                                   "each optimizer step")
+        return value
+
     def new_memory(self, pad):
         """An empty memory, as GPT.new_memory: the one that `forward` gets."""
-        if self.rule is not None:
-            return SlotMemory(self.rule, pad)
-        passes = range(self.K + 1)
-        return Memories(Memory() if pad is None else Padded(pad) for _ in passes)
+        return Memory() if pad is None else WeightedMemory(pad)
 
-    def cost(self, gpt, drawn, training):
-        """Its Cost, for engine/flops.py; PyTorch counts what a class without it costs."""
-        raise NotImplementedError
-
-    def forward(self, gpt, x, pos, memory):
+    def forward(self, gpt, x, memory):
         """
-        Embeddings x (B,T,C) at positions pos (T,) -> the hidden states (B,T,C) that predict the
-        next tokens. Without a rule, memory[k] is the Memory of pass k alone. With one, all passes
-        share a SlotMemory, and memory.for_pass(k) is what gpt.trunk gets in pass k.
+        Embeddings x (B,T,C) -> the hidden states (B,T,C) that predict the next tokens. memory: from
+        new_memory; GPT.hidden has called its `begin`.
         """
         raise NotImplementedError
 
@@ -629,64 +649,105 @@ class Mechanism(nn.Module):
         return gpt.loss(h, targets)
 
 
-@dataclass
-class Cost:
-    """What a mechanism costs for each token, for engine/flops.py: skip it."""
-    vectors: int        # that go through the blocks
-    keys: float         # whose scores these compute, in all, in units of T
-    other: int = 0      # multiply-adds outside of the blocks; not those of the head that predicts
-    no_grad: int = 0    # those of training alone that have no backward pass
+HIDDEN = -1e3   # the log of a weight of 0: a softmax makes 0 of it, also in fp16
 
 
-def linear_weights(module):
-    """How many weights a module's matrices have: the multiply-adds of one vector's products."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+def hide(hidden, log_w=None):
+    """log_w (None: 0), but HIDDEN where hidden (B,S)."""
+    return torch.where(hidden, HIDDEN, 0.0 if log_w is None else log_w)
 
 
-class Padded(Memory):
+class WeightedMemory(Memory):
     """
-    A Memory of prompts of unequal lengths, with padding (B,) on the left of each row. Padding has
-    positions too: rotary attention sees only differences.
+    A Memory whose keys have weights w: log w is added to all scores against a key, so that the
+    softmax counts it w times. Padding has weight 0, so nobody reads it. (A query of padding reads
+    padding alone; what comes out of it is not used.)
+
+    No mask says this, so attention stays as fast: a weight lies with its key, as 8 more channels.
+    Attention.attend gives each query ones there. (8, as fast kernels want multiples of 8.)
     """
 
-    def __init__(self, pad):
+    def __init__(self, pad=None, earlier=None):
+        """pad (B,): padding on the left of each row. earlier: the memory of the pass before."""
         super().__init__()
         self.pad = pad
+        self.earlier = earlier
+        self.is_token = None        # (B,T): False for padding
+        self.log_w = None           # (B,S): of the keys to come. None: no key has a weight
+        self.carried = None         # Smear, Feedback: what the newest token hands on, (B,1,C)
 
-    def mask(self, S, device):
-        """As Memory.mask, (B,1,S,N). Padding attends to all there is: a softmax needs something."""
-        pos = torch.arange(self.tokens, device=device)                  # (N,)
-        is_token = pos >= self.pad[:, None]                             # (B,N)
-        seen = super().mask(S, device)                                  # (S,N)
-        if seen is None:
-            seen = pos <= pos[-S:, None]
-        from_padding = ~is_token[:, -S:, None]                          # (B,S,1)
-        return (is_token[:, None] & seen | from_padding)[:, None]
+    def begin(self, x):
+        super().begin(x)
+        pad = 0 if self.pad is None else self.pad[:, None]
+        self.is_token = (self.pos >= pad).expand(len(x), -1)
+        self.log_w = None if self.pad is None else hide(~self.is_token)
+
+    def next_pass(self, n=1, log_w=None):
+        """
+        Before a pass in which each of the newest tokens has n slots, side by side. log_w (B, T n):
+        of their keys. Returns this memory.
+        """
+        self.log_w = log_w
+        if self.pad is not None:
+            self.log_w = hide(~self.is_token.repeat_interleave(n, dim=1), log_w)
+        return self
+
+    def update(self, layer, k, v):
+        if self.log_w is not None:
+            eighth = self.log_w * k.size(-1) ** 0.5 / 8                 # scores divide by sqrt(hd)
+            channels = eighth.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 8)
+            k = torch.cat((k, channels), dim=-1)                        # (B, nkv, S, hd + 8)
+            v = F.pad(v, (0, 8))
+        return super().update(layer, k, v)
 
 
 class Memories(list):
-    """A Memory for each pass: along the text, a pass attends to itself alone."""
+    """A memory for each of K + 1 passes, each of which knows that of the pass before."""
+
+    def __init__(self, kind, n, pad):
+        super().__init__()
+        for k in range(n):
+            self.append(kind(pad, earlier=self[k - 1] if k > 0 else None))
 
     @property
     def tokens(self):
         return self[0].tokens
 
+    @property
+    def is_token(self):
+        return self[0].is_token
+
     def begin(self, x):
-        """As Memory.begin, for all of them."""
-        positions = [memory.begin(x) for memory in self]
-        return positions[0]                                             # the same in all
+        for memory in self:
+            memory.begin(x)
 
 
-class Plain(Mechanism):
-    """What stands for a mechanism in a plain GPT, ponder='none'; `forward`, `loss` never run."""
-    K = 0  # in the place of the property: whatever ponder_steps says
-    settings = ()
+def shift(x, first):
+    """x (B,T,C) one token later, behind `first` (B,1,C). None: zeros, where a text begins."""
+    if first is None:
+        first = torch.zeros_like(x[:, :1])
+    return torch.cat((first, x[:, :-1]), dim=1)
 
-    def init_weights(self, gpt):
-        """A plain GPT keeps what GPT.init_weights drew."""
 
-    def cost(self, gpt, drawn, training):
-        return Cost(vectors=1, keys=1)
+class Smear(Mechanism):
+    """
+    Smear, as in modded-nanogpt and nanochat: the last token's embedding joins the input. (There a
+    gate, or a weight, says how much; here all of it joins.)
+
+        h_t     = trunk(x_t + x_{t-1})                                                   x_{-1} = 0
+
+    One vector is carried on to the next token. Cost: one pass, as the plain GPT.
+    """
+    K = 0       # whatever ponder_steps says
+
+    def new_memory(self, pad):
+        return WeightedMemory(pad)
+
+    def forward(self, gpt, x, memory):
+        x = x.where(memory.is_token[..., None], 0.0)        # padding is nobody's last token
+        last = shift(x, memory.carried)                                 # x_{t-1}
+        memory.carried = x[:, -1:]
+        return gpt.trunk(x + last, memory)
 
 
 class Embedding(Mechanism):
@@ -704,19 +765,22 @@ class Embedding(Mechanism):
     the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
     mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
     """
-    settings = ('ponder_steps', 'ponder_topk')
 
     @staticmethod
     def default_embed_scale(C):
         return math.sqrt(C)     # as in their code (scale_embeds): embeddings begin with RMS 0.63
 
-    def forward(self, gpt, x, pos, memory):
+    def new_memory(self, pad):
+        return Memories(WeightedMemory, self.K + 1, pad)
+
+    def forward(self, gpt, x, memory):
         for j in range(self.K):
-            h = gpt.trunk(x, pos, memory[j])
+            h = gpt.trunk(x, memory[j])
             x = x + self.mixture(gpt, h)
-        return gpt.trunk(x, pos, memory[self.K])
+        return gpt.trunk(x, memory[self.K])
 
     @staticmethod
+    @some_rows_at_once
     def mixture(gpt, h):
         """P W: the mean embedding of the next token under head(h), (.., C) -> (.., C)."""
         config, table = gpt.config, gpt.wte.weight
@@ -730,10 +794,13 @@ class Embedding(Mechanism):
         mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
         return mean.view_as(h) * config.embed_scale
 
-    def cost(self, gpt, drawn, training):
-        head = gpt.lm_head.weight.numel()
-        mixture = (self.config.ponder_topk or self.config.vocab_size) * self.config.n_embd
-        return Cost(vectors=self.K + 1, keys=self.K + 1, other=self.K * (head + mixture))
+
+class LoopMemory(WeightedMemory):
+    """With Depth-Attention, what a layer made in earlier loops is a source of that layer, too."""
+
+    def __init__(self, pad=None, earlier=None):
+        super().__init__(pad, earlier)
+        self.loops = [*earlier.loops, earlier] if earlier else []       # of the passes before
 
 
 class Loop(Mechanism):
@@ -742,154 +809,40 @@ class Loop(Mechanism):
     norm once, or with loop_norm after each. With depth_attn, what the same layer made in earlier
     loops is a source too, as in Depth-Attention's paper. Cost: K + 1 passes.
     """
-    settings = ('ponder_steps', 'loop_norm')
 
-    def forward(self, gpt, x, pos, memory):
+    def new_memory(self, pad):
+        return Memories(LoopMemory, self.K + 1, pad)
+
+    def forward(self, gpt, x, memory):
         for k in range(self.K + 1):
-            if self.config.depth_attn:
-                memory[k].loops = memory[:k]                        # for depth_sources
             last = k == self.K
-            x = gpt.trunk(x, pos, memory[k], norm=last or self.config.loop_norm)
+            x = gpt.trunk(x, memory[k], norm=last or self.config.loop_norm)
         return x
 
-    def cost(self, gpt, drawn, training):
-        return Cost(vectors=self.K + 1, keys=self.K + 1)
 
-
-# Where slots of several passes, or several of one token, attend to each other, it takes a rule. A
-# slot has labels: t, the time of its token, and k, the number of its pass or its place among the
-# slots of its token. A rule says by the labels of a query and of a key whether the one reads the
-# other, that is, attends to it; it gets those of all queries as (B,S,1), those of all keys as
-# (B,1,N), and so says it of all pairs, (B,S,N). The slots of two tokens with K = 1, as (t,k):
-#
-#     Chain, a pass after the other     (0,0) (1,0)   then   (0,1) (1,1)
-#     Latent, all in one pass           (0,0) (0,1) (1,0) (1,1)
-
-
-@dataclass
-class Labels:
-    """Labels of N slots in each of B rows, (B,N) each."""
-    t: torch.Tensor         # the time of the token, or NEVER
-    k: torch.Tensor         # the number of the pass, or of the slot among those of its token
-    log_w: Optional[torch.Tensor] = None    # Mask, part 5: what is added to scores against a key
-
-    def __getitem__(self, where):
-        log_w = None if self.log_w is None else self.log_w[where]
-        return Labels(self.t[where], self.k[where], log_w)
-
-    def joined(self, new):
-        """These labels, and in each row `new` ones behind them."""
-        t = torch.cat((self.t, new.t), dim=1)
-        k = torch.cat((self.k, new.k), dim=1)
-        log_w = None if self.log_w is None else torch.cat((self.log_w, new.log_w), dim=1)
-        return Labels(t, k, log_w)
-
-
-def flat(query, key):
+class SlotMemory(WeightedMemory):
     """
-    A rule: a slot reads all slots of earlier tokens, and of its own token those up to itself, as if
-    all slots of all tokens stood in one row.
+    One cache for all slots of all tokens, in a row: x_0 z_{0,1} ..  x_1 z_{1,1} .., so that a slot
+    reads all that stand before it. The slots of the newest tokens can be taken back.
     """
-    return (key.t < query.t) | ((key.t == query.t) & (key.k <= query.k))
-
-
-def by_pass(query, key):
-    """A rule: a slot reads those of its own and of earlier passes, of all tokens up to its own."""
-    return (key.t <= query.t) & (key.k <= query.k)
-
-
-# The time of padding, and of keys that nobody is to read: those a token makes after it stopped, and
-# those of hidden thoughts. No token reads them, since no rule reads what is later than the query. A
-# query of padding has this time too, so it reads something, as a softmax must.
-NEVER = 2 ** 40
-
-
-def token_times(pos, B, pad):
-    """(B,T): the label t of tokens at pos (T,): pos itself, but NEVER for padding."""
-    if pad is None:
-        return pos.expand(B, -1)
-    return torch.where(pos < pad[:, None], NEVER, pos)
-
-
-def labels_of(t, first_k, n, visible, log_w):
-    """
-    (labels as queries, labels as keys) of tokens with times t (B,T), which have n slots each, side
-    by side, numbered from first_k on. As keys, slots that are not `visible` (B, T n) have the time
-    NEVER; None: all are visible. log_w (B, T n) or None: as in Labels.
-    """
-    slot_t = t.repeat_interleave(n, dim=1)                              # (B, T n)
-    slot_k = torch.arange(first_k, first_k + n, device=t.device).repeat(t.size(1))
-    query = Labels(slot_t, slot_k.expand_as(slot_t), log_w)
-    if visible is None:
-        return query, query
-    return query, replace(query, t=slot_t.where(visible, NEVER))
-
-
-class SlotMemory(Memory):
-    """
-    A Memory of slots. rule(query, key) says who reads whom, in booleans, or in numbers that are
-    added to the scores. The order of calls:
-
-        begin(x)        by GPT.hidden
-        rewind()        where the next pass replaces what the one before left
-        for_pass(k)     before each call of gpt.trunk, which gets what this returns
-    """
-
-    def __init__(self, rule, pad=None):
-        super().__init__()
-        self.rule = rule
-        self.pad = pad              # as in Padded, or None
-        self.t = None               # (B,T): times of the tokens of this call
-        self.n_before = 0           # how many slots the tokens before these have
-        self.key_labels = None      # of all slots so far, if there are some
-        self.query_labels = None    # of those of this pass
-        self.plain_causal = False   # whether the rule need not be asked in this pass
-        self.state = None           # Feedback alone: what it carries on from here, (B,1,C)
 
     def begin(self, x):
-        pos = super().begin(x)
-        self.t = token_times(pos, len(x), self.pad)
-        self.n_before = 0 if self.key_labels is None else self.key_labels.t.size(1)
-        return pos
+        N = self.N
+        super().begin(x)
+        self.token_pos = self.pos
+        self.N = self.N_before = N      # slots, until next_pass says how many come
 
-    def for_pass(self, first_k=0, n=1, visible=None, log_w=None):
-        """
-        A pass over these tokens begins; returns the memory for gpt.trunk: here this one, in engine/
-        another. In it each token has n slots, side by side, numbered from first_k on.
-        visible     (B, T n) bool: the other slots go through it too, but nobody reads them
-        log_w       (B, T n), for Mask's rule
-        """
-        nothing_before = self.key_labels is None
-        self.query_labels, new = labels_of(self.t, first_k, n, visible, log_w)
-        self.key_labels = new if nothing_before else self.key_labels.joined(new)
-        self.made = {}
-        # With nothing before and nothing hidden, flat is plain causal attention, as slots lie in
-        # its order; that is faster. So is by_pass, if each token has one slot in this pass.
-        is_causal = self.rule is flat or (self.rule is by_pass and n == 1)
-        self.plain_causal = nothing_before and is_causal and self.pad is None and visible is None
-        return self
-
-    def mask(self, S, device):
-        """As Memory.mask, by the rule: (B,1,S,N)."""
-        assert self.query_labels is not None, "memory.for_pass(k) comes before gpt.trunk"
-        if self.plain_causal:
-            return None
-        # labels (B,S,1) and (B,1,N)
-        return self.rule(self.query_labels[:, :, None], self.key_labels[:, None])[:, None]
+    def next_pass(self, n=1, log_w=None):
+        """As in WeightedMemory. The slots of a token share its position."""
+        self.pos = self.token_pos.repeat_interleave(n)                  # (T n,)
+        self.N += len(self.pos)
+        return super().next_pass(n, log_w)
 
     def rewind(self):
-        """Forget the slots of these tokens: they were guesses."""
-        n = self.n_before
-        if n == 0:      # as new: a first pass needs no mask
-            self.key_labels, self.keys, self.values = None, {}, {}
-            return
-        self.key_labels = self.key_labels[:, :n]
-        self.keys = {layer: held[:, :, :n] for layer, held in self.keys.items()}
-        self.values = {layer: held[:, :, :n] for layer, held in self.values.items()}
-
-    def is_token(self):
-        """(B,T) bool: False for padding."""
-        return self.t < NEVER
+        """Forget the slots of the newest tokens: they were guesses."""
+        self.N = n = self.N_before
+        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items() if n > 0}
+        self.values = {layer: v[:, :, :n] for layer, v in self.values.items() if n > 0}
 
 
 def side_by_side(slots):
@@ -923,9 +876,6 @@ class Latent(Mechanism):
     optimizer step, not for each forward; and a prompt can be read exactly (`exact` in
     engine/generate.py).
     """
-    rule = staticmethod(flat)
-    settings = ('ponder_steps', 'jacobi_iters')
-    iterates = True
 
     def draws(self):
         """R or R - 1, as in the authors' code, so that thoughts do not fit one R alone."""
@@ -934,40 +884,39 @@ class Latent(Mechanism):
 
     @property
     def R(self):
-        return self.drawn if self.training else self.config.jacobi_iters
+        return self.of_step(self.drawn) if self.training else self.config.jacobi_iters
 
-    def forward(self, gpt, x, pos, memory):
+    def new_memory(self, pad):
+        return SlotMemory(pad)
+
+    def forward(self, gpt, x, memory):
         if x.size(1) == 1 and not self.training:    # a single token: slot after slot
-            for k in range(self.K + 1):
-                x = gpt.trunk(x, pos, memory.for_pass(k))
+            for _ in range(self.K + 1):
+                x = gpt.trunk(x, memory.next_pass())
             return x
 
         h = ()                          # h[k], out of slot k, is the next guess of z_{k+1}
-        for n in self.slots_of_sweeps(self.R):
+        for n in self.slots_of_sweeps():
             slots = [x, *h][:n]         # x_t, z_1, z_2, ..
-            h = self.sweep(gpt, slots, pos, memory)
+            h = self.sweep(gpt, slots, memory)
         return h[self.K]
 
-    def sweep(self, gpt, slots, pos, memory, visible=None, log_w=None):
+    @staticmethod
+    def sweep(gpt, slots, memory, log_w=None):
         """
-        A pass over n slots of each token, (B,T,C) each -> what comes out of each. visible, log_w:
-        as in SlotMemory.for_pass.
+        A pass over n slots of each token, (B,T,C) each -> what comes out of each. log_w (B, T n):
+        as in WeightedMemory.
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
-        pass_memory = memory.for_pass(n=n, visible=visible, log_w=log_w)
-        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), pass_memory)
+        h = gpt.trunk(side_by_side(slots), memory.next_pass(n, log_w))
         return h.unflatten(1, (-1, n)).unbind(2)
 
-    def slots_of_sweeps(self, R):
+    def slots_of_sweeps(self):
         """The slots of a token in each sweep: 1, 2, .. K, and then R + 1 times K + 1."""
         if self.K == 0:
             return [1]
-        return [*range(1, self.K + 1), *[self.K + 1] * (R + 1)]
-
-    def cost(self, gpt, drawn, training):
-        slots = self.slots_of_sweeps(drawn)
-        return Cost(vectors=sum(slots), keys=sum(n * n for n in slots))
+        return [*range(1, self.K + 1), *[self.K + 1] * (self.R + 1)]
 
 
 class Feedback(Mechanism):
@@ -992,31 +941,45 @@ class Feedback(Mechanism):
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
     decoding; here that is the first equation.
     """
-    rule = staticmethod(flat)       # one slot a token: causal. Only a memory with a rule can rewind
-    slots = 1                       # in the place of the property
-    iterates = True
 
     def draws(self):
         """K or K - 1, as P2N; but not K - 1 = 0, where nothing would be fed back."""
         return [self.K, self.K - 1] if self.K > 1 else [self.K]
 
-    def forward(self, gpt, x, pos, memory):
-        steps = self.drawn if self.training else self.K
-        is_token = memory.is_token()[..., None]                         # (B,T,1)
-        carried = memory.state                              # h of the token before these
-        if carried is None:
-            carried = torch.zeros_like(x[:, :1])                        # (B,1,C)
-        shifted = torch.cat((carried, torch.zeros_like(x[:, 1:])), dim=1)   # h_{t-1} where known
+    def new_memory(self, pad):
+        return SlotMemory(pad)          # one slot a token, which the next pass replaces
+
+    def forward(self, gpt, x, memory):
+        steps = self.of_step(self.drawn) if self.training else self.K
+        is_token = memory.is_token[..., None]                           # (B,T,1)
+        carried = memory.carried                            # h of the token before these
+        shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, where it is known
         for _ in range(min(steps + 1, x.size(1))):          # T passes are always exact
             memory.rewind()                                 # what the pass before left was a guess
-            h = gpt.trunk(x + shifted, pos, memory.for_pass())
+            h = gpt.trunk(x + shifted, memory.next_pass())
             h = h.where(is_token, 0.0)                      # padding carries nothing on
-            shifted = torch.cat((carried, h[:, :-1]), dim=1)
-        memory.state = h[:, -1:] if steps > 0 else None     # K = 0: nothing is fed back
+            shifted = shift(h, carried)
+        memory.carried = h[:, -1:] if steps > 0 else None   # K = 0: nothing is fed back
         return h
 
-    def cost(self, gpt, drawn, training):
-        return Cost(vectors=drawn + 1, keys=drawn + 1)
+
+class ChainMemory(WeightedMemory):
+    """
+    The memory of pass k: it keeps the keys of this pass, and returns those of passes 0 .. k, in the
+    order of tokens: x_0 z_0^(1) ..  x_1 z_1^(1) ..
+    """
+
+    def __init__(self, pad=None, earlier=None):
+        super().__init__(pad, earlier)
+        self.earlier_passes = [*earlier.earlier_passes, earlier] if earlier else []
+        self.keys_per_token = len(self.earlier_passes) + 1
+
+    def update(self, layer, k, v):
+        super().update(layer, k, v)
+        passes = [*self.earlier_passes, self]
+        keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
+        values = torch.stack([memory.values[layer] for memory in passes], dim=3)
+        return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
 
 
 class Chain(Mechanism):
@@ -1033,15 +996,14 @@ class Chain(Mechanism):
 
     Cost: K + 1 passes, whose attention reads 1, 2, .. K + 1 times as many keys.
     """
-    rule = staticmethod(by_pass)    # (Eq. 2)
 
-    def forward(self, gpt, x, pos, memory):
+    def new_memory(self, pad):
+        return Memories(ChainMemory, self.K + 1, pad)                   # (Eq. 2)
+
+    def forward(self, gpt, x, memory):
         for k in range(self.K + 1):
-            x = gpt.trunk(x, pos, memory.for_pass(k))
+            x = gpt.trunk(x, memory[k])
         return x
-
-    def cost(self, gpt, drawn, training):
-        return Cost(vectors=self.K + 1, keys=(self.K + 1) * (self.K + 2) / 2)
 
 
 class Pause(Mechanism):
@@ -1050,7 +1012,6 @@ class Pause(Mechanism):
     its position, and the last of them predicts the next token. Cost: one pass of K + 1 slots per
     token, each of which reads K + 1 times as many keys.
     """
-    rule = staticmethod(flat)
 
     def __init__(self, config):
         super().__init__(config)
@@ -1061,126 +1022,74 @@ class Pause(Mechanism):
     def default_embed_scale(C):
         return math.sqrt(C)     # as Embedding, in whose paper it is a baseline
 
-    def forward(self, gpt, x, pos, memory):
+    def new_memory(self, pad):
+        return SlotMemory(pad)
+
+    def forward(self, gpt, x, memory):
         n = self.K + 1
         slots = [x]
         for _ in range(self.K):
             slots.append((self.pause * self.config.embed_scale).expand_as(x))
-        h = gpt.trunk(side_by_side(slots), pos.repeat_interleave(n), memory.for_pass(n=n))
+        h = gpt.trunk(side_by_side(slots), memory.next_pass(n))
         return h[:, n - 1::n]                                           # (B,T,C)
 
-    def cost(self, gpt, drawn, training):
-        return Cost(vectors=self.K + 1, keys=(self.K + 1) ** 2)
 
-
-PONDER = {'none': Plain, 'embedding': Embedding, 'latent': Latent, 'feedback': Feedback,
-          'chain': Chain, 'loop': Loop, 'pause': Pause}
+PONDER = {'none': Mechanism, 'smear': Smear, 'embedding': Embedding, 'latent': Latent,
+          'feedback': Feedback, 'chain': Chain, 'loop': Loop, 'pause': Pause}
 
 
 # -------------------------------------------------------------------------------------------------
 # 5  Halting: five classes over four of these mechanisms; each token takes the passes it needs
 
 
-@dataclass
-class TokenState:
-    """What tokens carry from pass to pass, (B,T,..) each."""
-    x: torch.Tensor         # (B,T,C)  from this `before` makes the input of the next pass
-    out: torch.Tensor       # (B,T,C)  the output so far: complete once the token stops
-    go_on: torch.Tensor     # (B,T)    whether another pass comes: a stopped token never resumes
-    score: torch.Tensor     # (B,T)    of the last pass: what is compared with halt_tau; at first 1
-
-    def where(self, taken, other):
-        """These fields where taken (B,T), else those of `other`: as torch.where."""
-        merged = {}
-        for field in fields(self):
-            ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            chosen = taken if ours.dim() == 2 else taken[..., None]
-            merged[field.name] = torch.where(chosen, ours, theirs)
-        return type(self)(**merged)
-
-
 class Halting(Mechanism):
     """
-    A mechanism whose tokens stop by themselves. A subclass says how they begin, what goes into a
-    pass and what is made of its output, and what training adds to the loss; the loop over the
-    passes, `forward`, is here. (Mask has its own for a text that it reads at once.) Tokens that
-    stopped go through the blocks all the same, and the keys that they make there are hidden: so
-    stopping saves nothing until all have stopped. With `fast`, engine/ leaves stopped tokens out in
-    generation, for Router in training too, and over a text it computes no scores with keys that the
-    rule `newest` does not read; the lines "Cost:" below count that. In the docstrings tau is
-    halt_tau.
+    A mechanism whose tokens stop by themselves. Each subclass is a loop over the passes, in the
+    order of its paper; here is what the loops share. In the docstrings tau is halt_tau.
 
-    Each also inherits from the mechanism that it stops (settings, draws, helpers). Halting is named
-    first: its methods come before theirs.
+    Tokens that stopped go through the blocks all the same, and the keys that they make there are
+    not read. So stopping saves time once all have stopped: in generation, where the tokens of a
+    batch are few. (In training the router saves more: engine/skip.py.)
+
+    Each also inherits from the mechanism that it stops. Halting is named first: its methods come
+    before theirs.
     """
-    halts = True
-    final_norm = True       # whether each pass ends with gpt.ln_f
     works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
-    score_name = None       # what is compared with halt_tau, in words: tools/explain.py
 
     def __init__(self, config):
         super().__init__(config)
-        # What `forward` leaves for `loss`: (taken, new) of each pass. taken (B,T): who took it.
-        # new: the states after it, also of tokens that had stopped before. (Mask has one entry.)
-        self.trace = []
+        self.taken = []     # (B,T) of each pass of the last call: who took it
 
-    def forward(self, gpt, x, pos, memory):
-        """Passes until every token has had enough; in training all K + 1."""
-        state = self.start(x, go_on=memory.is_token())
-        self.trace = []
-        for k in range(self.K + 1):
-            taken = state.go_on         # (B,T): who takes pass k; the others are not read in it
-            pass_memory = memory.for_pass(k, visible=taken, log_w=self.log_w_of_pass(state, k))
-            x = self.before(gpt, state, k)
-            h = gpt.trunk(x, pos, pass_memory, norm=self.final_norm)
-            new = self.after(gpt, state, x, h, k)       # of all tokens
-            state = new.where(taken, state)             # who had stopped keeps its state
-            self.trace.append((taken, new))
-            if not self.training and not state.go_on.any():
-                break
-        self.passes = torch.stack([taken for taken, _ in self.trace]).sum(0)  # (B,T)
-        return state.out.to(x.dtype)
+    @property
+    def passes(self):
+        """(B,T): how many passes each token took in the last call."""
+        return torch.stack(self.taken).sum(0)
 
-    def start(self, x, go_on):
-        """The state before pass 0, of embeddings x (B,T,C); go_on (B,T): who takes it."""
-        one = at_least_fp32(x.new_ones(go_on.shape))
-        return TokenState(x=x, out=torch.zeros_like(x), go_on=go_on, score=one)
+    def goes_on(self, score):
+        """(B,T): whose score is high enough for another pass. Each class has its own score."""
+        return score >= self.config.halt_tau
 
-    def before(self, gpt, state, k):
-        """What goes into pass k, (B,T,C)."""
-        return state.x
+    def all_stopped(self, go_on):
+        """Whether the loop may end. In training it does not: the losses ask of all passes."""
+        return not self.training and not go_on.any()
 
-    def log_w_of_pass(self, state, k):
-        """Mask: what its rule adds to the scores against the slots of pass k, (B,T)."""
-        return None
-
-    def after(self, gpt, state, x, h, k):
-        """The state after pass k, which made h (B,T,C) of x (B,T,C)."""
-        raise NotImplementedError
-
-    def penalty(self, gpt, targets):
-        """What `loss` adds, after `forward`; targets (B,T) as in GPT.forward."""
-        raise NotImplementedError
+    def onset(self):
+        """0 until halt_start, 1 from halt_full on: shares of the training run."""
+        progress = self.of_step(self.progress)
+        start, full = self.config.halt_start, self.config.halt_full
+        if progress >= full:
+            return 1.0
+        if progress <= start:
+            return 0.0
+        return (progress - start) / (full - start)
 
     def loss(self, gpt, h, targets):
         return gpt.loss(h, targets) + self.penalty(gpt, targets)
 
-    def decisions(self):
-        """The scores (B,T) after the passes 0, 1, .. K - 1 of the last text, or fewer."""
-        return [new.score for _, new in self.trace[:self.K]]
-
-    def onset(self):
-        """0 until halt_start, 1 from halt_full on: shares of the training run."""
-        start, full = self.config.halt_start, self.config.halt_full
-        if self.progress >= full:
-            return 1.0
-        if self.progress <= start:
-            return 0.0
-        return (self.progress - start) / (full - start)
-
-    def __getstate__(self):
-        return {**self.__dict__, 'trace': []}   # copy.deepcopy refuses tensors that have a graph
+    def penalty(self, gpt, targets):
+        """What `loss` adds, after `forward`; targets (B,T) as in GPT.forward."""
+        raise NotImplementedError
 
 
 def mean_where(chosen, values):
@@ -1190,34 +1099,55 @@ def mean_where(chosen, values):
 
 def without_autocast(module, h):
     """module(h) in the precision of its weights, the result at least in fp32: halt_tau is small."""
-    device = 'cpu' if h.is_meta else h.device.type      # engine/flops.py counts without numbers
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(h.device.type, enabled=False):
         weight_dtype = next(module.parameters()).dtype
         return at_least_fp32(module(h.to(weight_dtype)))
 
 
-def newest(query, key):
+def catch_up(memory, stand_in):
     """
-    A rule: of each token up to its own, a query of pass k reads one slot: that of pass k, or of the
-    token's last pass if it stopped before. Token 0 stopped after pass 0, so that (0,1) is hidden:
-    of the keys (0,0) (1,0) (0,1) (1,1) query (1,1) reads the first and the last.
+    Before a pass: earlier tokens of which none came as far as this pass get keys and values in its
+    memory, stand_in(k, v) of those that they have in the pass before.
     """
-    N = key.t.size(-1)
-    # the token that made a key, by its time t: t < N, as each token so far has a key. N: hidden
-    token = key.t.clamp(max=N)                          # (B,1,N); in the example 0 1 4 1
-    # the last pass of each token (in floats: MPS has no amax of integers), then of each key's token
-    last = torch.zeros(len(token), 1, N + 1, device=token.device)
-    last = last.scatter_reduce(-1, token, key.k.float(), 'amax')
-    last = last.gather(-1, token)                       # (B,1,N); in the example 0 1 1 1
-    return (key.t <= query.t) & (key.k == torch.minimum(last, query.k))
+    first = memory.tokens - len(memory.pos)     # of the newest tokens
+    for layer in memory.earlier.keys:
+        N = memory.keys[layer].size(2) if layer in memory.keys else 0
+        if N == first:
+            continue
+        k = memory.earlier.keys[layer][:, :, N:first]
+        v = memory.earlier.values[layer][:, :, N:first]
+        k, v = stand_in(k, v)
+        if N > 0:
+            k = torch.cat((memory.keys[layer], k), dim=2)
+            v = torch.cat((memory.values[layer], v), dim=2)
+        memory.keys[layer], memory.values[layer] = k, v
+
+
+class FrozenMemory(WeightedMemory):
+    """The memory of a pass; a token that stopped has the keys and values of its last pass in it."""
+
+    def only(self, taken):
+        """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
+        self.taken = taken[:, None, :, None]                            # (B,1,T,1)
+        if self.earlier is not None:
+            catch_up(self, lambda k, v: (k, v))
+        return self
+
+    def update(self, layer, k, v):
+        if self.earlier is not None:
+            S, hd = k.shape[2:]
+            last_k = self.earlier.keys[layer][:, :, -S:, :hd]
+            last_v = self.earlier.values[layer][:, :, -S:, :hd]
+            k, v = torch.where(self.taken, k, last_k), torch.where(self.taken, v, last_v)
+        return super().update(layer, k, v)
 
 
 class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's passes i = 0 .. K (k in the code), with a gate after each that scales the next step,
-    or ends the token's pondering:
+    PonderLM's passes i = 0 .. K, with a gate after each that scales the next step, or ends the
+    token's pondering:
 
         s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
         m^{i+1} = m^i and s^i >= tau, m^0 = 1    who takes another pass                    (4), (5)
@@ -1233,10 +1163,8 @@ class Gate(Halting, Embedding):
     last pass; (13) also averages gates that training computes of stopped tokens; GELU; gates start
     near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
     """
-    rule = staticmethod(newest)     # (10)
     works_on = 'embedding'
     defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
-    score_name = 'gate'
 
     def __init__(self, config):
         super().__init__(config)
@@ -1250,47 +1178,41 @@ class Gate(Halting, Embedding):
         for gate in self.gates:
             nn.init.constant_(gate[-1].bias, 4.0)
 
-    def before(self, gpt, state, k):
-        if k == 0:
-            return state.x
-        m, s = state.go_on, state.score                                 # after pass k - 1
-        step = (m * s)[..., None] * self.mixture(gpt, state.out)
-        return state.x + step.to(state.x.dtype)                         # (6) to (9)
+    def new_memory(self, pad):
+        return Memories(FrozenMemory, self.K + 1, pad)
 
-    def after(self, gpt, state, x, h, k):
-        m, s = state.go_on, state.score
-        if k == self.K:                                                 # nothing comes after it
-            return TokenState(x=x, out=h, go_on=torch.zeros_like(m), score=s)
-        s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()    # (2), (3)
-        if not self.training or self.progress >= self.config.halt_start:
-            m = m & (s >= self.config.halt_tau)                         # (4), (5)
-        return TokenState(x=x, out=h, go_on=m, score=s)
+    def forward(self, gpt, x, memory):
+        m, out = memory.is_token, torch.zeros_like(x)                   # (B,T), (B,T,C)
+        self.taken, self.s = [], []
+        for i in range(self.K + 1):
+            h = gpt.trunk(x, memory[i].only(m))                         # h^i, (10)
+            out = torch.where(m[..., None], h, out)
+            self.taken.append(m)
+            if i == self.K:
+                break
+            s = without_autocast(self.gates[i], h).squeeze(-1).sigmoid()            # (2), (3)
+            self.s.append(s)                                            # (B,T)
+            if self.may_stop():
+                m = m & self.goes_on(s)                                 # (4), (5)
+            if self.all_stopped(m):
+                break
+            step = (m * s)[..., None] * self.mixture(gpt, h)
+            x = x + step.to(x.dtype)                                    # (6) to (9)
+        return out.to(x.dtype)
+
+    def may_stop(self):
+        return not self.training or self.of_step(self.progress) >= self.config.halt_start
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
         is_target = targets >= 0                                        # (B,T)
-        gates = torch.stack(self.decisions())                           # (K,B,T)
+        gates = torch.stack(self.s)                                     # (K,B,T)
         gates = gates.masked_fill(~is_target, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
         lowest = torch.arange(len(gates), device=gates.device) < n
         mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13)
         return self.config.halt_lambda * mean
-
-    def cost(self, gpt, drawn, training):
-        steps = super().cost(gpt, drawn, training)
-        return replace(steps, other=steps.other + linear_weights(self))
-
-
-def faded(query, key):
-    """A rule: flat, and log_w is added to all scores against a key."""
-    return torch.where(flat(query, key), key.log_w, -math.inf)
-
-
-@dataclass
-class MaskState(TokenState):
-    s: torch.Tensor         # (B,T,K+1)  probability that it needs exactly k thoughts
-    log_w: torch.Tensor     # (B,T,K+1)  log of the probability that it needs at least k
 
 
 class Mask(Halting, Latent):
@@ -1308,18 +1230,15 @@ class Mask(Halting, Latent):
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. Decoding takes slot after slot: Halting.forward, by `start` and `after` from here. With
-    `fast` it leaves hidden ones out. The loss gains halt_lambda times the expected number of
+    of 1. A new token takes slot after slot. The loss gains halt_lambda times the expected number of
     thoughts, in full from halt_full on; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
     its figure and of a reader's notes.
     """
-    rule = staticmethod(faded)
     works_on = 'latent'
     defaults = dict(halt_lambda=0.01, halt_start=0.4, halt_full=0.48)
-    score_name = 'probability of another thought'
 
     def __init__(self, config):
         super().__init__(config)
@@ -1331,69 +1250,72 @@ class Mask(Halting, Latent):
         log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)                # sums over j >= k, in logs
         return log_s.exp(), F.pad(log_w[..., 1:], (1, 0))               # log w_0 is exactly 0
 
-    def forward(self, gpt, x, pos, memory):
-        if x.size(1) == 1 and not self.training:    # a single token: slot after slot, by `after`
-            return Halting.forward(self, gpt, x, pos, memory)
+    def forward(self, gpt, x, memory):
+        if x.size(1) == 1 and not self.training:
+            return self.slot_by_slot(gpt, x, memory)
+        return self.by_sweeps(gpt, x, memory)
 
-        is_token = memory.is_token()
-        state = self.start(x, is_token)
-        log_w = state.log_w                                             # (B,T,K+1)
-        needed = is_token[..., None].expand_as(log_w)
-        h = ()
+    def slot_by_slot(self, gpt, x, memory):
+        """A new token x (B,1,C) and its thoughts, until none is needed -> (B,1,C)."""
+        go_on, h, out = memory.is_token, x, 0.0
+        log_w = at_least_fp32(x.new_zeros(len(x), 1, self.K + 1))       # w = 1
+        self.taken = []
+        for k in range(self.K + 1):
+            h = gpt.trunk(h, memory.next_pass(log_w=hide(~go_on, log_w[..., k])))
+            if k == 0:                                                  # the router is asked once
+                s, log_w = self.route(h)
+            out = out + (s[..., k] * go_on)[..., None] * h
+            self.taken.append(go_on)
+            if k < self.K:
+                go_on = go_on & self.goes_on(log_w[..., k + 1].exp())
+            if self.all_stopped(go_on):
+                break
+        self.s, self.w = s, log_w.exp()
+        return out.to(x.dtype)
+
+    def by_sweeps(self, gpt, x, memory):
+        """A text x (B,T,C), by Latent's sweeps -> (B,T,C)."""
+        is_token = memory.is_token[..., None].expand(-1, -1, self.K + 1)
+        log_w = at_least_fp32(x.new_zeros(is_token.shape))              # w = 1
+        needed, h = is_token, ()
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
         # slots all the same, as the next one may want them again.
-        for n in self.slots_of_sweeps(self.R):
-            visible = None if self.training else needed[..., :n].flatten(1)
-            added = log_w[..., :n].flatten(1).to(x.dtype)
-            h = self.sweep(gpt, [x, *h][:n], pos, memory, visible, added)
+        for n in self.slots_of_sweeps():
+            of_slots = log_w[..., :n].flatten(1)                        # (B, T n)
+            if not self.training:
+                of_slots = hide(~needed[..., :n].flatten(1), of_slots)
+            h = self.sweep(gpt, [x, *h][:n], memory, of_slots)
             s, log_w = self.route(h[0])
-            needed = (log_w.exp() >= self.config.halt_tau) & is_token[..., None]
+            needed = self.goes_on(log_w.exp()) & is_token
 
-        self.passes = needed.sum(-1)        # (B,T): in training, those that it would take
-        self.trace = [(is_token, replace(state, s=s, log_w=log_w))]     # for decisions, penalty
+        self.s, self.w = s, log_w.exp()     # for penalty
+        self.taken = needed.unbind(-1)      # in training, those that it would take
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
         return out.to(x.dtype)
 
-    def start(self, x, go_on):
-        zero = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))     # log_w = 0: w = 1
-        out = torch.zeros_like(x, dtype=zero.dtype)
-        one = torch.ones_like(zero[..., 0])
-        return MaskState(x=x, out=out, go_on=go_on, score=one, s=zero, log_w=zero)
-
-    def log_w_of_pass(self, state, k):
-        return state.log_w[..., k].to(state.x.dtype)
-
-    def after(self, gpt, state, x, h, k):
-        s, log_w = state.s, state.log_w
-        if k == 0:                                                      # the router is asked once
-            s, log_w = self.route(h)
-        out = state.out + s[..., k, None] * h
-        score, go_on = state.score, torch.zeros_like(state.go_on)
-        if k < self.K:
-            score = log_w[..., k + 1].exp()
-            go_on = state.go_on & (score >= self.config.halt_tau)
-        return MaskState(x=h, out=out, go_on=go_on, score=score, s=s, log_w=log_w)
-
-    def decisions(self):
-        _, routed = self.trace[0]
-        return list(routed.log_w.exp().unbind(-1)[1:])
-
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean of the thoughts expected, sum_k k s_{t,k}."""
-        _, routed = self.trace[0]
         is_target = targets >= 0                                        # (B,T)
-        expected = (routed.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
+        expected = (self.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
         return self.config.halt_lambda * self.onset() * mean_where(is_target, expected)
 
-    def cost(self, gpt, drawn, training):
-        sweeps = len(self.slots_of_sweeps(drawn))
-        return replace(super().cost(gpt, drawn, training), other=sweeps * linear_weights(self))
 
+class RouterMemory(ChainMemory):
+    """A ChainMemory in which a token has hidden keys in the passes that it does not take."""
 
-@dataclass
-class RouterState(TokenState):
-    g: torch.Tensor         # (B,T)    probability of going on after its last pass
+    def only(self, taken):
+        """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
+        if self.earlier is not None:
+            catch_up(self, self.hidden)
+        return self.next_pass(log_w=hide(~taken))
+
+    @staticmethod
+    def hidden(k, v):
+        """Keys and values (B, nkv, n, hd + 8) with the weight 0."""
+        k, v = torch.zeros_like(k), torch.zeros_like(v)
+        k[..., -8:] = HIDDEN
+        return k, v
 
 
 class Router(Halting, Chain):
@@ -1401,7 +1323,7 @@ class Router(Halting, Chain):
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
     A chain that each token leaves when its probability of getting further is small. The paper
-    counts k from 1, we from 0:
+    counts k from 1, we from 0.
 
         g_t^(k)   = sigmoid(router(z_t^(k)))        whether to go on; g_t^(K) is made, not used  (3)
         reach^(0) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of pass k + 1 (4)
@@ -1414,49 +1336,55 @@ class Router(Halting, Chain):
     halt_start > 0 delays the last term, not that tokens leave; the paper has both from the first
     optimizer step on.
 
-    Cost: the passes of Chain that are taken; training takes all without `fast`, and a head for each
-    p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM, embeddings are
-    scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
+    Cost: the passes of Chain that are taken, in training too with engine/skip.py, and there a head
+    for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
+    embeddings are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     """
-    rule = staticmethod(by_pass)
     works_on = 'chain'
     defaults = dict(halt_lambda=0.4, halt_start=0.0, halt_full=0.0)     # the whole run
-    score_name = 'probability of getting further'
-    skips = True
 
     def __init__(self, config):
         super().__init__(config)
         self.router = nn.Linear(config.n_embd, 1)
 
-    def start(self, x, go_on):
-        reach = at_least_fp32(x.new_ones(go_on.shape))
-        out = torch.zeros_like(x, dtype=reach.dtype)
-        return RouterState(x=x, out=out, go_on=go_on, score=reach, g=torch.zeros_like(reach))
+    def new_memory(self, pad):
+        return Memories(RouterMemory, self.K + 1, pad)
 
-    def after(self, gpt, state, x, h, k):
-        reach = state.score
-        g = without_autocast(self.router, h).squeeze(-1).sigmoid()      # (3)
-        next_reach = reach * g                                          # (4)
-        go_on = state.go_on & (k < self.K) & (next_reach >= self.config.halt_tau)       # (6)
-        weight = torch.where(go_on, reach * (1 - g), reach)             # (5), (7)
-        out = state.out + weight[..., None] * h                         # (8)
-        return RouterState(x=h, out=out, go_on=go_on, score=next_reach, g=g)
+    def forward(self, gpt, x, memory):
+        z, go_on, out = x, memory.is_token, 0.0
+        reach = at_least_fp32(x.new_ones(go_on.shape))                  # (B,T)
+        self.taken, self.z, self.g, self.reach = [], [], [], []
+        for k in range(self.K + 1):
+            z = self.one_pass(gpt, z, memory[k], go_on)                 # z^(k), (B,T,C)
+            self.taken.append(go_on)
+            g = without_autocast(self.router, z).squeeze(-1).sigmoid()              # (3)
+            next_reach = reach * g                                                  # (4)
+            on = go_on & self.goes_on(next_reach) if k < self.K else go_on & False  # (6)
+            weight = torch.where(on, reach * (1 - g), reach)                        # (5), (7)
+            out = out + (weight * go_on)[..., None] * z                             # (8)
+            self.z.append(z)
+            self.g.append(g)
+            self.reach.append(next_reach)
+            reach, go_on = next_reach, on
+            if self.all_stopped(go_on):
+                break
+        return out.to(x.dtype)
+
+    @staticmethod
+    def one_pass(gpt, z, memory, go_on):
+        """What pass k makes of z (B,T,C); of tokens that stopped before, nothing that is used."""
+        return gpt.trunk(z, memory.only(go_on))
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
-        for taken, new in self.trace[:self.K]:
+        for z, g, taken in list(zip(self.z, self.g, self.taken))[:self.K]:
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
-                p = gpt.token_losses(new.x, counted).neg().exp()        # new.x is z
-            total = total + (new.g * p ** self.config.halt_beta * (counted >= 0)).sum()
+                p = gpt.token_losses(z, counted).neg().exp()
+            total = total + (g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
         return self.config.halt_lambda * self.onset() * mean            # (9), (10)
-
-    def cost(self, gpt, drawn, training):
-        heads = self.K * gpt.lm_head.weight.numel()                     # of p_k
-        asked = (self.K + 1) * linear_weights(self)
-        return replace(super().cost(gpt, drawn, training), other=asked, no_grad=heads)
 
 
 class Exit(Halting, Loop):
@@ -1487,48 +1415,48 @@ class Exit(Halting, Loop):
                     grows from 0 at halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
-    uniform and ramp, from halt_start on (counted for the whole run). Not counted: the heads that
-    training takes to leave and to stay.
-    The authors' code takes all passes and then picks one. Here generation with `fast` skips tokens
-    that left. Unlike in Loop, earlier loops are no sources of Depth-Attention.
+    uniform and ramp, from halt_start on, and those that it takes to leave and to stay.
+    The authors' code takes all passes and then picks one. Unlike in Loop, earlier loops are no
+    sources of Depth-Attention.
     """
-    rule = staticmethod(newest)
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
-    score_name = 'doubt'
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.final_norm = config.loop_norm
+    def new_memory(self, pad):
+        return Memories(FrozenMemory, self.K + 1, pad)
 
-    def after(self, gpt, state, x, h, k):
-        out = h if self.final_norm else gpt.ln_f(h)
-        go_on, score = state.go_on & (k < self.K), state.score
-        if k < self.K and self.may_leave():
-            with torch.no_grad():   # detach: for PyTorch's FLOP counter around FastGPT
-                score = self.score_after(gpt, state, out.detach())
-            go_on = go_on & (score >= self.config.halt_tau)
-        return TokenState(x=h, out=out, go_on=go_on, score=score)
+    def forward(self, gpt, x, memory):
+        go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
+        self.taken, self.h, self.doubt = [], [], []
+        for k in range(self.K + 1):
+            x, h = self.one_pass(gpt, x, memory[k], go_on)
+            out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
+            self.taken.append(go_on)
+            self.h.append(out)
+            if k == self.K:
+                break
+            if self.may_leave():
+                with torch.no_grad():
+                    doubt = 1 - self.confidence(gpt, out)
+                self.doubt.append(doubt)
+                go_on = go_on & self.goes_on(doubt)
+            if self.all_stopped(go_on):
+                break
+        return out
+
+    def one_pass(self, gpt, x, memory, go_on):
+        """x (B,T,C) -> (x for the next pass, h^k)."""
+        x = gpt.trunk(x, memory.only(go_on), norm=self.config.loop_norm)
+        return x, x if self.config.loop_norm else gpt.ln_f(x)
 
     def may_leave(self):
-        return not self.training or self.progress >= self.config.halt_full
-
-    def score_after(self, gpt, state, out):
-        """doubt^k (B,T) after a pass that made `out` (B,T,C) of `state`."""
-        return 1 - self.confidence(gpt, out)
+        return not self.training or self.of_step(self.progress) >= self.config.halt_full
 
     @staticmethod
+    @some_rows_at_once
     def confidence(gpt, h):
         """The largest probability of head(h): (.., C) -> (..)."""
         return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1)
-
-    def outputs(self):
-        """h^k of each pass, (B,T,C); of a token that left before, that of its last pass."""
-        outs = []
-        for taken, new in self.trace:
-            previous = outs[-1] if outs else new.out
-            outs.append(torch.where(taken[..., None], new.out, previous))
-        return outs
 
     def prior(self, n):
         """The weights of the losses of n passes: at first 'last', from halt_full on exit_loss."""
@@ -1539,41 +1467,35 @@ class Exit(Halting, Loop):
         return [(1 - onset) * old + onset * new / total for old, new in zip(last, chosen)]
 
     def loss(self, gpt, h, targets):
-        outs = self.outputs()                                           # the last of them is h
-        prior = self.prior(len(outs))
-        losses = sum(p * gpt.loss(out, targets) for p, out in zip(prior, outs) if p > 0)
+        prior = self.prior(len(self.h))                                 # the last of self.h is h
+        losses = sum(p * gpt.loss(h, targets) for p, h in zip(prior, self.h) if p > 0)
         return losses + self.penalty(gpt, targets)
 
     def penalty(self, gpt, targets):
         """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
-        given = targets < 0                                             # (B,T)
+        question = targets < 0                                          # (B,T)
         weight = self.config.halt_lambda * self.onset()
-        if weight == 0 or not given.any():
+        if weight == 0 or not question.any():
             return 0.0
         total = 0.0
-        for taken, new in self.trace[:self.K]:
-            nats = self.uniform_nats(gpt, new.out)
-            total = total + mean_where(given & taken, nats)
+        for h, taken in list(zip(self.h, self.taken))[:self.K]:
+            nats = self.uniform_nats(gpt, h)
+            total = total + mean_where(question & taken, nats)
         return weight * total / self.K
 
     @staticmethod
+    @some_rows_at_once
     def uniform_nats(gpt, h):
         """Cross-entropy of head(h) with equal probabilities as its target: (.., C) -> (..)."""
         logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
         return logits.logsumexp(-1) - logits.mean(-1)
-
-    def cost(self, gpt, drawn, training):
-        heads = self.K * gpt.lm_head.weight.numel()
-        if training and self.config.exit_loss == 'last':
-            heads = 0
-        return replace(super().cost(gpt, drawn, training), other=heads)
 
 
 class Ouro(Exit):
     """
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
     Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True, as
-    config/halting_ouro.py has. exit_loss has no effect here.
+    config/halting_ouro.py has. exit_loss has no effect here. (From Exit it has its passes.)
 
         lam_k = sigmoid(w h^k + b)              one gate for all passes
         S_k   = prod_{j <= k} (1 - lam_j)       probability of another pass after k
@@ -1592,66 +1514,78 @@ class Ouro(Exit):
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
-    score_name = 'survival'
 
     def __init__(self, config):
         super().__init__(config)
         self.gate = nn.Linear(config.n_embd, 1)
-        self.trains_alone = config.ouro_stage == 2
+
+    def init_weights(self, gpt):
+        super().init_weights(gpt)
+        if self.config.ouro_stage == 2:
+            gpt.requires_grad_(False)
+            self.requires_grad_(True)
 
     def lam(self, h):
-        return without_autocast(self.gate, h).squeeze(-1).sigmoid()
+        return without_autocast(self.gate, h).squeeze(-1).sigmoid()     # (B,T)
 
-    def may_leave(self):
-        return not self.training
-
-    def score_after(self, gpt, state, out):
-        """S_k (B,T)."""
-        return state.score * (1 - self.lam(out))
+    def forward(self, gpt, x, memory):
+        go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
+        S = 1.0
+        self.taken, self.h, self.S = [], [], []
+        for k in range(self.K + 1):
+            x, h = self.one_pass(gpt, x, memory[k], go_on)
+            out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
+            self.taken.append(go_on)
+            self.h.append(out)
+            if k == self.K:
+                break
+            if not self.training:
+                S = S * (1 - self.lam(out))                             # S_k, (B,T)
+                self.S.append(S)
+                go_on = go_on & self.goes_on(S)
+            if self.all_stopped(go_on):
+                break
+        return out
 
     def loss(self, gpt, h, targets):
-        outs = self.outputs()                                           # h^k, (B,T,C) each
         if self.config.ouro_stage == 2:
-            return self.gate_loss(gpt, [out.detach() for out in outs], targets)
-        lams = [self.lam(out) for out in outs[:self.K]]
-        p = self.leaving(lams)
-        nats = sum(p_k * gpt.token_losses(out, targets) for out, p_k in zip(outs, p))   # (B,T)
+            return self.gate_loss(gpt, targets)
+        lams = [self.lam(h) for h in self.h[:self.K]]
+        p = self.leaving(lams)                                          # (3)
+        nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.h, p))     # (B,T)
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
         loss = mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
         return loss + self.stay(lams, targets)          # in the place of Exit.penalty
 
-    def leaving(self, lams):
+    @staticmethod
+    def leaving(lams):
         """p_k, (B,T) each."""
-        p, survival = [], torch.ones_like(lams[0])
+        p, S = [], torch.ones_like(lams[0])
         for lam in lams:
-            p.append(lam * survival)
-            survival = survival * (1 - lam)
-        return [*p, survival]                                           # (3)
+            p.append(lam * S)
+            S = S * (1 - lam)
+        return [*p, S]
 
     def stay(self, lams, targets):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""
         nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in lams)    # (B,T)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
 
-    def gate_loss(self, gpt, outs, targets):
+    def gate_loss(self, gpt, targets):
         """What the gate alone learns: whether the next pass gains."""
+        hs = [h.detach() for h in self.h]                               # h^k, (B,T,C) each
         with torch.no_grad():
-            nats = [gpt.token_losses(out, targets) for out in outs]     # L^k, (B,T) each
+            nats = [gpt.token_losses(h, targets) for h in hs]           # L^k, (B,T) each
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
             goes_on = torch.sigmoid(50 * (gain - 0.005))
             goes_on = goes_on.masked_fill(targets < 0, 1.0)             # a question's token stays
-            lam = self.lam(outs[k]).clamp(1e-6, 1 - 1e-6)
+            lam = self.lam(hs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
             total = total + surprise.mean()                             # (6)
         return total / (self.K + 1)     # K terms over K + 1 passes, as in the paper
-
-    def cost(self, gpt, drawn, training):
-        heads = self.K * gpt.lm_head.weight.numel() if training else 0
-        gates = self.K * linear_weights(self)
-        return replace(super().cost(gpt, drawn, training), other=heads + gates)
 
 
 HALTING = {'gate': Gate, 'mask': Mask, 'router': Router, 'exit': Exit, 'ouro': Ouro}
