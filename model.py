@@ -218,6 +218,10 @@ class Memory:
         self.keys[layer], self.values[layer] = k, v
         return k, v
 
+    def newest(self, layer, S):
+        """The newest keys and values of a layer, (B, nkv, S, hd) each: what part 3 reads."""
+        return self.keys[layer][:, :, -S:], self.values[layer][:, :, -S:]
+
 
 class Attention(nn.Module):
     """
@@ -248,7 +252,7 @@ class Attention(nn.Module):
         """
         q, k, v = self.project(x, rope)
         if self.config.depth_attn:                                      # part 3
-            sources = depth_sources(self.config, self.layer, memory, k)
+            sources = depth_sources(self.config, self.layer, memory, x.size(1))
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
         keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd)
         y = self.attend(q, keys, values, memory.keys_per_token)         # (B, nh, S, hd)
@@ -516,19 +520,13 @@ def source_layers(config, layer):
     return range(0, layer, config.depth_stride)
 
 
-def depth_sources(config, layer, memory, k):
+def depth_sources(config, layer, memory, S):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), for the slots whose keys are k (B, nkv, S, hd): the
-    newest in the memory of this pass. In a Loop (part 4) those of layer l itself from each earlier
-    loop come first, so that there even layer 0 has sources.
+    [(k_j, v~_j), ..] of the layers j in S(l), from this pass over S slots. In a Loop (part 4) those
+    of layer l itself from each earlier loop come first, so that there even layer 0 has sources.
     """
-    S, hd = k.shape[2:]
-    places = [(loop, layer) for loop in memory.loops]
-    places += [(memory, j) for j in source_layers(config, layer)]
-    sources = []
-    for held, j in places:      # a key with a weight (part 4) has more than hd channels
-        sources.append((held.keys[j][:, :, -S:, :hd], held.values[j][:, :, -S:, :hd]))
-    return sources
+    loops = [loop.newest(layer, S) for loop in memory.loops]
+    return loops + [memory.newest(j, S) for j in source_layers(config, layer)]
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -694,11 +692,18 @@ class WeightedMemory(Memory):
 
     def update(self, layer, k, v):
         if self.log_w is not None:
-            eighth = self.log_w * k.size(-1) ** 0.5 / 8                 # scores divide by sqrt(hd)
-            channels = eighth.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 8)
-            k = torch.cat((k, channels), dim=-1)                        # (B, nkv, S, hd + 8)
-            v = F.pad(v, (0, 8))
+            k, v = self.weighted(k, v)
         return super().update(layer, k, v)
+
+    def weighted(self, k, v):
+        """k and v (B, nkv, S, hd) with 8 more channels, of which those of k hold log_w."""
+        eighth = self.log_w * k.size(-1) ** 0.5 / 8                     # scores divide by sqrt(hd)
+        channels = eighth.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 8)
+        return torch.cat((k, channels), dim=-1), F.pad(v, (0, 8))
+
+    def newest(self, layer, S):
+        k, v = super().newest(layer, S)
+        return (k, v) if self.log_w is None else (k[..., :-8], v[..., :-8])
 
 
 class Memories(list):
@@ -1099,7 +1104,10 @@ def mean_where(chosen, values):
 
 def without_autocast(module, h):
     """module(h) in the precision of its weights, the result at least in fp32: halt_tau is small."""
-    with torch.autocast(h.device.type, enabled=False):
+    device = h.device.type
+    if not torch.amp.is_autocast_available(device):     # on shapes without numbers
+        device = 'cpu'
+    with torch.autocast(device, enabled=False):
         weight_dtype = next(module.parameters()).dtype
         return at_least_fp32(module(h.to(weight_dtype)))
 
@@ -1135,9 +1143,7 @@ class FrozenMemory(WeightedMemory):
 
     def update(self, layer, k, v):
         if self.earlier is not None:
-            S, hd = k.shape[2:]
-            last_k = self.earlier.keys[layer][:, :, -S:, :hd]
-            last_v = self.earlier.values[layer][:, :, -S:, :hd]
+            last_k, last_v = self.earlier.newest(layer, k.size(2))
             k, v = torch.where(self.taken, k, last_k), torch.where(self.taken, v, last_v)
         return super().update(layer, k, v)
 

@@ -21,8 +21,7 @@ import torch
 from configurator import build, check_range, read
 from engine.answers import KEPT, behind_solved, exam_of_data
 from engine.checkpoint import change_steps, load_checkpoint, model_of, with_halting
-from engine.compile import compile_decoding
-from engine.fast import pick_fast
+from engine.decode import compile_decoding
 from engine.files import UserError, on_disk, run
 from engine.generate import check_pieces, stream
 from engine.hardware import check_causal, expect_new_lengths, pick_device
@@ -48,7 +47,6 @@ class SampleSettings:
     show_steps: bool = False            # colour each token by its passes
     exact: bool = False                 # read prompts token by token (latent, mask, feedback)
     compile: bool = False               # compile decoding: pays after some ten thousand tokens
-    fast: Optional[bool] = None         # engine/'s parts (None: as in training, or on CUDA)
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves memory traffic where hardware has it
 
@@ -60,10 +58,6 @@ class SampleSettings:
         check_range(self, 0, 2 ** 63 - 1, 'seed')
         if self.dtype not in ('float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
-        if self.compile:
-            if self.fast is False:
-                raise ValueError("compile=True compiles the parts of engine/: leave out fast=False")
-            self.fast = True
 
 
 def override(model, s):
@@ -78,20 +72,18 @@ def override(model, s):
 
 # ---- the model -----------------------------------------------------------------------------------
 
-def load_model(folder, device, dtype=torch.float32, halting=None, fast=False):
+def load_model(folder, device, dtype=torch.float32, halting=None):
     """
     A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
     train.py's settings and what the run kept of its data). halting: a rule it was not trained with.
-    fast: a FastGPT (None: as it was trained, or on CUDA). UserError if there is no checkpoint.
+    UserError if there is no checkpoint.
     """
     device = torch.device(device)
     check_causal(device, dtype)
     state = load_checkpoint(folder)
     if halting is not None:
         state = with_halting(state, halting)
-    if fast is None:
-        fast = pick_fast(state['settings'].get('fast'), device)
-    model = model_of(state, fast)
+    model = model_of(state)
     expect_new_lengths()
     tokenizer = get_tokenizer(state['tokenizer'])
     n_tokens = model.config.n_tokens
@@ -118,10 +110,9 @@ def read_one(argv, description, block, example):
 
 
 def open_as(s, folder):
-    """load_model on the device of s, and as its dtype, halting and fast say, if it has these."""
+    """load_model on the device of s, and as its dtype and halting say, if it has these."""
     dtype = getattr(torch, getattr(s, 'dtype', 'float32'))
-    halting, fast = getattr(s, 'halting', None), getattr(s, 'fast', False)
-    return load_model(folder, pick_device(s.device), dtype, halting, fast)
+    return load_model(folder, pick_device(s.device), dtype, getattr(s, 'halting', None))
 
 
 def data_dir_of(settings):

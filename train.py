@@ -24,7 +24,6 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Optional
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +31,8 @@ import prepare_data
 from configurator import build, check_range, read
 from engine.answers import exam_of_data
 from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
-from engine.compile import prepare
+from engine.mechanisms import halts
+from engine.prepare import prepare
 from engine.files import UserError, run
 from engine.hardware import best_device, check_causal, dtype_and_reason, process_group
 from engine.run import Log, Stop
@@ -74,7 +74,6 @@ class Settings:
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
     threads: Optional[int] = None       # on a CPU (None: PyTorch's choice, one per core)
-    fast: Optional[bool] = None         # engine/'s parts for model.py's (None: on CUDA only)
     compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
     shard_optimizer: bool = False       # ranks share out AdamW's state: less memory, same result
@@ -196,7 +195,7 @@ class Trainer:
         s = self.settings
         # dropout is a function of (seed, step, rank): a resumed run draws the same
         torch.manual_seed((s.seed * 1_000_003 + self.step) * 4096 + self.ranks.rank)
-        self.draw()
+        self.model.mechanism.begin_step(self.step, s.max_steps, s.seed)
         for group in self.optimizer.param_groups:
             group['lr'] = learning_rate(s, self.step)
 
@@ -241,14 +240,6 @@ class Trainer:
         counts = torch.stack([(y >= 0).sum() for _, y in batches]).float()
         of_all = self.ranks.sum(counts.sum()).clamp(min=1)
         return of_all / (counts * self.ranks.world)     # infinite where nothing counts
-
-    def draw(self):
-        """What the mechanism draws for this step: by (seed, step), so the same on all ranks."""
-        mechanism = self.model.mechanism
-        mechanism.progress = self.step / self.settings.max_steps    # halting's schedule reads it
-        draws = mechanism.draws()
-        rng = np.random.default_rng((self.settings.seed, self.step))
-        mechanism.drawn = draws[rng.integers(len(draws))]
 
     def batch(self, micro):
         """
@@ -337,7 +328,7 @@ class Trainer:
             targets = (y >= 0).sum()
             total[0] += loss * targets
             total[1] += targets
-            if self.model.mechanism.halts:
+            if halts(self.model):
                 total[2] += self.model.mechanism.passes.float().mean() * len(some)
             self.log.alive(f"evaluation: {world * (i + len(some))} of {n} windows")
         total = self.ranks.sum(total)

@@ -13,4 +13,3 @@ loop_norm = True
 halting = 'exit'
 exit_loss = 'ramp'
 halt_tau = 0.02         # when the model is sure to 98 %
-fast = True             # in training quicker on a CPU too: docs/performance.md

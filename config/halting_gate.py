@@ -7,4 +7,3 @@ out_dir = 'out/halting_gate'
 ponder = 'embedding'
 ponder_steps = 3
 halting = 'gate'
-fast = True             # in training quicker on a CPU too: docs/performance.md

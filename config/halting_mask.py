@@ -8,4 +8,3 @@ ponder = 'latent'
 ponder_steps = 3
 jacobi_iters = 3
 halting = 'mask'
-fast = True             # in training quicker on a CPU too: docs/performance.md

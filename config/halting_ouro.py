@@ -15,4 +15,3 @@ loop_norm = True
 halting = 'ouro'
 ouro_stage = 1
 halt_tau = 0.5          # it leaves when another pass is less likely than this
-fast = True             # in training quicker on a CPU too: docs/performance.md

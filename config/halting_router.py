@@ -7,4 +7,3 @@ out_dir = 'out/halting_router'
 ponder = 'chain'
 ponder_steps = 3
 halting = 'router'
-fast = True             # in training quicker on a CPU too: docs/performance.md

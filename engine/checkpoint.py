@@ -20,8 +20,9 @@ from unittest import mock
 
 import torch
 
-from engine.fast import shapes_only, without_numbers
+from engine.build import shapes_only, without_numbers
 from engine.files import UserError, whole
+from engine.mechanisms import halts
 from engine.released import load_released
 from engine.variant import ReleasedConfig, config_of
 from model import require
@@ -142,12 +143,12 @@ def read_checkpoint(path):
     return state
 
 
-def model_of(state, fast=False):
+def model_of(state):
     """
     The model of a checkpoint: its weights are those in `state` and not a copy, as a second set of a
-    large model might not fit into memory. fast: a FastGPT.
+    large model might not fit into memory.
     """
-    model = without_numbers(config_of(state['config']), fast)
+    model = without_numbers(config_of(state['config']))
     load_weights(model, state['model'], assign=True)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
@@ -218,7 +219,7 @@ def change_steps(model, K):
         raise UserError(f"ponder_steps={K} must not be negative")
     if config.ponder == 'none':
         raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
-    if K > 0 and config.halting != 'none' and not model.mechanism.halts:
+    if K > 0 and config.halting != 'none' and not halts(model):
         raise UserError(f"ponder_steps={K}: this model was trained with ponder_steps=0, so its "
                         "tokens never learned to halt; leave the setting out")
     has = model.mechanism.state_dict()

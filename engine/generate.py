@@ -6,13 +6,10 @@ states and logits, and draws by `sample` of model.py.
     generate      all of it
     check_pieces  warns of a changed model.py that does not generate as it was trained
     in_step       within one window of the context: all rows get their next token together
-    run_ahead     the same with `fast`, where tokens stop thinking by themselves: a row goes on to
-                  its next token while others still think about theirs
 """
 
 import sys
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -20,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from engine.files import UserError
+from engine.mechanisms import halts, iterates, slots_per_token
 from model import require, sample
 
 
@@ -58,7 +56,6 @@ def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
     window, n, tokens = gpt.config.block_size, prompt.size(1), prompt
     last = n + max_new_tokens
     longest_padding = 0 if padding is None else int(padding.max())
-    decode = run_ahead if getattr(gpt, 'runs_ahead', False) else in_step
 
     was_training = gpt.training
     gpt.eval()
@@ -71,7 +68,7 @@ def in_windows(gpt, prompt, padding, max_new_tokens, sampler, exact):
             memory = gpt.new_memory(start)
             for part in tokens[:, first:n].split(1 if exact else n - first, dim=1):
                 h = gpt.hidden(part, memory)                # read what is there
-            for token, passes in decode(gpt, tokens[:, :end], n, h[:, -1], memory, sampler):
+            for token, passes in in_step(gpt, tokens[:, :end], n, h[:, -1], memory, sampler):
                 if token.device.type == 'cpu':
                     sampler.check()                         # a GPU would be waited for
                 yield token, passes                         # write until it is full
@@ -107,7 +104,7 @@ def check_pieces(gpt):
     for what is read by iteration, nor in 16 bits: there the two differ anyway.
     """
     T = min(12, gpt.config.block_size - 2)
-    if gpt.mechanism.iterates or gpt.wte.weight.itemsize < 4 or T < 2:
+    if iterates(gpt) or gpt.wte.weight.itemsize < 4 or T < 2:
         return
     device = gpt.wte.weight.device
     text = torch.arange(T, device=device)[None] * 7 % gpt.config.n_tokens       # any will do
@@ -161,13 +158,13 @@ class Sampler:
     done: torch.Tensor                                                  # (B,)
     finite: torch.Tensor                                                # whether all logits were
 
-    def draw(self, logits, rows):
-        """logits (r,V) of these rows of the batch -> tokens (r,)."""
+    def draw(self, logits):
+        """logits (B,V) -> tokens (B,)."""
         self.finite &= logits.amax(-1).isfinite().all()     # `check` asks later
         token = sample(logits, self.temperature, self.top_k, self.top_p, self.generator)
         if self.stop_token is None:
             return token
-        return torch.where(self.done[rows], self.stop_token, token)
+        return torch.where(self.done, self.stop_token, token)
 
     def check(self):
         """UserError if something was drawn from logits that were not finite."""
@@ -190,162 +187,10 @@ def in_step(gpt, tokens, n, h, memory, sampler):
     """
     B, end = tokens.shape
     mechanism = gpt.mechanism
-    passes = tokens.new_full((B,), mechanism.slots)
+    passes = tokens.new_full((B,), slots_per_token(gpt))
     for place in range(n, end):
-        token = sampler.draw(gpt.head(h), slice(None))
+        token = sampler.draw(gpt.head(h))
         tokens[:, place] = token
-        yield token, mechanism.passes[:, -1] if mechanism.halts else passes
+        yield token, mechanism.passes[:, -1] if halts(gpt) else passes
         if place + 1 < end:
             h = gpt.hidden(token[:, None], memory)[:, -1]
-
-
-def run_ahead(gpt, tokens, n, h, memory, sampler):
-    """
-    The same where tokens stop by themselves. In step, a batch would wait for the row that thinks
-    longest. Here each pass is for all rows, each at its own token and its own step: a row that has
-    had enough draws its next token, and begins with it in the next pass. A place is yielded as soon
-    as all rows have filled it.
-    """
-    first = n - memory.tokens       # where the window begins
-    rows = Rows(gpt, tokens, n, first, memory)
-    passes = gpt.mechanism.passes[:, -1]                                # (B,)
-    while True:
-        rows.write(h, passes, sampler)
-        filled = int(rows.at.min())
-        for place in range(n, filled):
-            yield tokens[:, place], rows.passes[:, place]
-        n = filled
-        if n == tokens.size(1):
-            return
-        rows.drop_full_ones()
-        rows.begin_next_tokens()
-        h, passes = rows.think()
-
-
-class Rows:
-    """The rows of a batch that write ahead of each other, each at its own token and pass."""
-
-    def __init__(self, gpt, tokens, n, first, cache):
-        self.gpt, self.first, self.cache = gpt, first, cache
-        # of all B rows of the batch
-        B, self.end = tokens.shape
-        self.tokens = tokens                                            # (B,end)
-        self.passes = torch.zeros_like(tokens)                          # (B,end): of each token
-        self.at = tokens.new_full((B,), n)                              # (B,): place to fill next
-        # of the r rows that are not full
-        self.remaining = torch.arange(B, device=tokens.device)          # (r,): which they are
-        self.ready = list(range(B))                                     # who of these draws a token
-        self.k = [0] * B                                                # passes so far
-        self.state = None                                               # what their tokens carry
-
-    def write(self, h, passes, sampler):
-        """The rows that have had enough draw from h (r,C), and fill their next place."""
-        ready = torch.tensor(self.ready, device=h.device)
-        rows = self.remaining[ready]
-        token = sampler.draw(self.gpt.head(h[ready]), rows)
-        self.tokens[rows, self.at[rows]] = token
-        self.passes[rows, self.at[rows]] = passes[ready]
-        self.at[rows] += 1
-        if sampler.stop_token is not None:
-            self.stop(rows, token == sampler.stop_token, sampler.stop_token)
-
-    def stop(self, rows, stopped, stop_token):
-        """Fill the rest of the rows that have `stopped` (r,) with stop tokens."""
-        place = torch.arange(self.end, device=rows.device)
-        rest = stopped[:, None] & (place >= self.at[rows][:, None])     # (r,end)
-        self.tokens[rows] = self.tokens[rows].masked_fill(rest, stop_token)
-        self.at[rows] = self.at[rows].masked_fill(stopped, self.end)
-
-    def drop_full_ones(self):
-        """Go on without the rows that have filled all their places."""
-        stay = (self.at[self.remaining] < self.end).nonzero()[:, 0]
-        if len(stay) == len(self.remaining):
-            return
-        kept = stay.tolist()
-        self.remaining = self.remaining[stay]
-        self.ready = [new for new, old in enumerate(kept) if old in self.ready]
-        self.k = [self.k[row] for row in kept]
-        if self.state is not None:
-            self.state = each(lambda x: x[stay], self.state)
-        self.cache.keep_rows(stay)
-
-    def begin_next_tokens(self):
-        """Those who drew a token think about it next."""
-        if not self.ready:
-            return
-        ready = torch.tensor(self.ready, device=self.at.device)
-        rows = self.remaining[ready]
-        token = self.tokens[rows, self.at[rows] - 1][:, None]           # (r,1)
-        on = torch.ones_like(token, dtype=torch.bool)
-        fresh = self.gpt.mechanism.start(self.gpt.embed(token), on)
-        if len(ready) == len(self.k):
-            self.state = fresh
-        else:
-            self.state = each(partial(put, ready), self.state, fresh)
-        for row in self.ready:
-            self.k[row] = 0
-
-    def think(self):
-        """Passes for all rows, until one has had enough; returns h (r,C), passes (r,) of each."""
-        t = (self.at[self.remaining] - 1 - self.first)[:, None]         # (r,1)
-        self.ready = []
-        while not self.ready:
-            self.one_pass(t)
-            go_on = self.state.go_on[:, 0].tolist()                     # waits for the GPU
-            self.ready = [row for row, on in enumerate(go_on) if not on]
-        passes = torch.tensor(self.k, device=t.device)
-        return self.state.out[:, 0].to(self.state.x.dtype), passes
-
-    def one_pass(self, t):
-        """A pass of the token at t (r,1) of each row; those at the same number k are one group."""
-        gpt, mechanism = self.gpt, self.gpt.mechanism
-        groups = self.groups(t.device)
-        back = torch.cat([rows for _, rows in groups]).argsort()        # (r,): from groups to rows
-        states, inputs, log_w = [], [], []
-        for k, rows in groups:
-            state = each(partial(take, rows, len(groups)), self.state)
-            states.append(state)
-            inputs.append(mechanism.before(gpt, state, k))
-            log_w.append(mechanism.log_w_of_pass(state, k))
-
-        log_w = None if log_w[0] is None else join(back, *log_w)
-        numbers = torch.tensor(self.k, device=t.device)[:, None]        # (r,1)
-        reads = self.cache.for_tokens(t, numbers, log_w)
-        h = gpt.trunk(join(back, *inputs), t, reads, norm=mechanism.final_norm)   # (r,1,C)
-
-        news = []
-        for (k, rows), state, x in zip(groups, states, inputs):
-            news.append(mechanism.after(gpt, state, x, take(rows, len(groups), h), k))
-        self.state = each(partial(join, back), *news)
-        self.k = [k + 1 for k in self.k]
-
-    def groups(self, device):
-        """[(k, rows), ..]: the rows whose next pass is number k."""
-        groups = []
-        for number in sorted(set(self.k)):
-            rows = [row for row, k in enumerate(self.k) if k == number]
-            groups.append((number, torch.tensor(rows, device=device)))
-        return groups
-
-
-def take(rows, groups, x):
-    """x (r,..) of these rows, one of several groups."""
-    return x if groups == 1 else x[rows]
-
-
-def join(back, *parts):
-    """The parts of several groups, side by side in the order of the rows."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)[back]
-
-
-def put(ready, x, new):
-    """x (r,..) with `new` in the rows `ready`."""
-    return x.index_copy(0, ready, new.to(x.dtype))
-
-
-def each(function, *states):
-    """function(a) or function(a, b) for each field of one or two states of the same kind."""
-    results = {}
-    for field in fields(states[0]):
-        results[field.name] = function(*[getattr(state, field.name) for state in states])
-    return type(states[0])(**results)

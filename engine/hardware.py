@@ -4,7 +4,6 @@ failures mean.
 """
 
 import contextlib
-import ctypes
 import functools
 import importlib.util
 import os
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from engine import attention
 from engine.files import UserError
 
 # dense bf16, per second
@@ -135,17 +133,6 @@ def pick_compile(choice, device):
 
 
 # ---- what suits them -----------------------------------------------------------------------------
-
-def tune_cpu():
-    """Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
-    attention.kernel = attention.two_matmuls
-
-    # On Linux, let malloc keep freed blocks: the kernel would zero every new page of activations.
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 * 2 ** 20)  # M_MMAP_THRESHOLD, the largest allowed
-        libc.mallopt(-1, 2 ** 30)       # M_TRIM_THRESHOLD
-
 
 def expect_new_lengths():
     """

@@ -11,22 +11,23 @@ GB), scratch memory of kernels, fragmentation, and the heads of earlier passes i
 halt_start on. Leave a tenth of the card free.
 """
 
+import contextlib
 import os
 import weakref
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine import loss
-from engine.fast import new_model, pick_fast, without_numbers
+from engine.build import new_model, without_numbers
+from engine.cpu import tune_cpu
 from engine.flops import flops_per_token
-from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype, tune_cpu
+from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
+from engine.prepare import recompute_blocks
 from engine.shards import read_meta
 from engine.start import asked_of_model, old_config, start_config
 
@@ -86,21 +87,27 @@ class NormOnGPU(torch.autograd.Function):
         return torch.empty_like(x), None, torch.empty_like(weight), None
 
 
+class NormsOnGPU(TorchFunctionMode):
+    """NormOnGPU in the place of F.rms_norm."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.rms_norm:
+            return NormOnGPU.apply(*args)
+        return function(*args, **(kwargs or {}))
+
+
 def activations(config, settings, dtype, accumulates):
     """
     Bytes on top of weights and optimizer state at the worst moment of a micro-batch. With
     `accumulates` gradients are there before it starts, and are not counted.
     """
-    rms_norm = F.rms_norm if settings.device == 'cpu' else NormOnGPU.apply
-    with FakeTensorMode(), LiveBytes() as live, mock.patch.object(F, 'rms_norm', rms_norm), \
-            mock.patch.object(loss, 'rows_that_count', all_rows):
-        device = torch.device(settings.device or 'cuda')    # GPUs are planned without one
-        model = new_model(config, pick_fast(settings.fast, device)).train()
-        model.dense = True      # who halts depends on numbers, and there are none: as if none did
-        if model.mechanism.halts:
-            model.mechanism.progress = 0.0
+    norms = contextlib.nullcontext() if settings.device == 'cpu' else NormsOnGPU()
+    with FakeTensorMode(), LiveBytes() as live, norms:
+        model = new_model(config).train()
+        model.mechanism.begin_step(0, 1)        # when nobody halts
+        model.mechanism.drawn = model.mechanism.draws()[0]  # what costs most
         if settings.checkpoint_activations:
-            loss.recompute_blocks(model)
+            recompute_blocks(model)
         if accumulates:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -111,10 +118,6 @@ def activations(config, settings, dtype, accumulates):
             _, result = model(x, x)
         result.backward()
     return live.peak - before
-
-
-def all_rows(targets):
-    return torch.arange(len(targets))
 
 
 def memory(config, settings, dtype):
@@ -152,7 +155,7 @@ def print_plan(settings, given, builtin, state):
     if settings.dtype is not None or device is not None:
         dtype = pick_dtype(settings.dtype, device)
     if settings.device == 'cpu':
-        tune_cpu()  # rules which attention runs, with fast
+        tune_cpu()  # rules which attention runs
     settings.accumulation(config.block_size, 1)  # UserError if not even one GPU could do it
 
     model = without_numbers(config)

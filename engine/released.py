@@ -20,7 +20,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from engine.fast import without_numbers
+from engine.build import without_numbers
 from engine.files import UserError
 from engine.variant import Variant, config_of, rope_theta, variant_of
 

@@ -19,7 +19,6 @@ import torch
 
 from engine.answers import answer_problems
 from engine.download import FINEWEB
-from engine.fast import FastGPT
 from engine.files import UserError, alone, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces
@@ -170,12 +169,10 @@ class Log:
         world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         made_by = f" ({meta['source']})" if task_of(meta) else ''
-        fast = isinstance(self.model, FastGPT)
-        whose = "engine/'s parts for model.py's (fast)" if fast else "model.py as it is"
         self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
-                 f"{world} x {self.device.type}, {whose}; all {s.max_steps:,} steps read "
+                 f"{world} x {self.device.type}; all {s.max_steps:,} steps read "
                  f"{s.data_dir}{made_by} {epochs:,.1f} times")
         if epochs > OFTEN:
             shards = min(FINEWEB['fineweb-edu'], math.ceil(s.max_steps * s.batch_tokens / 1e8))
@@ -238,7 +235,7 @@ class Log:
 
     def mfu(self, rate):
         """The share of the GPUs' peak that so many tokens per second need; None if not known."""
-        if self.device.type != 'cuda' or self.model.mechanism.skips:
+        if self.device.type != 'cuda' or self.model.config.halting == 'router':
             return None     # skips: less is computed than flops_per_token says
         gpu = torch.cuda.get_device_name(self.device)
         for name, peak in PEAK_FLOPS.items():

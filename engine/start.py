@@ -14,13 +14,14 @@ from dataclasses import asdict, fields
 import torch
 
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
-from engine.fast import new_model, pick_fast, without_numbers
+from engine.build import new_model, without_numbers
 from engine.files import UserError
+from engine.mechanisms import SETTINGS, halts
 from engine.released import describe
 from engine.shards import knows_tokens, one_tokenizer
 from engine.tasks import check_room, task_of
 from engine.variant import config_of
-from model import HALTING, PONDER, GPTConfig, Loop
+from model import HALTING, GPTConfig, Loop
 
 # settings of the model that may differ from the checkpoint's on any start
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
@@ -45,7 +46,7 @@ def start_model(settings, given, meta, state, ranks, device):
     config = start_config(settings, asked, meta['n_tokens'], state and state['config'])
     check_memory(config, settings, ranks, device)
     torch.manual_seed(settings.seed)
-    model = new_model(config, pick_fast(settings.fast, device))
+    model = new_model(config)
     if state is not None:
         weights = state['model']
         if is_new(settings):    # a mechanism's own weights may be new
@@ -180,24 +181,19 @@ def say_other_data(folder, meta, kept):
 
 def idle_settings(model, asked):
     """Names of the user's settings that do nothing, because the mechanism they belong to is off."""
-    config, read = model.config, model.mechanism.settings
+    config = model.config
+    used = {config.ponder, config.halting if halts(model) else None}
     several = config.n_layer > 1 or type(model.mechanism) is Loop   # one layer has no source
-    on = {  # beginning of a name: whether settings of such names do something
-        'depth_': config.depth_attn and several,
-        'halt_': model.mechanism.halts,     # not with ponder_steps=0
-        'halt_share': config.halting == 'gate',
-        'halt_beta': config.halting == 'router',
-        'exit_': model.mechanism.halts and config.halting == 'exit',
-        'ouro_': model.mechanism.halts and config.halting == 'ouro',
-    }
-    for mechanism in PONDER.values():
-        for name in mechanism.settings:
-            on[name] = name in read
-    off = tuple(name for name, used in on.items() if not used)
     idle = []
     for name, value in asked.items():
-        if name.startswith(off) and value not in (None, getattr(GPTConfig, name)):
+        if value in (None, getattr(GPTConfig, name)):
+            continue
+        if name.startswith('depth_') and not (config.depth_attn and several):
             idle.append(name)
+        for beginning, mechanisms in SETTINGS.items():
+            if name.startswith(beginning) and not used & set(mechanisms):
+                idle.append(name)
+                break
     return idle
 
 
@@ -276,7 +272,7 @@ def checkpoint_of(settings):
         return None, {}
     state = load_checkpoint(folder)
     known = {field.name: field.default for field in fields(settings)}
-    gone = sorted(state['settings'].keys() - known)
+    gone = sorted(state['settings'].keys() - known - {'fast'})  # it chose another code, once
     if gone:
         print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
     here = {'out_dir': settings.out_dir, 'max_seconds': settings.max_seconds}

@@ -20,7 +20,7 @@ from common import own_text, windows
 
 from engine.files import UserError, run, table
 from engine.generate import stream
-from engine.loss import token_nats
+from engine.score import token_nats
 from sample import load_model
 
 TEXT = 2 ** 17                                       # tokens that `context` scores

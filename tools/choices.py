@@ -43,7 +43,7 @@ from configurator import check_range
 from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
-from engine.loss import in_parts
+from engine.score import in_parts
 from engine.shards import read_meta
 from engine.start import say_other_data
 from engine.windows import Windows

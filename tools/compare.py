@@ -36,13 +36,15 @@ import train as train_py
 from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
-from engine.fast import source_of_model, sum_of, without_numbers
+from engine.build import without_numbers
 from engine.files import UserError, checksum, run, table
 from engine.flops import flops_per_token
 from engine.hardware import pick_device
-from engine.loss import token_nats
+from engine.mechanisms import iterates
+from engine.score import token_nats
 from engine.shards import read_meta
 from engine.start import vocabulary_of
+from engine.sums import source_of_model, sum_of
 from engine.tasks import task_of
 from engine.windows import Windows
 from model import GPTConfig
@@ -156,7 +158,7 @@ def make_plan(name, common):
     file, *options = RUNS[base]
     path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))
     for setting in read([path], '', Settings, GPTConfig)[0]:
-        if hasattr(Settings, setting) and setting not in ('out_dir', 'fast'):
+        if hasattr(Settings, setting) and setting != 'out_dir':
             raise UserError(f"{path} sets {setting}, which is to be the same for all: give it on "
                             "the command line")
     args = [path, *common, *options]
@@ -269,7 +271,7 @@ def record_of(name, seed, args, folder, plan, problems):
     more = {}
     if task_of(read_meta(settings['data_dir'])):
         more = summary(model, exam_of_run(kept, problems), problems)
-    elif model.mechanism.iterates:
+    elif iterates(model):
         more = {EXACT: exact_loss(model, settings)}
     return {
         **more,

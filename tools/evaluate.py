@@ -34,7 +34,7 @@ from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
 from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device, tune_cpu
-from engine.loss import read as read_tokens, token_nats
+from engine.score import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.start import say_other_data
 from engine.tasks import TASKS, in_answers, task_of
@@ -56,7 +56,6 @@ class EvaluateSettings:
     batch_size: int = 16                # windows of a text computed together
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' is faster on some hardware, a little less exact
-    fast: Optional[bool] = None         # engine/'s parts (None: as in training, or on CUDA)
 
     def __post_init__(self):
         check_range(self, 0, math.inf, 'answers')
@@ -359,7 +358,7 @@ def main(argv):
     checkpoint, *texts = paths
     device = pick_device(s.device)
     dtype = getattr(torch, s.dtype)
-    model, tokenizer, settings = load_model(checkpoint, device, dtype, s.halting, s.fast)
+    model, tokenizer, settings = load_model(checkpoint, device, dtype, s.halting)
     if device.type == 'cpu':
         tune_cpu()
 

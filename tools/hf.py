@@ -20,15 +20,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import read
 from engine import released
 from engine.checkpoint import load_checkpoint, model_of
-from engine.fast import source_of_model, sums_of
 from engine.files import UserError, on_disk, run, whole
 from engine.generate import generate
 from engine.shards import get_tokenizer
+from engine.sums import source_of_model, sums_of
 from engine.variant import ReleasedConfig
 from model import GPT
 
-# The parts of model.py that Llama and Qwen3 compute alike, and their sums, as PARTS of
-# engine/fast.py: tests/test_released.py says how to renew one.
+# The parts of model.py that Llama and Qwen3 compute alike, and their sums: tests/test_released.py
+# says how to renew one.
 WRITTEN = {
     'RMSNorm': 'bb0075c44721',
     'rope_table': '40022dc4b33b',

@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import build, read
-from engine.fast import without_numbers
+from engine.build import without_numbers
 from engine.files import UserError, run, whole
 from engine.flops import flops_of_new_token, flops_per_token
 from engine.hardware import pick_device
@@ -164,7 +164,7 @@ def in_generation(panels):
         if 'right' in record:       # a made task
             continue
         s, config = configs_of(shlex.split(record['command'])[2:])      # python train.py ..
-        recipes.add(str(replace(s, seed=0, out_dir='', fast=None)) + str(config.block_size))
+        recipes.add(str(replace(s, seed=0, out_dir='')) + str(config.block_size))
         gpt, name = without_numbers(config), record['name']
         if record['flops'] != record['tokens'] * flops_per_token(gpt):
             raise UserError(f"x=generated: {name}'s command does not make the model of its record "

@@ -16,7 +16,7 @@ sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 from configurator import build, read
 from engine.files import UserError
 from engine.hardware import tune_cpu
-from engine.loss import token_nats
+from engine.score import token_nats
 from engine.shards import encode, open_shard, read_meta
 from sample import data_dir_of, load_model
 

@@ -47,7 +47,7 @@ import common
 from configurator import build, check_range, read
 from engine.files import UserError, run, table
 from engine.hardware import tune_cpu
-from engine.loss import token_nats
+from engine.score import token_nats
 from engine.shards import read_meta
 from engine.windows import Windows
 from sample import data_dir_of, load_model

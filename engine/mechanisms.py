@@ -1,0 +1,43 @@
+"""
+What programs ask about a model's mechanism, and model.py need not know. One of your own needs no
+entry here: it is taken to use all settings of its kind, and to read a text at once.
+"""
+
+from model import HALTING, Feedback, Halting, Latent, Smear
+
+# beginnings of names of settings, or whole names: which mechanisms they belong to
+SETTINGS = {
+    'ponder_steps': ('embedding', 'loop', 'latent', 'feedback', 'chain', 'pause'),
+    'ponder_topk': ('embedding',),
+    'jacobi_iters': ('latent',),
+    'loop_norm': ('loop',),
+    'halt_': tuple(HALTING),
+    'halt_share': ('gate',),
+    'halt_beta': ('router',),
+    'exit_': ('exit',),
+    'ouro_': ('ouro',),
+}
+
+# what halting compares with halt_tau: the name of the list that its forward leaves, and in words
+SCORES = {
+    'gate': ('s', 'gate'),
+    'mask': ('w', 'probability of another thought'),
+    'router': ('reach', 'probability of getting further'),
+    'exit': ('doubt', 'doubt'),
+    'ouro': ('S', 'survival'),
+}
+
+
+def halts(model):
+    """Whether its tokens stop by themselves."""
+    return isinstance(model.mechanism, Halting)
+
+
+def slots_per_token(model):
+    """How many slots go through the blocks for a new token in generation, at most."""
+    return 1 if isinstance(model.mechanism, (Smear, Feedback)) else model.mechanism.K + 1
+
+
+def iterates(model):
+    """Whether several tokens at once are read by iteration, which is exact after enough of it."""
+    return isinstance(model.mechanism, (Latent, Feedback))

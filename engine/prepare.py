@@ -1,0 +1,75 @@
+"""
+A model made ready for training: on its device, tuned, with what train.py's settings ask for. Each
+is a function around model.py's own code.
+"""
+
+import copy
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from engine.cpu import tune_cpu
+from engine.hardware import expect_new_lengths, pick_compile
+from engine.skip import skip_stopped_tokens
+
+
+def prepare(model, settings, device):
+    """Move a model to its device, for training with train.py's settings."""
+    torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
+    if device.type == 'cpu':
+        tune_cpu()
+    if model.config.ponder == 'chain':      # it has masks that are tensors
+        expect_new_lengths()
+    model.to(device)
+    if model.config.halting == 'router':
+        skip_stopped_tokens(model)
+    if pick_compile(settings.compile, device):
+        compile_blocks(model)
+    if settings.checkpoint_activations:
+        recompute_blocks(model)
+
+
+def compile_blocks(model):
+    """
+    torch.compile what a block does between attention and attention; the code of one serves all, so
+    compile time does not grow with depth. Memories and attention's own kernel stay outside.
+    """
+    torch._dynamo.config.recompile_limit = 128      # variants of shapes
+    # where training skips tokens that stopped, shapes change from step to step
+    dynamic = None if model.config.halting == 'router' else False
+    for block in model.h:
+        block.attn.project = torch.compile(block.attn.project, dynamic=dynamic)
+        block.mlp.forward = torch.compile(block.mlp.forward, dynamic=dynamic)
+
+
+def recompute_blocks(model):
+    """Let the blocks of a model run again in backward: less memory, a third more compute."""
+    for block in model.h:
+        block.forward = RunsAgain(block.forward)
+
+
+class RunsAgain:
+    """
+    In the place of a block's forward, which leaves keys and values in the memory. When it runs
+    again in backward it finds a memory as it was before, and what it leaves there is for nobody.
+    """
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, x, rope, memory):
+        before, memories = with_own_dicts(memory), [memory]
+        run = partial(self.run, before, memories)
+        return checkpoint(run, x, rope, use_reentrant=False)
+
+    def run(self, before, memories, x, rope):
+        memory = memories.pop() if memories else with_own_dicts(before)
+        return self.forward(x, rope, memory)
+
+
+def with_own_dicts(memory):
+    """A copy of a memory that can be written to; the tensors in it are the same."""
+    twin = copy.copy(memory)
+    twin.keys, twin.values = dict(memory.keys), dict(memory.values)
+    return twin

@@ -1,0 +1,86 @@
+"""
+Router in training without the tokens that stopped, its paper's headline. What it computes is the
+same; a step takes less time, and its shapes change from step to step.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from model import Attention, Memories, Router, RouterMemory, hide
+
+
+def skip_stopped_tokens(model):
+    """Let a model with Router leave out stopped tokens in training."""
+    if not isinstance(model.mechanism, Router):     # with ponder_steps=0 it has none
+        return
+    replaced = [(model, 'mechanism', SkippingRouter(model.config))]
+    for block in model.h:
+        replaced.append((block, 'attn', SkippingAttention(model.config, block.attn.layer)))
+    for owner, name, module in replaced:
+        before = getattr(owner, name)
+        module.to(model.wte.weight).load_state_dict(before.state_dict())
+        setattr(owner, name, module.train(before.training))
+
+
+class SkippingRouter(Router):
+
+    def new_memory(self, pad):
+        return Memories(SparseMemory, self.K + 1, pad) if self.training else super().new_memory(pad)
+
+    @staticmethod
+    def one_pass(gpt, z, memory, go_on):
+        """Router.one_pass for the tokens that take it, side by side: (B,n) of (B,T)."""
+        n = int(go_on.sum(1).max())
+        if not gpt.training or n == z.size(1):
+            return Router.one_pass(gpt, z, memory, go_on)
+        first = go_on.byte().argsort(dim=1, descending=True, stable=True)[:, :n]
+        place = first.sort(1).values                                    # (B,n), of T
+        rows = torch.arange(len(z), device=z.device)[:, None]
+        h = gpt.trunk(z[rows, place], memory.at(place, go_on[rows, place]))
+        return z.to(h.dtype).index_put((rows, place), h)
+
+
+class SparseMemory(RouterMemory):
+    """A RouterMemory of a text; tokens that were left out of a pass have hidden keys in it."""
+    place = None        # (B,n): which tokens go through
+
+    def at(self, place, taken):
+        """
+        Before a pass over the tokens at `place` (B,n) of each row; those that are not `taken` (B,n)
+        fill up the rectangle. Returns this memory.
+        """
+        self.place = self.pos = place
+        self.log_w = hide(~taken)
+        self.keys_per_token = (place + 1) * self.keys_per_token     # (B,n): what each query reads
+        return self
+
+    def weighted(self, k, v):
+        """k and v (B, nkv, n, hd) of the tokens that go through -> of all T."""
+        k, v = super().weighted(k, v)
+        if self.place is None:
+            return k, v
+        place = self.place[:, None, :, None].expand_as(k)               # (B, nkv, n, hd + 8)
+        all_k, all_v = self.hidden(*(x.new_empty(*x.shape[:2], self.N, x.size(3)) for x in (k, v)))
+        return all_k.scatter(2, place, k), all_v.scatter(2, place, v)
+
+    def newest(self, layer, S):
+        """As in WeightedMemory, of the tokens that go through."""
+        if self.place is None:
+            return super().newest(layer, S)
+        k, v = super().newest(layer, self.N)
+        place = self.place[:, None, :, None].expand(-1, k.size(1), -1, k.size(3))
+        return k.gather(2, place), v.gather(2, place)
+
+
+class SkippingAttention(Attention):
+
+    def attend(self, q, k, v, per_token):
+        """Attention.attend; per_token may be how many keys each query reads, (B,S)."""
+        if isinstance(per_token, int):
+            return super().attend(q, k, v, per_token)
+        shared, hd = q.size(1) // k.size(1), q.size(3)
+        q = F.pad(q, (0, k.size(3) - hd), value=1.0)
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+        reads = torch.arange(k.size(2), device=q.device) < per_token[:, None, :, None]  # (B,1,n,N)
+        dropout = self.config.dropout if self.training else 0.0
+        return self.kernel(q, k, v, reads, dropout, scale=hd ** -0.5)[..., :hd]
