@@ -66,17 +66,17 @@ def require(ok, message):
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are config/size/360m.py, but for init_std (there
-    0.02). A None stands for what its comment says. Most are filled in at once, and then stay:
+    Shape and toggles of a model; the defaults are config/size/tiny.py, with GPT-2's vocabulary. A
+    None stands for what its comment says. Most are filled in at once, and then stay:
     dataclasses.replace with another n_head would keep head_dim, so make a new config.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # those that are tokens (None: all); no other is predicted
-    block_size: int = 2048               # longest context, in tokens
-    n_layer: int = 24                    # blocks
-    n_head: int = 15                     # query heads
+    block_size: int = 256                # longest context, in tokens
+    n_layer: int = 6                     # blocks
+    n_head: int = 3                      # query heads
     n_kv_head: Optional[int] = None      # key/value heads (None: n_head)
-    n_embd: int = 960                    # width of the residual stream
+    n_embd: int = 192                    # width of the residual stream
     head_dim: Optional[int] = None       # width of a head (None: n_embd / n_head)
     mlp_hidden: Optional[int] = None     # MLP's width (None: first multiple of 64 from 8/3 n_embd)
     rope_theta: float = 1e4              # base of the rotary frequencies

@@ -2,25 +2,25 @@
 Train a GPT on a laptop CPU, one GPU, or many.
 
     python train.py config/depth_attn.py
-        the paper's 360M on a GPU; without one config/size/tiny.py, 3 to 4 minutes on 2 CPU cores
-    torchrun --nproc_per_node=8 train.py config/depth_attn.py --data_dir=data/fineweb-edu
-        eight GPUs, other data (python prepare_data.py fineweb-edu --shards=99)
+        2.8M parameters; 3 to 4 minutes on 2 CPU cores
+    torchrun --nproc_per_node=8 train.py config/depth_attn.py config/size/360m.py
+        the paper's size on eight GPUs; with --data_dir=data/fineweb-edu on as much text as it
+        wants (python prepare_data.py fineweb-edu --shards=99)
     python train.py --init_from=resume --out_dir=out/depth_attn
         go on after an interruption
-    python train.py config/depth_attn.py --dry_run=True
+    python train.py config/depth_attn.py config/size/360m.py --dry_run=True
         what it would take: memory, days
 
-Config files and --name=value apply from left to right. What none of them sets has its default; in
-a new run without a CUDA GPU that of config/size/tiny.py (not in a dry_run). Ctrl-C, SIGTERM,
-SIGHUP, max_seconds or a log that cannot be written saves and stops at the next step; a second
-signal stops at once. The exit status after a signal is not 0.
+Config files and --name=value apply from left to right. What none of them sets has its default,
+which is the same on every machine: that of config/size/tiny.py. Ctrl-C, SIGTERM, SIGHUP,
+max_seconds or a log that cannot be written saves and stops at the next step; a second signal stops
+at once. The exit status after a signal is not 0.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting but
 max_seconds, derived ones too: a config file for the same mechanism) and log.jsonl (a JSON object
 for each line of steps or evaluation).
 """
 
 import math
-import os
 from dataclasses import asdict, dataclass
 from typing import Optional
 
@@ -34,7 +34,7 @@ from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.mechanisms import halts
 from engine.prepare import prepare
 from engine.files import UserError, run
-from engine.hardware import best_device, check_causal, dtype_and_reason, process_group
+from engine.hardware import check_causal, dtype_and_reason, process_group
 from engine.run import Log, Stop
 from engine.shards import read_meta
 from engine.start import check_ranks, check_unused, checkpoint_of, start_model
@@ -42,22 +42,21 @@ from engine.windows import Windows
 from model import GPTConfig
 
 BAD_STEPS = 20  # in a row that are not finite end a run; fp16 may begin with some
-TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'size', 'tiny.py')
 
 
 # ---- settings ------------------------------------------------------------------------------------
 
 @dataclass
 class Settings:
-    """the run; the defaults are the recipe of the Depth-Attention paper's 360M model"""
+    """the run; the defaults are the recipe of config/size/tiny.py"""
     data_dir: str = 'data/python'        # token shards; a built-in data set is made when missing
     out_dir: str = 'out'                # where checkpoint, settings and log go
     init_from: str = 'scratch'          # 'scratch', 'resume', a checkpoint's folder, or hf:FOLDER
     eval_only: bool = False             # evaluate a checkpoint and stop
-    max_steps: int = 15625              # optimizer steps; schedules span them (default: 33B tokens)
-    batch_tokens: int = 1024 * 2048     # tokens per optimizer step, over all devices
-    micro_batch: int = 8                # sequences per device in one forward; the rest accumulates
-    learning_rate: float = 1.5e-3       # peak
+    max_steps: int = 2400               # optimizer steps; schedules span them
+    batch_tokens: int = 4 * 256         # tokens per optimizer step, over all devices
+    micro_batch: int = 4                # sequences per device in one forward; the rest accumulates
+    learning_rate: float = 3e-3         # peak
     min_lr_rate: float = 0.1            # floor of the cosine, as a share of the peak
     warmup: float = 0.02                # share of the steps in which the learning rate grows
     weight_decay: float = 0.1           # AdamW; on matrices only
@@ -65,10 +64,10 @@ class Settings:
     beta2: float = 0.95                 # AdamW
     grad_clip: float = 1.0              # the gradient's total norm is clipped to this
     seed: int = 1337                    # initial weights, order of the data, dropout
-    log_interval: int = 10              # steps between log lines
-    eval_interval: int = 500            # steps between evaluations; there is always one at the end
-    eval_tokens: int = 2 ** 20          # validation tokens per evaluation, the same each time
-    save_interval: int = 500            # steps between checkpoints; there is always one at the end
+    log_interval: int = 50              # steps between log lines
+    eval_interval: int = 600            # steps between evaluations; there is always one at the end
+    eval_tokens: int = 128 * 1024       # validation tokens per evaluation, the same each time
+    save_interval: int = 600            # steps between checkpoints; there is always one at the end
     max_seconds: Optional[float] = None # save and stop after this long, with exit status 0
     sample_tokens: int = 400            # at most, of the sample printed at the end, 0 for none
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
@@ -94,17 +93,20 @@ class Settings:
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
-    def accumulation(self, T, world):
+    def micro_batches(self, T, world):
         """
-        How many micro-batches of windows of T tokens each of `world` ranks adds up per step;
-        UserError if that is no whole number.
+        (how many micro-batches each of `world` ranks adds up per step, sequences of T tokens in
+        each): micro_batch of them, or all that a rank has, if these are fewer. UserError if that is
+        no whole number.
         """
-        per_pass = self.micro_batch * T * world
+        windows, rest = divmod(self.batch_tokens, T * world)    # of each rank
+        size = self.micro_batch if rest else min(self.micro_batch, windows)
+        per_pass = size * T * world
         if self.batch_tokens % per_pass:
             raise UserError(f"batch_tokens={self.batch_tokens} is not a multiple of micro_batch x "
-                            f"block_size x processes = {self.micro_batch} x {T} x {world} = "
-                            f"{per_pass}: change one of them")
-        return self.batch_tokens // per_pass
+                            f"block_size x processes = {size} x {T} x {world} = {per_pass}: "
+                            "change one of them")
+        return self.batch_tokens // per_pass, size
 
 
 # ---- set-up --------------------------------------------------------------------------------------
@@ -170,7 +172,9 @@ class Trainer:
         self.model, self.step = start_model(s, given, self.meta, state, ranks, device)
         self.config = self.model.config
         T = self.config.block_size
-        self.accumulation = None if s.eval_only else s.accumulation(T, ranks.world)
+        self.accumulation, self.micro_batch = None, s.micro_batch
+        if not s.eval_only:
+            self.accumulation, self.micro_batch = s.micro_batches(T, ranks.world)
         self.train_data = Windows(s.data_dir, 'train', self.meta, T)
         self.val_data = Windows(s.data_dir, 'val', self.meta, T)
         prepare(self.model, s, device)          # moves it there; tunes, compiles, recomputes
@@ -249,8 +253,8 @@ class Trainer:
         s = self.settings
         rank, world = self.ranks.rank, self.ranks.world
         per_step = s.batch_tokens // self.config.block_size
-        first = self.step * per_step + (micro * world + rank) * s.micro_batch
-        return self.train_data.sample(first, s.micro_batch, s.seed, self.device)
+        first = self.step * per_step + (micro * world + rank) * self.micro_batch
+        return self.train_data.sample(first, self.micro_batch, s.seed, self.device)
 
     @property
     def precision(self):
@@ -282,8 +286,8 @@ class Trainer:
         """Steps until max_steps or a signal; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
-        self.log.start(self.accumulation, f"{self.precision} ({self.why})", self.meta,
-                       self.train_data.share)
+        self.log.start(self.accumulation, self.micro_batch, f"{self.precision} ({self.why})",
+                       self.meta, self.train_data.share)
         while self.step < s.max_steps:
             loss, norm = self.train_step()
             last = self.step == s.max_steps
@@ -309,7 +313,7 @@ class Trainer:
         first. Leaves the model in eval mode.
         """
         self.model.eval()
-        data, at_once = self.val_data, self.settings.micro_batch
+        data, at_once = self.val_data, self.micro_batch
         rank, world = self.ranks.rank, self.ranks.world
         windows = data.spread(max(1, self.settings.eval_tokens // data.T))
         n, mine = len(windows), windows[rank::world]
@@ -386,27 +390,11 @@ class Trainer:
 
 # ---- main ----------------------------------------------------------------------------------------
 
-def for_this_machine(given):
-    """
-    The settings `given`, and for a new run without a CUDA GPU those of tiny behind them; from other
-    weights, which have their shape, those of its recipe alone.
-    """
-    s = build(Settings, given)
-    on_gpu = (s.device or best_device()).startswith('cuda')
-    if on_gpu or s.dry_run or s.init_from == 'resume' or s.eval_only:
-        return given
-    tiny, _ = read([TINY], '', Settings, GPTConfig)
-    if s.init_from != 'scratch':
-        tiny = {name: tiny[name] for name in tiny if hasattr(s, name)}
-    return {**tiny, **given}
-
-
 def main(argv):
-    named, rest = read(argv, __doc__, Settings, GPTConfig)
+    given, rest = read(argv, __doc__, Settings, GPTConfig)
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
-    given = for_this_machine(named)
     state, before = checkpoint_of(build(Settings, given))   # before: the settings of its run
     settings = build(Settings, {**before, **given})
     if settings.dry_run:
@@ -416,10 +404,9 @@ def main(argv):
     check_unused(settings)
 
     with process_group(settings.device) as (ranks, device):
-        tinys = given.keys() - named.keys()
-        if tinys & {'n_embd', 'batch_tokens'} and ranks.rank == 0:
-            print("not on a CUDA GPU: what no setting names comes from config/size/tiny.py (the "
-                  "paper's: config/size/360m.py)", flush=True)
+        by_default = settings.init_from == 'scratch' and not given.keys() & {'n_layer', 'n_embd'}
+        if by_default and ranks.rank == 0:
+            print("the paper's 360M: add config/size/360m.py", flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # it keeps the old file open: replaced, that would still take disk space
         trainer.run()

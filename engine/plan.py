@@ -125,7 +125,7 @@ def memory(config, settings, dtype):
     model = without_numbers(config)
     weights = 4 * model.num_params()    # fp32; autocast's copies: activations
     trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    accumulates = settings.accumulation(config.block_size, 1) > 1  # over micro-batches or GPUs
+    accumulates = settings.micro_batches(config.block_size, 1)[0] > 1  # or over GPUs
     return {
         'weights': weights,
         'optimizer': 2 * trained,
@@ -156,7 +156,8 @@ def print_plan(settings, given, builtin, state):
         dtype = pick_dtype(settings.dtype, device)
     if settings.device == 'cpu':
         tune_cpu()  # rules which attention runs
-    settings.accumulation(config.block_size, 1)  # UserError if not even one GPU could do it
+    _, size = settings.micro_batches(config.block_size, 1)  # UserError if one GPU could not do it
+    settings = replace(settings, micro_batch=size)
 
     model = without_numbers(config)
     per_token = flops_per_token(model)

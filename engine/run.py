@@ -158,7 +158,7 @@ class Log:
 
     # ---- steps
 
-    def start(self, accumulation, precision, meta, share):
+    def start(self, accumulation, micro_batch, precision, meta, share):
         """
         Say what is trained, and start the clock. precision: in which, and why. meta: describes the
         data. share: Windows.share.
@@ -171,7 +171,7 @@ class Log:
         made_by = f" ({meta['source']})" if task_of(meta) else ''
         self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
-                 f"{s.micro_batch} sequences of {self.model.config.block_size}, {precision} on "
+                 f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "
                  f"{s.data_dir}{made_by} {epochs:,.1f} times")
         if epochs > OFTEN:

@@ -1,19 +1,22 @@
 """The plain parts: settings, parameter counts, initial weights, dropout, norms and positions."""
 
 import math
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import close, make
+from conftest import ROOT, close, make
 
+from configurator import build, read
 from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_table
+from train import Settings
 
 
 @pytest.mark.parametrize('settings, words', [
     (dict(n_embd=100, n_head=3), ['n_embd=100', 'n_head=3']),
     (dict(n_embd=15, n_head=5), ['head_dim=3', 'odd']),
-    (dict(n_head=15, n_kv_head=4), ['n_head=15', 'n_kv_head=4']),
+    (dict(n_embd=960, n_head=15, n_kv_head=4), ['n_head=15', 'n_kv_head=4']),
     (dict(dropout=1.0), ['dropout=1.0', 'below 1']),
     (dict(ponder='think'), ["'think'", "'embedding'", "'pause'"]),
     (dict(ponder='embedding', ponder_topk=99999), ['ponder_topk=99999', 'n_tokens=50304']),
@@ -32,14 +35,15 @@ def test_impossible_settings_are_named(settings, words):
         assert word in str(error.value)
 
 
-def test_defaults_are_the_papers_360m():
+def test_the_papers_360m():
+    given, _ = read([os.path.join(ROOT, 'config', 'size', '360m.py')], '', Settings, GPTConfig)
     with torch.device('meta'):
-        model = GPT(GPTConfig())
+        model = GPT(build(GPTConfig, given))
     tables = 2 * 50304 * 960
     matrices = 4 * 960 * 960 + 3 * 960 * 2560
     norms = 2 * 960 + 2 * 64
     assert model.num_params() == tables + 24 * (matrices + norms) + 960
-    assert GPTConfig(mlp_hidden=None).mlp_hidden == 2560
+    assert GPTConfig(n_embd=960, n_head=15).mlp_hidden == 2560
     assert GPTConfig(n_embd=128, n_head=2, mlp_hidden=None).mlp_hidden == 384  # rounded up
     assert make(tie_embeddings=True).num_params() == make().num_params() - 64 * 32
 
@@ -53,7 +57,7 @@ def test_defaults_are_the_papers_360m():
     ('loop', 2400 ** 0.5),
 ])
 def test_models_start_as_in_the_papers(mode, scale):
-    assert GPTConfig(ponder=mode).embed_scale == pytest.approx(scale)
+    assert GPTConfig(n_embd=960, n_head=15, ponder=mode).embed_scale == pytest.approx(scale)
     model = GPT(GPTConfig(vocab_size=64, n_layer=8, n_head=2, n_embd=128, mlp_hidden=256,
                           block_size=16, ponder=mode))
     for name, p in model.named_parameters():

@@ -167,8 +167,11 @@ def cells(out, row):
     return out.split(row)[1].split('\n')[0].split()
 
 
-def test_a_plan_where_nobody_named_a_size_is_the_papers(dry_run):
-    out = dry_run(os.path.join(ROOT, 'config', 'vanilla.py'), '--vocab_size=50304')
+def test_a_plan_is_of_what_the_command_line_says(dry_run):
+    vanilla = os.path.join(ROOT, 'config', 'vanilla.py')
+    assert 'parameters  2.78M' in dry_run(vanilla)
+    assert '2 x 512 tokens' in dry_run(vanilla, '--block_size=512')     # micro_batch: all of a step
+    out = dry_run(vanilla, os.path.join(SIZES, '360m.py'), '--vocab_size=50304')
     assert 'parameters  362.05M' in out
     one, eight, _ = [float(gigabytes) for gigabytes in cells(out, 'with shard_optimizer=True')]
     # of the optimizer's 8 bytes per parameter, each of 8 GPUs keeps one

@@ -8,8 +8,10 @@ import pytest
 import test_plan
 from conftest import ROOT, program
 
+from configurator import build, read
 from engine import plan
 from model import GPTConfig
+from train import Settings
 
 VOCABULARY = GPTConfig.vocab_size
 CONFIG = os.path.join(ROOT, 'config')
@@ -88,6 +90,31 @@ dry_run = test_plan.dry_run     # the fixture
 def no_memory(monkeypatch):
     """It is measured in test_plan.py alone."""
     monkeypatch.setattr(plan, 'activations', lambda *_: 0)
+
+
+def settings_of(*names):
+    given, _ = read([os.path.join(CONFIG, *names)], '', Settings, GPTConfig)
+    return given
+
+
+def test_tiny_is_the_defaults():
+    tiny = settings_of('size', 'tiny.py')
+    assert build(Settings, tiny) == Settings()
+    assert build(GPTConfig, tiny) == GPTConfig()
+
+
+@pytest.mark.parametrize('size', files('config', 'size'))
+def test_a_size_leaves_nothing_of_its_recipe_to_the_defaults(size):
+    """Which are those of another size."""
+    assert settings_of(size).keys() >= settings_of('size', 'tiny.py').keys()
+
+
+def test_the_papers_recipe():
+    s = build(Settings, settings_of('size', '360m.py'))
+    assert s.max_steps * s.batch_tokens == pytest.approx(33e9, rel=0.01)
+    assert s == Settings(max_steps=15625, batch_tokens=1024 * 2048, micro_batch=8,
+                         learning_rate=1.5e-3, log_interval=10, eval_interval=500,
+                         eval_tokens=2 ** 20, save_interval=500)
 
 
 @pytest.mark.parametrize('size', files('config', 'size'))

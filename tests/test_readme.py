@@ -14,7 +14,7 @@ import pytest
 import released
 import train
 from conftest import ROOT, make, save
-from configurator import read
+from configurator import build, read
 from engine import tasks
 from engine.files import UserError
 from engine.fast import without_numbers
@@ -384,7 +384,8 @@ ROW = r"\| `(\w+)='?(\w+)'?` \|.*\| \[`\w+`\]\([\w/.]+\) \| ([\d.]+) \| ([^|]*) 
 
 
 def test_the_table_of_toggles_says_what_is_counted():
-    plain = without_numbers(GPTConfig())
+    paper, _ = read([os.path.join(ROOT, 'config', 'size', '360m.py')], '', Settings, GPTConfig)
+    plain = without_numbers(build(GPTConfig, paper))
     told = re.findall(ROW, README)
     assert {value for _, value, *_ in told} == {'True', *PONDER, *HALTING} - {'none'}
     for name, value, cost, weights in told:
@@ -393,7 +394,7 @@ def test_the_table_of_toggles_says_what_is_counted():
             toggle = {'depth_attn': True}
         if value == 'exit':
             toggle['exit_loss'] = 'ramp'    # its file's
-        model = without_numbers(GPTConfig(**toggle))
+        model = without_numbers(build(GPTConfig, {**paper, **toggle}))
 
         ratio = flops_per_token(model) / flops_per_token(plain)
         digits = len(cost.partition('.')[2])

@@ -547,44 +547,40 @@ TASK = ['config/tasks.py', '--max_steps=1', '--eval_tokens=512', '--device=cpu',
         '--dtype=float32']
 
 
-def test_the_cards_command_runs_everywhere(small_data, tmp_path, monkeypatch, capsys):
-    """What nobody names is config/size/tiny.py's, where there is no GPU."""
-    monkeypatch.setattr(train, 'best_device', lambda: 'cpu')
+PAPERS = "the paper's 360M: add config/size/360m.py"
+
+
+def test_a_mechanisms_file_alone_is_small_on_every_machine(small_data, tmp_path, monkeypatch,
+                                                           capsys):
+    """And the first line names the paper's size, where nobody chose one."""
     monkeypatch.chdir(ROOT)
-    folders = [f'--data_dir={small_data}', f'--out_dir={tmp_path / "out"}']
-    command = ['config/chain.py', *folders, '--batch_tokens=512', '--micro_batch=1',
-               '--eval_tokens=512', '--sample_tokens=0']
-    train.main([*command, '--max_steps=1'])
-    first = capsys.readouterr().out.splitlines()[0]
-    assert 'config/size/tiny.py' in first and 'config/size/360m.py' in first
-    with open(tmp_path / 'out' / 'settings.json') as f:
-        settings = json.load(f)
-    assert settings['n_layer'] == 6
-    assert settings['learning_rate'] == 3e-3    # tiny's, not the paper's for 410M
+
+    def run(name, *args):
+        train.main(['config/chain.py', f'--data_dir={small_data}', f'--out_dir={tmp_path / name}',
+                    '--batch_tokens=512', '--eval_tokens=512', '--sample_tokens=0', '--device=cpu',
+                    *args])
+        with open(tmp_path / name / 'settings.json') as f:
+            return json.load(f), capsys.readouterr().out.splitlines()
+
+    settings, told = run('out', '--max_steps=1')
+    assert told[0] == PAPERS
+    assert settings['n_layer'] == 6 and settings['n_embd'] == 192
+    assert settings['learning_rate'] == 3e-3
     assert settings['ponder'] == 'chain'
     assert settings['max_steps'] == 1           # what stands on the command line counts
 
     # the same command goes on with the same settings
-    train.main([*command, '--max_steps=2', '--init_from=resume'])
-    with open(tmp_path / 'out' / 'settings.json') as f:
-        assert json.load(f) == {**settings, 'max_steps': 2}
+    resumed, told = run('out', '--max_steps=2', '--init_from=resume')
+    assert resumed == {**settings, 'max_steps': 2}
+    assert PAPERS not in told
 
-    def filled_in(*args):
-        return train.for_this_machine(read(args, '', train.Settings, GPTConfig)[0])
-
-    assert filled_in('config/chain.py')['n_layer'] == 6
-    assert filled_in('config/chain.py', '--n_layer=2')['n_layer'] == 2
-    assert filled_in('--block_size=64', 'config/chain.py')['block_size'] == 64
-    large = filled_in('config/size/360m.py')
-    assert large['n_embd'] == 960 and large['batch_tokens'] == 1024 * 2048
-    other = filled_in('config/chain.py', '--init_from=out/other')     # the weights have a shape
-    assert 'n_embd' not in other and other['batch_tokens'] == 1024 and other['max_steps'] == 2400
-    for args in (['--device=cuda'], ['--init_from=resume'], ['--dry_run=True'],
-                 ['--init_from=out/other', '--eval_only=True']):
-        assert filled_in('config/chain.py', *args).keys().isdisjoint(('n_embd', 'batch_tokens'))
-    monkeypatch.setattr(train, 'best_device', lambda: 'cuda')
-    assert 'n_embd' not in filled_in('config/chain.py')
-    assert filled_in('config/chain.py', '--device=cpu')['n_embd'] == 192
+    # from other weights the shape is theirs, and the rest is by default
+    small = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--max_steps=1']
+    assert PAPERS not in run('small', *small)[1]
+    tuned, told = run('tuned', '--max_steps=1', f'--init_from={tmp_path / "small"}')
+    assert PAPERS not in told
+    assert tuned['n_embd'] == 32 and tuned['block_size'] == 64
+    assert tuned['save_interval'] == 600
 
 
 def test_on_a_made_task_right_answers_are_counted(tmp_path, monkeypatch, capsys):
@@ -910,6 +906,30 @@ def test_ranks_equal_one_on_a_made_task_too(run_train, train_to_the_end, traffic
     folder = f'--data_dir={os.path.abspath("data/traffic")}'
     one = run_train('one', *TRAFFIC, folder, '--micro_batch=4')
     two = train_to_the_end('two', *TRAFFIC, folder, '--micro_batch=2', world=2)
+    same_weights(one, two, 2e-5)
+
+
+@pytest.mark.parametrize('tokens, world, shares', [
+    (1024, 1, (1, 4)), (1024, 2, (1, 2)), (1024, 4, (1, 1)), (2048, 2, (1, 4)), (1536, 2, (1, 3)),
+    (8192, 2, (4, 4)),
+])
+def test_a_small_batch_is_shared_out_among_ranks(tokens, world, shares):
+    assert Settings(batch_tokens=tokens, micro_batch=4).micro_batches(256, world) == shares
+
+
+@pytest.mark.parametrize('tokens, world', [(1024, 8), (1000, 1), (2560, 2)])
+def test_what_ranks_cannot_share_is_refused(tokens, world):
+    with pytest.raises(UserError, match=f'batch_tokens={tokens} is not a multiple of .* = 4 x 256'):
+        Settings(batch_tokens=tokens, micro_batch=4).micro_batches(256, world)
+
+
+@posix
+def test_ranks_with_less_than_a_micro_batch_equal_one(run_train, train_to_the_end, tmp_path):
+    batch = ['--batch_tokens=128', '--max_steps=4']     # 4 windows, micro_batch=4
+    one = run_train('one', *batch)
+    two = train_to_the_end('two', *batch, world=2)
+    assert ' in 1 x 2 x 2 sequences of 32' in (tmp_path / 'two.log0').read_text()
+    assert two['settings'] == {**one['settings'], 'out_dir': two['settings']['out_dir']}
     same_weights(one, two, 2e-5)
 
 

@@ -1,7 +1,7 @@
 """
 Speed, as ratios within one run: a training step, decoding, and what halting saves.
 
-    python tools/bench.py                                     tiny, plain and Depth-Attention
+    python tools/bench.py                              the defaults, plain and Depth-Attention
     python tools/bench.py config/size/360m.py --micro_batch=16 --toggles=plain,loop,chain
     python tools/bench.py --toggles=gate,mask,router,exit     each against all its passes
     python tools/bench.py --toggles=plain,chain,exit --parts=True    what each part of engine/ gains
@@ -393,9 +393,6 @@ class Setup:
 
 def main(argv):
     given, folders = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
-    if 'n_layer' not in given:
-        tiny, _ = read([os.path.join(ROOT, 'config', 'size', 'tiny.py')], '', Settings, GPTConfig)
-        given = {**tiny, **given}
     train = build(Settings, given)
     device = pick_device(train.device)
     setup = Setup(build(BenchSettings, given), train, device, pick_dtype(train.dtype, device))

@@ -3,7 +3,7 @@ A fair comparison: the same data, tokens, batches and optimiser for every mechan
 one run after another.
 
     python tools/compare.py config/tasks.py --names=plain_scaled,loop,plain_scaled_as_loop
-    python tools/compare.py config/size/tiny.py     every mechanism, three seeds: hours on a laptop
+    python tools/compare.py         every mechanism at 2.8M, three seeds: hours on a laptop
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
 
 A name is one of RUNS. NAME_2x has twice the layers; NAME_as_OTHER is trained for as many FLOPs as
@@ -49,7 +49,7 @@ from engine.tasks import task_of
 from engine.windows import Windows
 from model import GPTConfig
 from sample import exam_of_run, load_model
-from train import Settings, for_this_machine
+from train import Settings
 
 
 def code():
@@ -178,7 +178,7 @@ def make_plan(name, common):
 
 def configs_of(args):
     """(Settings, GPTConfig) of train.py's arguments."""
-    given = for_this_machine(read(args, '', Settings, GPTConfig)[0])
+    given, _ = read(args, '', Settings, GPTConfig)
     s = build(Settings, given)
     config = build(GPTConfig, {**vocabulary_of(read_meta(s.data_dir)['n_tokens']), **given})
     return s, config

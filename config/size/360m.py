@@ -13,3 +13,7 @@ block_size = 2048
 batch_tokens = 1024 * 2048
 micro_batch = 8
 max_steps = 15625
+log_interval = 10
+eval_interval = 500
+eval_tokens = 1024 * 1024
+save_interval = 500

@@ -14,3 +14,7 @@ batch_tokens = 1024 * 2048
 micro_batch = 2
 shard_optimizer = True  # more than one GPU: AdamW's state alone is 22 GB
 max_steps = 15625
+log_interval = 10
+eval_interval = 500
+eval_tokens = 1024 * 1024
+save_interval = 500
