@@ -26,6 +26,7 @@ from engine.files import UserError, on_disk
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.USub: operator.neg}
 CALLED = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}
+FORMER = ('fast',)  # settings of earlier versions: a settings.json may have them; they mean nothing
 FIELD = re.compile(r'^    (\w+): .*? = (.*?) *# (.*)$', re.MULTILINE)  # name, default, comment
 
 
@@ -55,7 +56,8 @@ def read(argv, usage, *blocks, files=True):
             assignments = []
             rest.append(arg)
         for name, tree, where in assignments:
-            given[name] = value_of(name, tree, where, kinds)
+            if name not in FORMER:
+                given[name] = value_of(name, tree, where, kinds)
     return given, rest
 
 

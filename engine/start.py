@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 
 import torch
 
+from configurator import FORMER
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.build import new_model, without_numbers
 from engine.files import UserError
@@ -272,7 +273,7 @@ def checkpoint_of(settings):
         return None, {}
     state = load_checkpoint(folder)
     known = {field.name: field.default for field in fields(settings)}
-    gone = sorted(state['settings'].keys() - known - {'fast'})  # it chose another code, once
+    gone = sorted(state['settings'].keys() - known - set(FORMER))
     if gone:
         print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
     here = {'out_dir': settings.out_dir, 'max_seconds': settings.max_seconds}

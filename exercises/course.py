@@ -21,7 +21,7 @@ from common import own_text, windows
 from engine.files import UserError, run, table
 from engine.generate import stream
 from engine.score import token_nats
-from sample import load_model
+from engine.trained import load_model
 
 TEXT = 2 ** 17                                       # tokens that `context` scores
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)   # of its groups of positions

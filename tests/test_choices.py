@@ -9,7 +9,7 @@ from conftest import TOGGLES, cells, make, save
 from engine import tasks
 from engine.answers import answer_problems, exam_of_data, read_answers
 from engine.files import UserError
-from sample import load_model
+from engine.trained import load_model
 from tools import choices
 
 N, T = 10, 11

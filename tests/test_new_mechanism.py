@@ -19,8 +19,8 @@ from engine.checkpoint import change_steps
 from engine.files import UserError
 from engine.flops import flops_per_token
 from engine.generate import stream
+from engine.trained import load_model
 from model import Cost, Mechanism, Memory, rope_table
-from sample import load_model
 from tools.explain import look
 
 SETTINGS = dict(ponder='inject', ponder_steps=3)

@@ -39,8 +39,8 @@ from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
 from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
+from engine.trained import exam_of_run, load_model
 from model import GPT, HALTING, GPTConfig
-from sample import exam_of_run, load_model
 from train import Settings
 
 

@@ -46,8 +46,8 @@ from engine.files import UserError, run, table
 from engine.score import in_parts
 from engine.shards import read_meta
 from engine.start import say_other_data
+from engine.trained import data_dir_of, exam_of_run, open_as, read_one
 from engine.windows import Windows
-from sample import data_dir_of, exam_of_run, open_as, read_one
 
 
 TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048

@@ -46,9 +46,9 @@ from engine.shards import read_meta
 from engine.start import vocabulary_of
 from engine.sums import source_of_model, sum_of
 from engine.tasks import task_of
+from engine.trained import exam_of_run, load_model
 from engine.windows import Windows
 from model import GPTConfig
-from sample import exam_of_run, load_model
 from train import Settings
 
 
@@ -84,6 +84,7 @@ RUNS = {
     'depth_attn': ('depth_attn',),
     'depth_uniform': ('depth_attn', '--depth_mode=uniform'),
     'depth_stride1': ('depth_attn', '--depth_stride=1'),
+    'smear': ('smear',),
     'loop': ('loop',),
     'embedding': ('embedding',),
     'chain': ('chain',),

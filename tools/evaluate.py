@@ -38,8 +38,9 @@ from engine.score import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.start import say_other_data
 from engine.tasks import TASKS, in_answers, task_of
+from engine.trained import data_dir_of, exam_of_run, load_model
 from prepare_data import is_jsonl, is_utf8
-from sample import SampleSettings, data_dir_of, exam_of_run, load_model, override
+from sample import SampleSettings, override
 
 
 @dataclass

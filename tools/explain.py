@@ -36,8 +36,8 @@ from engine.files import UserError, run
 from engine.page import model_data, write_page
 from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, in_answers
-from sample import (data_dir_of, encode_prompt, exam_for_prompt, load_model, open_as, read_one,
-                    read_start)
+from engine.trained import data_dir_of, exam_for_prompt, load_model, open_as, read_one
+from sample import encode_prompt, read_start
 from tools.evaluate import token_arrays
 
 

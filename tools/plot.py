@@ -31,7 +31,8 @@ from engine.build import without_numbers
 from engine.files import UserError, run, whole
 from engine.flops import flops_of_new_token, flops_per_token
 from engine.hardware import pick_device
-from sample import encode_prompt, exam_for_prompt, load_model
+from engine.trained import exam_for_prompt, load_model
+from sample import encode_prompt
 from tools.compare import (
     EXACT,
     LEARNED,

@@ -18,7 +18,7 @@ from engine.files import UserError
 from engine.hardware import tune_cpu
 from engine.score import token_nats
 from engine.shards import encode, open_shard, read_meta
-from sample import data_dir_of, load_model
+from engine.trained import data_dir_of, load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
 

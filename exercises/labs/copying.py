@@ -49,8 +49,8 @@ from engine.files import UserError, run, table
 from engine.hardware import tune_cpu
 from engine.score import token_nats
 from engine.shards import read_meta
+from engine.trained import data_dir_of, load_model
 from engine.windows import Windows
-from sample import data_dir_of, load_model
 
 MATCH = 3   # tokens, from which on it is one
 
