@@ -37,7 +37,7 @@ def counted_flops(gpt, T=None, training=True, n_layer=None):
         twin = new_model(config).train()        # where nobody halts
         idx = torch.zeros(1, T, dtype=torch.long)
     mechanism = twin.mechanism
-    mechanism.begin_step(0, 1)
+    mechanism.begin_step(-1, 1)     # before any token halts, whatever halt_start is
     draws = mechanism.draws() if training else mechanism.draws()[:1]
     total = 0
     for mechanism.drawn in draws:

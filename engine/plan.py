@@ -104,7 +104,7 @@ def activations(config, settings, dtype, accumulates):
     norms = contextlib.nullcontext() if settings.device == 'cpu' else NormsOnGPU()
     with FakeTensorMode(), LiveBytes() as live, norms:
         model = new_model(config).train()
-        model.mechanism.begin_step(0, 1)        # when nobody halts
+        model.mechanism.begin_step(-1, 1)       # when nobody halts, whatever halt_start is
         model.mechanism.drawn = model.mechanism.draws()[0]  # what costs most
         if settings.checkpoint_activations:
             recompute_blocks(model)
