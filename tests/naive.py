@@ -21,7 +21,7 @@ controls: a test that cannot tell them from the right one would prove nothing.
               'one cache'         embedding, loop: all passes share one
               'all visible'       chain, router: a slot reads steps that are still to come
               'own positions'     latent: thoughts have positions of their own
-              'alone'             feedback: nothing is carried along
+              'alone'             smear, feedback: nothing is carried along
               'norm between'      loop: the final norm after every loop, which is loop_norm
               'readout moves'     gate: a stopped token's hidden state goes on changing
               'keys move'         gate: its keys and values do
@@ -236,6 +236,15 @@ def plain(gpt, x, t):
     return gpt.stack.trunk(x, t)
 
 
+def smear(gpt, x, t):
+    """h_t = trunk(x_t + x_{t-1}), x_{-1} = 0: the embedding itself is carried, not the sum."""
+    joined = x
+    if t > 0 and gpt.wrong != 'alone':
+        joined = x + gpt.before
+    gpt.before = x
+    return gpt.stack.trunk(joined, t)
+
+
 def embedding(gpt, x, t):
     """PonderLM: E_{j+1} = E_j + P_j W, each pass with a cache of its own."""
     start = x
@@ -291,8 +300,8 @@ def feedback(gpt, x, t):
     return gpt.before
 
 
-PONDER = {'none': plain, 'embedding': embedding, 'latent': latent, 'chain': chain, 'loop': loop,
-          'pause': pause, 'feedback': feedback}
+PONDER = {'none': plain, 'smear': smear, 'embedding': embedding, 'latent': latent, 'chain': chain,
+          'loop': loop, 'pause': pause, 'feedback': feedback}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EXIT, OURO, LOOP, close, make
-from test_promises import targets, test_flops_agree_with_torch as flops_agree_with_torch
+from conftest import EXIT, LOOP, OURO, close, make
+from test_promises import targets
 
-from engine.fast import FastGPT
 from engine.flops import flops_per_token
 from engine.generate import stream
-
+from engine.mechanisms import SCORES
+from model import Attention
 
 MODES = {
     'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
@@ -40,6 +40,15 @@ def deciders(model):
     return [mechanism.gate if model.config.halting == 'ouro' else mechanism.router]
 
 
+def scores(model):
+    """What was compared with halt_tau after each pass but the last, (B,T) each."""
+    name, _ = SCORES[model.config.halting]
+    left = getattr(model.mechanism, name)
+    if model.config.halting == 'mask':      # its first thought is the token itself
+        return left.unbind(-1)[1:]
+    return left[:model.mechanism.K]
+
+
 def decide(model, go_on):
     """Make every token go on to the end, or stop at once, whatever it reads."""
     if model.config.halting in ('exit', 'ouro'):
@@ -52,15 +61,6 @@ def decide(model, go_on):
         if model.config.halting == 'mask':  # the likeliest number of thoughts: K or 0
             bias = [0.0] * K + [1e3] if go_on else [0.0] + [-1e3] * K
             module.bias.data = torch.tensor(bias).double()
-
-
-def rows_of(model, call):
-    """Rows (slots) that the last block computed during call()."""
-    rows = []
-    hook = model.h[-1].register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:2]))
-    call()
-    hook.remove()
-    return sum(shape.numel() for shape in rows)
 
 
 @every_mode
@@ -87,8 +87,8 @@ def test_a_token_goes_on_while_its_chance_is_at_least_halt_tau(mode, idx):
     model = make_mode(mode)
     model(idx)
     on, passes = torch.ones_like(idx, dtype=torch.bool), torch.ones_like(idx)
-    for chance in model.mechanism.decisions():
-        on = on & (chance >= model.config.halt_tau)
+    for score in scores(model):
+        on = on & (score >= model.config.halt_tau)
         passes += on
     assert torch.equal(model.mechanism.passes, passes)
     assert len(passes.unique()) > 1
@@ -97,50 +97,24 @@ def test_a_token_goes_on_while_its_chance_is_at_least_halt_tau(mode, idx):
 # ---- what is not computed, and what is reported --------------------------------------------------
 
 @every_mode
-def test_what_is_not_needed_is_not_computed(mode, idx):
-    model = make_mode(mode, kind=FastGPT)
-    text = idx[:1]
-    model(text)
-    needed = model.mechanism.passes.sum()
-    assert 13 < needed < 13 * (model.config.ponder_steps + 1)
-    for size in (1,) if mode == 'mask' else (1, 13):    # mask reads a prompt by iteration
-        memory = model.new_memory()
-        parts = text.split(size, dim=1)
-        assert rows_of(model, lambda: [model.hidden(part, memory) for part in parts]) == needed
-
-
-def test_router_skips_in_training_too(idx):
-    """A pass computes as many tokens of each row as the row has that go on, at most."""
-    model = make_mode('router', kind=FastGPT).train()
-    computed = rows_of(model, lambda: model(idx))
-    passes = model.mechanism.passes
-    assert computed == sum(3 * (passes > k).sum(1).max() for k in range(4)) < 3 * 13 * 4
-
-
-@every_mode
-def test_stream_reports_the_passes_of_each_token(mode, kind):
-    model = make_mode(mode, block_size=18, kind=kind)
+def test_a_new_token_costs_as_many_passes_as_the_longest_row_takes(mode):
+    """And each row is told its own, which are those of its text alone."""
+    model = make_mode(mode, block_size=18)
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
-    new = list(stream(model, prompts, 12, temperature=0))
+    calls, taken, tokens, shares = [], [], [], []
+    model.h[-1].register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[1]))
+    for token, passes in stream(model, prompts, 12, temperature=0):
+        tokens.append(token)
+        taken.append(passes.tolist())
+        shares.append(len(calls))
+        calls.clear()
+    assert shares[1:] == [max(passes) for passes in taken[1:]]
+    assert len(set(sum(taken, []))) > 1, "some stop earlier than others"
     for i, prompt in enumerate(prompts):
-        text = prompt + [token[i].item() for token, _ in new]
+        text = prompt + [token[i].item() for token in tokens]
         model(torch.tensor([text[:-1]]))
         took = model.mechanism.passes[0, len(prompt) - 1:]
-        assert [passes[i].item() for _, passes in new] == took.tolist()
-
-
-@every_mode
-def test_rows_of_a_batch_do_not_wait_for_each_other(mode):
-    model = make_mode(mode, block_size=15, kind=FastGPT)
-    prompts = torch.tensor([[3, 1, 4], [2, 7, 1], [8, 2, 8], [1, 8, 2]])
-    steps = stream(model, prompts, 12, seed=0)
-    next(steps)  # the prompt
-    rows = []
-    model.h[0].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    taken = torch.stack([passes for _, passes in steps])                # (11,B)
-    assert sum(rows) == taken.sum(), "a pass computes only the rows that think"
-    longest_row, in_step = taken.sum(0).max(), taken.max(1).values.sum()
-    assert len(rows) == longest_row < in_step, "as many passes as the row that thought most needs"
+        assert [passes[i] for passes in taken] == took.tolist()
 
 
 # ---- precision -----------------------------------------------------------------------------------
@@ -160,25 +134,24 @@ def test_saturated_decisions_keep_gradients_finite(mode, stage, idx):
 
 @every_mode
 @pytest.mark.parametrize('autocast', [False, True])
-def test_bf16_decodes(mode, autocast, idx, kind, monkeypatch):
-    """
-    And masks are as CUDA's kernels take them: bool, or numbers of the type of the queries, which
-    autocast makes of them.
-    """
+def test_bf16_decodes(mode, autocast, idx, monkeypatch):
+    """And attention gets what CUDA's kernels take: one dtype, and masks that are bool."""
     kernel = F.scaled_dot_product_attention
 
     def watched(q, k, v, attn_mask=None, *args, **options):
-        assert attn_mask is None or autocast or attn_mask.dtype in (torch.bool, q.dtype)
+        assert attn_mask is None or attn_mask.dtype == torch.bool
+        assert autocast or q.dtype == k.dtype == v.dtype
         return kernel(q, k, v, attn_mask, *args, **options)
 
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', watched)
-    model = make_mode(mode, kind=kind)
+    monkeypatch.setattr(Attention, 'kernel', staticmethod(watched))
+    model = make_mode(mode)
     model = model.float() if autocast else model.bfloat16()
     memory = model.new_memory()
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         for part in idx.split([5, 1, 1, 6], dim=1):
             assert model.hidden(part, memory).isfinite().all()
-    assert {held.dtype for held in memory.keys.values()} == {torch.bfloat16}
+    first = memory if mode == 'mask' else memory[0]
+    assert {held.dtype for held in first.keys.values()} == {torch.bfloat16}
 
 
 @all_that_learn_to_halt
@@ -264,7 +237,7 @@ def test_gate_penalty_is_the_mean_of_the_lowest_share(idx):
     model.mechanism.progress = 0.44     # half of the ramp
 
     def penalty(y):
-        gates = torch.stack(model.mechanism.decisions())                # (K,B,T)
+        gates = torch.stack(model.mechanism.s)                          # (K,B,T)
         values = sorted(gates[:, y >= 0].flatten().tolist())
         assert len(values) == 3 * (3 * 13 - 5)
         lowest = values[:math.floor(0.1 * len(values))]
@@ -291,8 +264,7 @@ def test_mask_penalty_is_the_expected_number_of_thoughts(idx):
     model.mechanism.progress = 0.44     # half of the ramp
 
     def penalty(y):
-        [(_, state)] = model.mechanism.trace
-        expected = sum(k * state.s[..., k] for k in range(3))           # (B,T)
+        expected = sum(k * model.mechanism.s[..., k] for k in range(3))         # (B,T)
         return 0.5 * 0.5 * expected[y >= 0].mean()
 
     loss, want = loss_and_penalty(model, idx, penalty)
@@ -306,15 +278,14 @@ def test_router_penalty_by_hand(idx):
     model = make_mode('router', halt_lambda=0.5, halt_beta=2.0, halt_start=0.6, halt_full=0.8)
     model.train()
     model.mechanism.progress = 0.7      # half of the ramp
-    model.dense = True
 
     def penalty(y):
-        passes, total = model.mechanism.passes, 0.0
-        for k, (_, state) in enumerate(model.mechanism.trace[:3]):
-            p = model.head(state.x).softmax(-1)                         # (B,T,V)
+        mechanism, total = model.mechanism, 0.0
+        for k in range(3):
+            p = model.head(mechanism.z[k]).softmax(-1)                  # (B,T,V)
             for b, t in (y >= 0).nonzero():
-                if passes[b, t] > k:
-                    total += state.g[b, t] * p[b, t, y[b, t]] ** 2
+                if mechanism.passes[b, t] > k:
+                    total += mechanism.g[k][b, t] * p[b, t, y[b, t]] ** 2
         return 0.5 * 0.5 * total / (3 * 13 - 5)
 
     loss, want = loss_and_penalty(model, idx, penalty)
@@ -333,10 +304,10 @@ def each_pass(model, idx):
     model.train()
     model(idx, targets(idx))
     nats, gates = [], []
-    for _, new in model.mechanism.trace:
-        logits = model.head(new.out)
+    for h in model.mechanism.h:
+        logits = model.head(h)
         nats.append(F.cross_entropy(logits.transpose(1, 2), targets(idx), reduction='none'))
-        gates.append(model.mechanism.lam(new.out) if model.config.halting == 'ouro' else None)
+        gates.append(model.mechanism.lam(h) if model.config.halting == 'ouro' else None)
     return nats, gates
 
 
@@ -345,12 +316,13 @@ def test_exit_compares_what_the_papers_say(mode, idx):
     """1 - the largest probability, or that nobody has left by the gate: the numbers themselves."""
     model = make_mode(mode)
     model(idx)
-    survival = 1.0
-    for on, new in model.mechanism.trace[:2]:
-        chance = 1 - model.head(new.out).softmax(-1).amax(-1)
+    mechanism, survival = model.mechanism, 1.0
+    for taken, h, score in zip(mechanism.taken, mechanism.h, scores(model)):
+        chance = 1 - model.head(h).softmax(-1).amax(-1)
         if mode == 'ouro':
-            chance = survival = survival * (1 - model.mechanism.gate(new.out)[..., 0].sigmoid())
-        close(new.score[on], chance[on])
+            chance = survival = survival * (1 - mechanism.gate(h)[..., 0].sigmoid())
+        close(score[taken], chance[taken])
+    assert len(mechanism.taken) == 3
 
 
 @pytest.mark.parametrize('how, weights', [
@@ -389,9 +361,9 @@ def test_learned_is_the_papers_first_stage(idx):
     close(model(idx, y)[1], want)
 
 
-def test_gain_is_the_papers_second_stage(idx, kind):
+def test_gain_is_the_papers_second_stage(idx):
     """Each gate learns whether the next pass gains more than 0.005."""
-    model = make(**GAIN, kind=kind)
+    model = make(**GAIN)
     nats, gates = each_pass(model, idx)
     y = targets(idx)
     y[:, :4] = -1       # a question: its tokens stay
@@ -408,14 +380,18 @@ def test_gain_is_the_papers_second_stage(idx, kind):
 
 
 def test_what_a_gate_alone_costs_has_no_backward_pass():
-    flops_agree_with_torch(GAIN, training=True)
+    """But for the gate's own, of each pass but the last; after each pass there is a head."""
+    forward = flops_per_token(make(**GAIN), training=False)
+    gates, heads = 2 * 2 * 32, 2 * 2 * 32 * 64          # 2 FLOPs of C, or of C V
+    assert flops_per_token(make(**GAIN)) == forward + heads + 2 * gates
 
 
 def test_with_the_loss_of_the_last_pass_alone_training_takes_one_head():
     exits, loop = make(**{**EXIT, 'exit_loss': 'last'}), make(**LOOP)
     assert flops_per_token(exits) == flops_per_token(loop)
-    heads = 2 * 2 * 32 * 64     # after two passes, each C V multiply-adds
-    assert flops_per_token(exits, training=False) == flops_per_token(loop, training=False) + heads
+    # what is counted is the beginning of a run, when nobody leaves: even here
+    from_the_start = make(**EXIT, halt_start=0.0, halt_full=0.0)
+    assert flops_per_token(from_the_start) == flops_per_token(loop)
 
 
 def test_tokens_leave_in_training_as_in_generation(idx):
@@ -446,8 +422,8 @@ def test_exits_penalty_by_hand(idx):
         model.mechanism.progress = progress
         model(idx, y)
         want = 0.0
-        for taken, new in model.mechanism.trace[:2]:
-            nats = -model.head(new.out).log_softmax(-1)[..., :50].mean(-1)
+        for taken, h in zip(model.mechanism.taken[:2], model.mechanism.h):
+            nats = -model.head(h).log_softmax(-1)[..., :50].mean(-1)
             want += 0.5 * onset * nats[(y < 0) & taken].mean() / 2
         close(model.mechanism.penalty(model, y), want)
     assert len(model.mechanism.passes[:, :5].unique()) > 1
@@ -462,7 +438,7 @@ def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx):
     def due():
         if toggle['halting'] == 'exit':
             return mechanism.penalty(model, wanted)
-        return mechanism.stay([mechanism.lam(new.out) for _, new in mechanism.trace[:-1]], wanted)
+        return mechanism.stay([mechanism.lam(h) for h in mechanism.h[:-1]], wanted)
 
     model(idx, wanted)
     assert due() == 0
@@ -470,10 +446,10 @@ def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx):
     stays = []
     for _ in range(2):
         model(idx, wanted)
-        first = mechanism.trace[0][1]
-        p = model.head(first.out).softmax(-1)[..., :model.config.n_tokens]
+        first = mechanism.h[0]
+        p = model.head(first).softmax(-1)[..., :model.config.n_tokens]
         # what a gate says, or how near the prediction is to one that knows nothing
-        stay = 1 - mechanism.lam(first.out) if toggle['halting'] == 'ouro' else p.log().mean(-1)
+        stay = 1 - mechanism.lam(first) if toggle['halting'] == 'ouro' else p.log().mean(-1)
         stays.append(stay[:, :4].mean().item())
         due().backward()
         for p in model.parameters():
