@@ -22,6 +22,7 @@ controls: a test that cannot tell them from the right one would prove nothing.
               'all visible'       chain, router: a slot reads steps that are still to come
               'own positions'     latent: thoughts have positions of their own
               'alone'             smear, feedback: nothing is carried along
+              'sums'              smear: what is carried along is the sum, not the embedding
               'norm between'      loop: the final norm after every loop, which is loop_norm
               'readout moves'     gate: a stopped token's hidden state goes on changing
               'keys move'         gate: its keys and values do
@@ -237,12 +238,12 @@ def plain(gpt, x, t):
 
 
 def smear(gpt, x, t):
-    """h_t = trunk(x_t + x_{t-1}), x_{-1} = 0: the embedding itself is carried, not the sum."""
-    joined = x
+    """Smear: h_t = trunk(x_t + x_{t-1})."""
+    both = x
     if t > 0 and gpt.wrong != 'alone':
-        joined = x + gpt.before
-    gpt.before = x
-    return gpt.stack.trunk(joined, t)
+        both = x + gpt.before
+    gpt.before = both if gpt.wrong == 'sums' else x
+    return gpt.stack.trunk(both, t)
 
 
 def embedding(gpt, x, t):

@@ -9,10 +9,9 @@ from conftest import ONE_EACH, TOGGLES, close, make
 
 from engine import generate
 from engine.generate import stream
-from engine.compile import compile_decoding
-from engine.fast import FastGPT
+from engine.decode import compile_decoding
 from engine.files import UserError
-from model import GPT
+from engine.mechanisms import slots_per_token
 
 
 def draw(model, prompts, n):
@@ -62,7 +61,7 @@ def test_compiled_decoding_changes_nothing(name, n_layer, compiler):
     Prompts of two lengths, past the context: the same tokens and logits, from a few graphs that
     serve all tokens.
     """
-    model = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': n_layer}, kind=FastGPT)
+    model = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': n_layer})
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
     want, logits = draw(model, prompts, 20)
 
@@ -80,10 +79,10 @@ def test_compiled_decoding_changes_nothing(name, n_layer, compiler):
 
 
 @pytest.mark.parametrize('name', ONE_EACH)
-def test_a_token_costs_its_own_slots_whatever_the_context(name, kind):
+def test_a_token_costs_its_own_slots_whatever_the_context(name):
     toggle = TOGGLES[name]
     # 0: nobody halts; test_halting has the rest
-    model = make(**{**toggle, 'halt_tau': 0.0}, kind=kind)
+    model = make(**{**toggle, 'halt_tau': 0.0})
     slots, each = [], []
     model.h[-1].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
     for token, passes in stream(model, torch.tensor([[3, 1, 4]] * 2), 8):
@@ -111,9 +110,9 @@ def recompute_in_windows(model, tokens, n_prompt, left):
 
 
 @pytest.mark.parametrize('name', ONE_EACH)
-def test_sliding_past_block_size(name, kind):
+def test_sliding_past_block_size(name):
     """Prompts of three lengths; reading again costs at most as much as reading."""
-    model = make(**{**TOGGLES[name], 'block_size': 8, 'n_layer': 3}, kind=kind)
+    model = make(**{**TOGGLES[name], 'block_size': 8, 'n_layer': 3})
     slots = []
     hook = model.h[0].register_forward_pre_hook(lambda m, args: slots.append(args[0].size(1)))
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8]]     # one is still padded when it slides
@@ -144,9 +143,9 @@ def test_no_tokens_to_draw_from():
 
 
 @pytest.mark.parametrize('name', ['depth', 'gate'])
-def test_stop_token_cuts_each_row(name, kind):
+def test_stop_token_cuts_each_row(name):
     """And a stream ends, and pays for nothing more, when all rows have had theirs."""
-    model = make(**{**TOGGLES[name], 'block_size': 12, 'n_layer': 2}, kind=kind)
+    model = make(**{**TOGGLES[name], 'block_size': 12, 'n_layer': 2})
     prompts = [[3, 1], [7], [4, 4, 2]]
     greedy = []
     for prompt, row in zip(prompts, generate.generate(model, prompts, 20, temperature=0)):
@@ -190,7 +189,7 @@ def test_sampling_filters():
 
 def test_sampling_filters_of_model_py():
     torch.manual_seed(0)
-    model = make(kind=GPT)
+    model = make()
     logits = model(torch.tensor([[3]]))[0][0, -1]                       # (V,)
     rows = model.generate(torch.tensor([[3]] * 4000), 1, temperature=2.0, top_k=3)
     top = logits.float().topk(3)
@@ -219,13 +218,13 @@ def test_prompts_that_do_not_fit_are_refused(prompts, message):
         generate.generate(make(), prompts, 3)
 
 
-def test_a_text_above_block_size_is_refused(kind):
+def test_a_text_above_block_size_is_refused():
     text = torch.ones(1, 25, dtype=torch.long)
     with pytest.raises(ValueError, match='25 tokens are more than block_size'):
-        make(kind=kind)(text)
+        make()(text)
     with pytest.raises(ValueError, match='25 tokens are more than block_size'):
-        make(kind=kind).generate(text[:, :5], 21)
-    assert make(kind=kind).generate(text[:, :5], 20).shape == (1, 25)
+        make().generate(text[:, :5], 21)
+    assert make().generate(text[:, :5], 20).shape == (1, 25)
 
 
 def test_a_full_prompt_and_no_new_tokens():
@@ -252,14 +251,14 @@ def test_training_mode_and_dropout_are_left_alone():
 def test_compiled_decoding_of_a_prompt_of_one_token(name, monkeypatch):
     # what is compiled is not the point here
     monkeypatch.setattr(torch, 'compile', lambda function, mode: function)
-    model = make(**TOGGLES[name], kind=FastGPT)
+    model = make(**TOGGLES[name])
     want = generate.generate(model, [[3]], 9, temperature=0)[0].tolist()
     compile_decoding(model)
     assert generate.generate(model, [[3]], 9, temperature=0)[0].tolist() == want
 
 
 def test_a_cache_keeps_no_graph_and_grows_rarely():
-    model, sizes = make(**TOGGLES['chain'], block_size=32, kind=FastGPT), set()
+    model, sizes = make(**TOGGLES['chain'], block_size=32), set()
     memory = model.new_memory()
     for _ in range(32):
         model.hidden(torch.tensor([[3]]), memory)  # with gradients, as outside of inference
@@ -269,9 +268,9 @@ def test_a_cache_keeps_no_graph_and_grows_rarely():
 
 
 @pytest.mark.parametrize('place', [1, 5])
-def test_what_is_not_finite_ends_a_stream(place, kind, monkeypatch):
+def test_what_is_not_finite_ends_a_stream(place, monkeypatch):
     """In the middle of a window, too: drawn from NaN, each token would be 0."""
-    model = make(kind=kind)
+    model = make()
     head, calls = model.head, []
 
     def spoiled(h):

@@ -50,6 +50,7 @@ def test_the_papers_360m():
 
 @pytest.mark.parametrize('mode, scale', [
     ('none', 1),
+    ('smear', 2400 ** 0.5),
     ('embedding', 960 ** 0.5),
     ('pause', 960 ** 0.5),
     ('latent', 2400 ** 0.5),
@@ -83,8 +84,8 @@ def test_halting_starts_as_in_the_papers(halting, ponder, biases):
     assert {value for values in starts for value in values} == biases
 
 
-def test_forward_with_and_without_targets(idx, kind):
-    model = make(kind=kind)
+def test_forward_with_and_without_targets(idx):
+    model = make()
     logits, loss = model(idx)
     assert loss is None
     assert logits.shape == (3, 13, 64)

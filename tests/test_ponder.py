@@ -4,7 +4,6 @@ Jacobi iterations that are too few, prompts that are read exactly, steps that ch
 """
 
 import math
-from types import SimpleNamespace
 
 import naive
 import pytest
@@ -14,7 +13,7 @@ from test_halting import MODES
 from test_promises import differ
 
 from engine.generate import generate, left_pad
-from model import GPT, depth_attention, depth_sources
+from model import Memory, depth_attention, depth_sources
 
 TOKENS = [3, 14, 15, 9, 26]
 DEPTH = dict(depth_attn=True, n_layer=6)
@@ -24,6 +23,8 @@ DEPTH = dict(depth_attn=True, n_layer=6)
     (DEPTH, dict(anchors='raw')),
     (DEPTH, dict(stride='relative')),
     (DEPTH, dict(cache='raw')),
+    (dict(ponder='smear'), dict(wrong='alone')),
+    (dict(ponder='smear'), dict(wrong='sums')),
     (dict(ponder='embedding'), dict(wrong='replace')),
     (dict(ponder='embedding'), dict(wrong='one cache')),
     (dict(ponder='latent'), dict(wrong='own positions')),
@@ -54,8 +55,9 @@ def test_wrong_readings_of_the_papers_are_told_apart(settings, wrong):
 def test_there_are_as_many_sources_as_in_the_paper(n_layer, stride, total):
     """A layer's own entry included; None: the default, half of the layers."""
     model = make(n_layer=n_layer, n_embd=8, n_head=1, depth_attn=True, depth_stride=stride)
-    memory = SimpleNamespace(made={layer: None for layer in range(n_layer)}, loops=())
-    counts = [len(depth_sources(model.config, layer, memory)) for layer in range(n_layer)]
+    memory = Memory()
+    memory.keys = memory.values = {layer: torch.zeros(1, 1, 1, 8) for layer in range(n_layer)}
+    counts = [len(depth_sources(model.config, layer, memory, 1)) for layer in range(n_layer)]
     assert sum(n + 1 for n in counts if n > 0) == total
 
 
@@ -140,7 +142,7 @@ def make_few(halting, **settings):
 @pytest.mark.parametrize('halting', ['none', 'mask'])
 def test_padding_is_not_read_by_guesses_either(halting):
     """Short prompts in a batch, in two pieces: as each alone, with its own guesses."""
-    model = make_few(halting, kind=GPT)
+    model = make_few(halting)
     prompts = [[3, 1, 4, 1, 5, 9], [2], [7, 1, 8]]
     tokens, pad = left_pad(prompts, model.config, 'cpu')
     more = torch.tensor([[11, 12]])
@@ -158,9 +160,9 @@ def test_padding_is_not_read_by_guesses_either(halting):
     ('mask', False),    # it cuts
     ('mask', True),     # it fades
 ])
-def test_causal_with_too_few_iterations_too(idx, halting, training, kind):
+def test_causal_with_too_few_iterations_too(idx, halting, training):
     """No sweep lets a guess see later tokens."""
-    model = make_few(halting, kind=kind).train(training)
+    model = make_few(halting).train(training)
     before = model(idx)[0]
     changed = idx.clone()
     changed[:, 6] += 1
