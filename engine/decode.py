@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from engine.hardware import explained
+from engine.mechanisms import iterates
 from model import HIDDEN, LoopMemory, Memories, Memory, SlotMemory, WeightedMemory
 
 
 def compile_decoding(model, tokens=None):
     """
     For a model on its device, whose blocks are not compiled. Its memories have places for so many
-    tokens from then on (None: block_size). The first tokens wait for the compiler. Models that
-    halt, `chain`, and `loop` with depth_attn decode as before.
+    tokens from then on (None: block_size). The first tokens wait for the compiler. `chain`, `pause`
+    and `loop` with depth_attn decode as before, and so do models that halt, but for `mask`.
     """
     tokens = tokens or model.config.block_size
     new_memory = model.new_memory
@@ -30,7 +31,7 @@ def fixed(memory, tokens, model):
     pad = getattr(memory, 'pad', None)
     if pad is None:     # all keys get a weight, and so can be hidden
         pad = torch.zeros(1, dtype=torch.long, device=model.wte.weight.device)
-    if type(memory) is SlotMemory:
+    if type(memory) is SlotMemory and iterates(model):  # not pause: its slots come side by side
         return FixedSlots(pad, tokens * (model.mechanism.K + 1))
     alone = type(memory) is LoopMemory and not model.config.depth_attn
     if type(memory) in (Memory, WeightedMemory) or alone:
