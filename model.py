@@ -1071,6 +1071,11 @@ class Halting(Mechanism):
         """(B,T): how many passes each token took in the last call."""
         return torch.stack(self.taken).sum(0)
 
+    def __getstate__(self):
+        """For copies of a model: without the scores of the last call, which may hold its graph."""
+        scores = ('s', 'w', 'z', 'g', 'reach', 'h', 'doubt', 'S')
+        return {name: value for name, value in self.__dict__.items() if name not in scores}
+
     def goes_on(self, score):
         """(B,T): whose score is high enough for another pass. Each class has its own score."""
         return score >= self.config.halt_tau
