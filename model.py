@@ -229,7 +229,7 @@ class Attention(nn.Module):
     and a norm on queries and keys (after 2010.04245, as in Qwen3) keeps scores small.
     """
 
-    kernel = staticmethod(F.scaled_dot_product_attention)   # engine/hardware.py has one for CPUs
+    kernel = staticmethod(F.scaled_dot_product_attention)   # engine/cpu.py has one for CPUs
 
     def __init__(self, config, layer):
         super().__init__()

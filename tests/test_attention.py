@@ -1,6 +1,6 @@
 """
-engine/attention.py against the plain PyTorch that its docstrings name: values and gradients, for
-every kind of mask; and its kernel for CPUs.
+Attention.attend against the plain PyTorch that its docstring names, values and gradients; and
+engine/cpu.py, its kernel for CPUs.
 """
 
 import math
@@ -10,18 +10,15 @@ import torch
 import torch.nn.functional as F
 from conftest import close
 
-from engine import attention
-from engine.attention import Group, KeyBias, attend, two_matmuls
+from engine.cpu import two_matmuls
+from model import HIDDEN, Attention, GPTConfig, WeightedMemory
 
 B, HD = 2, 6
 
 
-def plain_attention(q, k, v, scores):
-    """The docstring of `attend`; scores: added to those of q and k, -inf where nothing is read."""
-    shared = q.size(1) // k.size(1)
-    k, v = (t.repeat_interleave(shared, dim=1) for t in (k, v))
-    weights = (q @ k.mT / math.sqrt(q.size(-1)) + scores).softmax(-1)
-    return weights @ v
+def attention(nh=4, nkv=4, dropout=0.0):
+    config = GPTConfig(vocab_size=8, n_embd=nh * HD, n_head=nh, n_kv_head=nkv, dropout=dropout)
+    return Attention(config, layer=0)
 
 
 def random_qkv(nh, nkv, S, N, hd=HD):
@@ -32,6 +29,18 @@ def random_qkv(nh, nkv, S, N, hd=HD):
     return q, k, v
 
 
+def plain_attention(q, k, v, per_token=1, log_w=0.0):
+    """Query s, of token T - S + s, reads all keys of tokens up to its own. log_w: (B,N)."""
+    S, N = q.size(2), k.size(2)
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    token_of_query = torch.arange(S) + N // per_token - S
+    reads = torch.arange(N) // per_token <= token_of_query[:, None]
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if torch.is_tensor(log_w):
+        scores = scores + log_w[:, None, None]
+    return scores.masked_fill(~reads, -math.inf).softmax(-1) @ v
+
+
 def with_gradients(function, *inputs):
     """function(*inputs), and the gradients of a weighted sum of what it returns."""
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -40,79 +49,77 @@ def with_gradients(function, *inputs):
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
-def as_scores(seen):
-    """True, False -> 0, -inf"""
-    return torch.zeros(seen.shape).double().masked_fill(~seen, -math.inf)
+def weighted(log_w):
+    """Keys and values with the channels that WeightedMemory gives them."""
+    memory = WeightedMemory()
+    memory.log_w = log_w
+    return memory.weighted
 
 
-def some_keys(batch, S, N):
-    """(batch,1,S,N) bool: about half of the keys, the first one always."""
-    seen = torch.rand(batch, 1, S, N, generator=torch.Generator().manual_seed(2)) < 0.5
-    seen[..., 0] = True
-    return seen
-
-
-def mask_and_scores(kind, S, N):
-    """A mask as `attend` takes it, and the same as numbers to add (.., S, N)."""
-    causal = as_scores(torch.ones(S, N, dtype=torch.bool).tril())
-    numbers = torch.randn(B, 1, S, N, generator=torch.Generator().manual_seed(1)).double()
-    if kind == 'none':
-        return None, causal if S > 1 else torch.zeros(1, N).double()
-    if kind == 'seen':
-        seen = some_keys(B, S, N)
-        return seen, as_scores(seen)
-    if kind == 'seen by all rows':
-        seen = some_keys(1, S, N)
-        return seen, as_scores(seen)
-    if kind == 'numbers':
-        return numbers, numbers
-    if kind == 'numbers, some -inf':
-        numbers = numbers + as_scores(some_keys(B, S, N))
-        return numbers, numbers
-    if kind == 'key bias':
-        bias = numbers[:, 0, 0]                                         # (B,N)
-        return KeyBias(bias), causal + bias[:, None, None, :]
-    if kind == 'key bias, some -inf':
-        bias = numbers[:, 0, 0].clone()
-        bias[:, 2] = -math.inf
-        return KeyBias(bias), causal + bias[:, None, None, :]
-    groups, scores = [], torch.full((S, N), -math.inf).double()
-    for first, end, keys in ((0, 2, 3), (2, 6, 5), (6, 7, N)):
-        seen = some_keys(1, end - first, keys)[0, 0]
-        groups.append(Group(n_keys=keys, seen=seen))
-        scores[first:end, :keys] = as_scores(seen)
-    return groups, scores
-
-
-# the mask, queries, keys
+# queries, tokens, keys of each token
 CASES = [
-    ('none', 7, 7),
-    ('none', 5, 7),
-    ('none', 1, 7),
-    ('seen', 3, 7),
-    ('seen', 1, 7),
-    ('seen by all rows', 3, 7),
-    ('seen by all rows', 1, 7),
-    ('numbers', 7, 7),
-    ('numbers, some -inf', 3, 7),
-    ('numbers, some -inf', 1, 7),
-    ('key bias', 7, 7),
-    ('key bias', 1, 1),
-    ('key bias, some -inf', 7, 7),
-    ('groups', 7, 9),
+    (7, 7, 1),          # a whole text
+    (1, 7, 1),          # a new token
+    (1, 1, 1),
+    (3, 7, 1),          # a piece
+    (7, 7, 2),          # a text in the second pass of a chain
+    (1, 7, 3),
+    (3, 7, 3),
+    (300, 300, 2),      # groups of 256 queries
+    (300, 310, 1),
+    (256, 260, 2),
+    (257, 260, 1),
 ]
 
 
-@pytest.mark.parametrize('kind, S, N', CASES)
+@pytest.mark.parametrize('S, T, per_token', CASES)
 @pytest.mark.parametrize('nkv', [2, 4])
-def test_attend_equals_plain_attention(kind, S, N, nkv):
-    q, k, v = random_qkv(4, nkv, S, N)
-    mask, scores = mask_and_scores(kind, S, N)
-    got = with_gradients(lambda q, k, v: attend(q, k, v, mask), q, k, v)
-    want = with_gradients(lambda q, k, v: plain_attention(q, k, v, scores), q, k, v)
-    for a, b in zip(got, want):
-        close(a, b, 1e-13)
+@pytest.mark.parametrize('weights', [False, True])
+def test_attend_equals_plain_attention(S, T, per_token, nkv, weights):
+    q, k, v = random_qkv(4, nkv, S, T * per_token)
+    log_w = 0.0
+    if weights:
+        log_w = torch.randn(B, T * per_token, generator=torch.Generator().manual_seed(1)).double()
+        log_w[0, 1:4] = HIDDEN
 
+    def got(q, k, v):
+        k, v = weighted(log_w)(k, v) if weights else (k, v)
+        return attention(nkv=nkv).attend(q, k, v, per_token)
+
+    def want(q, k, v):
+        return plain_attention(q, k, v, per_token, log_w)
+
+    for a, b in zip(with_gradients(got, q, k, v), with_gradients(want, q, k, v)):
+        close(a, b, 1e-12)
+
+
+def test_a_hidden_key_has_no_weight_in_any_precision():
+    """0, and not nearly 0: nor does a value come through."""
+    for dtype in torch.float16, torch.bfloat16, torch.float32, torch.float64:
+        q, k, v = (x.to(dtype) for x in random_qkv(4, 4, 1, 7))
+        log_w = torch.zeros(B, 7)
+        log_w[:, 3] = HIDDEN
+        v[:, :, 3] = 1e4
+        assert attention().attend(q, *weighted(log_w)(k, v)).abs().max() < 10
+
+
+def test_later_keys_are_not_given_to_a_group_of_queries(monkeypatch):
+    """Half of the work at long T: nothing would be wrong without it, only slow."""
+    sizes = []
+
+    def watched(q, k, v, *args, **options):
+        sizes.append((q.size(2), k.size(2)))
+        return F.scaled_dot_product_attention(q, k, v, *args, **options)
+
+    monkeypatch.setattr(Attention, 'kernel', staticmethod(watched))
+    attention().attend(*random_qkv(4, 4, 600, 1200), 2)
+    assert sizes == [(256, 512), (256, 1024), (88, 1200)]
+    sizes.clear()
+    attention().attend(*random_qkv(4, 4, 600, 600))
+    assert sizes == [(600, 600)]        # no mask: PyTorch's kernels know what causal is
+
+
+# ---- engine/cpu.py -------------------------------------------------------------------------------
 
 def bf16(*tensors):
     return [t.bfloat16() for t in tensors]
@@ -123,16 +130,20 @@ def nearly(a, b):
     assert (a.double() - b).norm() < 0.01 * b.norm()
 
 
-@pytest.mark.parametrize('kind, S, N', CASES)
-def test_attend_with_two_matmuls_as_its_kernel(kind, S, N, monkeypatch):
+@pytest.mark.parametrize('S, T, per_token', CASES)
+def test_attend_with_two_matmuls_as_its_kernel(S, T, per_token, monkeypatch):
     """Whatever `attend` hands to PyTorch's kernel, it may hand to this one."""
-    monkeypatch.setattr(attention, 'kernel', two_matmuls)
-    q, k, v = bf16(*random_qkv(4, 2, S, N))
-    mask, scores = mask_and_scores(kind, S, N)
-    if kind.startswith('numbers'):
-        [mask] = bf16(mask)
-        scores = mask.double()
-    nearly(attend(q, k, v, mask), plain_attention(q.double(), k.double(), v.double(), scores))
+    monkeypatch.setattr(Attention, 'kernel', staticmethod(two_matmuls))
+    q, k, v = bf16(*random_qkv(4, 2, S, T * per_token))
+    want = plain_attention(q.double(), k.double(), v.double(), per_token)
+    nearly(attention(nkv=2).attend(q, k, v, per_token), want)
+
+
+def some_keys(S, N):
+    """(S,N) bool: about half of the keys, the first one always."""
+    seen = torch.rand(S, N, generator=torch.Generator().manual_seed(2)) < 0.5
+    seen[:, 0] = True
+    return seen
 
 
 @pytest.mark.parametrize('what', ['causal', 'seen', 'fp32', 'numbers', 'no mask', 'shared heads'])
@@ -142,9 +153,9 @@ def test_two_matmuls_equals_pytorchs_attention(what):
     inputs = [x.float() for x in inputs] if what == 'fp32' else bf16(*inputs)
     mask, options = None, dict(is_causal=True)
     if what in ('seen', 'numbers'):
-        mask, options = some_keys(B, 7, 7), {}
+        mask, options = some_keys(7, 7), {}
     if what == 'numbers':
-        mask = as_scores(mask)
+        mask = torch.zeros(7, 7).double().masked_fill(~mask, -math.inf)
     if what == 'no mask':
         options = {}
     if what == 'shared heads':
@@ -163,30 +174,23 @@ def test_two_matmuls_equals_pytorchs_attention(what):
         nearly(a, b)
 
 
-def test_a_row_that_reads_nothing_reads_everything_in_two_matmuls():
-    """Such as padding: NaN would spread from it."""
-    q, k, v = bf16(*random_qkv(4, 4, 3, 7))
-    seen = some_keys(1, 3, 7)
-    seen[:, :, 1] = False
-    y = two_matmuls(q, k, v, attn_mask=seen, scale=HD ** -0.5)
-    nearly(y[:, :, 1], v.double().mean(2))
-
-
 @pytest.mark.parametrize('kernel, dtype, tol', [
-    (None, torch.float64, 1e-12),
+    (F.scaled_dot_product_attention, torch.float64, 1e-12),
     (two_matmuls, torch.bfloat16, 0.01),
 ])
-def test_dropout_drops_weights(kernel, dtype, tol, monkeypatch):
+@pytest.mark.parametrize('per_token', [1, 2])
+def test_dropout_drops_weights(kernel, dtype, tol, per_token, monkeypatch):
     """Of many draws: each weight w is 0 or w / (1 - p), as often as it should be."""
-    monkeypatch.setattr(attention, 'kernel', kernel)
-    draws, p = 800, 0.3
-    q, k, _ = random_qkv(4, 4, 7, 7, hd=7)
-    v = torch.eye(7).expand(B, 4, 7, 7)     # what comes out is the weights themselves
+    monkeypatch.setattr(Attention, 'kernel', staticmethod(kernel))
+    draws, p, N = 800, 0.3, 7 * per_token
+    q, k, _ = random_qkv(4, 4, 7, N, hd=N)
+    v = torch.eye(N).expand(B, 4, N, N)     # what comes out is the weights themselves
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    weights = attend(q, k, v)
+    module = attention(dropout=p)
+    weights = module.eval().attend(q, k, v, per_token)
     torch.manual_seed(3)
     many = [x.repeat(draws, 1, 1, 1) for x in (q, k, v)]
-    drawn = attend(*many, dropout=p).unflatten(0, (draws, B))
+    drawn = module.train().attend(*many, per_token).unflatten(0, (draws, B))
     kept = drawn.abs() > 1e-12
     close(drawn, torch.where(kept, weights / (1 - p), 0.0), tol)
     close(kept.double().mean(0), (weights > 0) * (1 - p), 0.1)
