@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Halting
 
 STEPS = 5
 PROMPTS = [[3, 1, 4, 1, 5], [7, 1]]
@@ -30,11 +30,9 @@ def train(gpt):
     idx, targets = tokens[:, :-1], tokens[:, 1:]
     before = gpt.eval()(idx, targets)[1].item()
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-2)
-    draws = gpt.mechanism.draws()
     gpt.train()
     for step in range(STEPS):
-        gpt.mechanism.progress = step / STEPS
-        gpt.mechanism.drawn = draws[step % len(draws)]
+        gpt.mechanism.begin_step(step, STEPS)
         _, loss = gpt(idx, targets)
         optimizer.zero_grad()
         loss.backward()
@@ -80,7 +78,7 @@ def generate(gpt):
         new, logits = from_a_cache(gpt, prompts)
         for row, prompt in enumerate(prompts):
             want, want_logits = recomputed(gpt, prompt)
-            if gpt.mechanism.halts:
+            if isinstance(gpt.mechanism, Halting):
                 passes += gpt.mechanism.passes.flatten().tolist()
             alone = gpt.generate(torch.tensor([prompt]), NEW, temperature=0)[0, len(prompt):]
             equal = equal and torch.equal(new[row], want) and torch.equal(alone, want)
