@@ -1,9 +1,9 @@
 """
 What one reads in model.py is what runs: whoever edits one of its functions changes what train.py,
-sample.py or tools/evaluate.py give; with `fast`, too, or is told in one line that it would not.
+sample.py or tools/evaluate.py give. And programs warn of a model that does not generate as it was
+trained.
 """
 
-import ast
 import contextlib
 import inspect
 import json
@@ -14,37 +14,32 @@ import types
 
 import pytest
 import torch
-from conftest import ONE_EACH, ROOT, TOGGLES, program, refused
+from conftest import ONE_EACH, ROOT, TOGGLES, program
 
 import model as model_py
 import prepare_data
 import sample
 import train
-from engine import fast
-from engine.fast import new_model
-from engine.files import UserError
 from engine.generate import check_pieces
+from engine.sums import source_of_model, sums_of, what_is_computed
+from engine.trained import load_model
 from model import GPTConfig
 from tools import evaluate
 
-SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=48',
+SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=48',
          '--init_std=0.2', '--micro_batch=2', '--batch_tokens=96', '--max_steps=3',
-         '--eval_tokens=96', '--dtype=float32', '--device=cpu']
+         '--eval_tokens=96', '--dtype=float32', '--device=cpu', '--compile=False']
 # so that halting's terms of the loss count in step 2 in part, in step 3 in full
 HALTING = dict(halt_start=0.1, halt_full=0.6)
-TINY = dict(n_layer=1, n_head=1, n_embd=8, mlp_hidden=8, vocab_size=64)
+TINY = dict(n_layer=2, n_head=1, n_embd=8, mlp_hidden=8, vocab_size=64, block_size=16,
+            init_std=0.5)
 GAIN = dict(TOGGLES['ouro'], ouro_stage=2)
 RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'gain': GAIN,
-        'topk': TOGGLES['embedding_topk'], 'answers': {},
-        'twice': dict(ponder='twice', ponder_steps=1)}
+        'topk': TOGGLES['embedding_topk']}
 
-# without a body; a copy of a model, in a notebook; tools/explain.py
-NOT_CALLED = {'Mechanism.cost', 'Mechanism.forward', 'Halting.after', 'Halting.penalty',
-              'Halting.__getstate__', 'Mask.decisions'}
-
-
-class Twice(model_py.Loop):
-    """A mechanism that is not model.py's, whose FLOPs PyTorch counts."""
+# without a body; what programs do without; a copy of a model; while model.py is imported
+NOT_CALLED = {'Mechanism.forward', 'Halting.penalty', 'GPT.generate', 'Halting.__getstate__',
+              'some_rows_at_once'}
 
 
 def functions():
@@ -80,146 +75,84 @@ def args_of(settings):
     return [f'--{name}={value}' for name, value in settings.items()]
 
 
-def run_programs(name, is_fast, data, folder):
-    """{program: the functions of model.py that it calls}, for a small run of RUNS[name]."""
-    settings = RUNS[name]
-    settings = {**settings, **(HALTING if 'halting' in settings else {}), 'fast': is_fast}
-    out, text = str(folder / f'{name}-{is_fast}'), folder / 'text'
-    text.write_text('def f(x):\n    return x\n' * 4)
-    called = {'train': set(), 'sample': set(), 'evaluate': set()}
-    with calls(called['train']):
-        train.main([*SHAPE, *args_of(settings), f'--data_dir={data}', f'--out_dir={out}',
-                    '--sample_tokens=5'])
-    asked = ['--device=cpu', f'--fast={is_fast}']
-    with calls(called['sample']):
-        sample.main([out, '--max_new_tokens=45', '--top_k=9', '--start=def f(x):', *asked])
-    with calls(called['evaluate']):
-        evaluate.main([out, str(text), *asked])
-    return called
+def run_programs(name, data, folder):
+    """Train a small model of RUNS[name], and sample from it."""
+    settings = {**RUNS[name], **(HALTING if 'halting' in RUNS[name] else {})}
+    out = str(folder / name)
+    train.main([*SHAPE, *args_of(settings), f'--data_dir={data}', f'--out_dir={out}',
+                '--sample_tokens=0'])
+    sample.main([out, '--max_new_tokens=12', '--top_k=9', '--start=def f(x):', '--device=cpu'])
+    return out
 
 
-def test_every_function_is_called_and_what_fast_does_not_call_is_on_record(
-        small_data, tmp_path, monkeypatch):
-    """Program by program: or one would run what was edited, and another not."""
-    monkeypatch.setitem(model_py.PONDER, 'twice', Twice)
+def test_every_function_is_called(small_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepare_data.prepare(prepare_data.DataSettings(problems=400, size=3, name='trees'), ['minimax'])
-    on_record = {part for parts in fast.PARTS.values() for part in parts}
+    text = tmp_path / 'text'
+    text.write_text('def f(x):\n    return x\n' * 4)
     called = set()
-    for name in RUNS:
-        # a task's questions do not count as targets, which `exit` treats in its own way; they have
-        # several lengths
-        of_task = name.startswith('exit') or name == 'answers'
-        data = str(tmp_path / 'data' / 'trees') if of_task else small_data
-        plain, quick = [run_programs(name, is_fast, data, tmp_path) for is_fast in (False, True)]
-        called.update(*plain.values())
-        for program_name, names in plain.items():
-            for part in names - quick[program_name]:
-                said = part in on_record or part.split('.')[0] in on_record
-                assert said, f"{part}: {program_name} calls it, but not with fast ({name})"
+    with calls(called):
+        for name in RUNS:
+            # a task's questions do not count as targets, which `exit` treats in its own way
+            data = str(tmp_path / 'data' / 'trees') if name == 'exit' else small_data
+            out = run_programs(name, data, tmp_path)
+            if name == 'plain':
+                evaluate.main([out, str(text), '--device=cpu'])
     assert set(functions().values()) - called == NOT_CALLED
 
 
-# ---- what is on record ---------------------------------------------------------------------------
-
-SOURCE = fast.source_of_model()
-ALL_PARTS = [part for parts in fast.PARTS.values() for part in parts]
-
-
-def test_the_record_is_true():
-    """
-    After a change of a part, make its stand-in do the same; then put these sums into PARTS of
-    engine/fast.py.
-    """
-    found = fast.sums_of(SOURCE, tuple(ALL_PARTS))
-    recorded = {part: of for parts in fast.PARTS.values() for part, of in parts.items()}
-    assert {part: of for part, of in found.items() if recorded[part] != of} == {}
-
-
-def last_line(part):
-    """(the place behind the last line of a part in SOURCE, its indentation)."""
-    places = {}
-    for node in ast.walk(ast.parse(SOURCE)):
-        if isinstance(node, ast.ClassDef):
-            places[node.name] = node
-            places.update({f'{node.name}.{f.name}': f for f in node.body
-                           if isinstance(f, ast.FunctionDef)})
-        if isinstance(node, ast.FunctionDef):
-            places.setdefault(node.name, node)
-    node = places[part]
-    lines = SOURCE.splitlines(keepends=True)
-    return sum(map(len, lines[:node.end_lineno])), ' ' * node.body[-1].col_offset
-
-
-@pytest.mark.parametrize('part', ALL_PARTS)
-def test_a_change_of_a_part_is_seen(part, monkeypatch):
-    place, indentation = last_line(part)
-
-    def with_line(text):
-        return SOURCE[:place] + f'{indentation}{text}\n' + SOURCE[place:]
-
-    for nothing in ('# a comment', '"""A text that nobody reads."""', ''):
-        assert fast.sums_of(with_line(nothing), (part,)) == fast.sums_of(SOURCE, (part,))
-    monkeypatch.setattr(fast, 'source_of_model', lambda: with_line('changed = True'))
-    with pytest.raises(UserError, match=f'{part} of model.py was changed.*--fast=False'):
-        new_model(GPTConfig(**TINY), fast=True)
-    new_model(GPTConfig(**TINY))
-
+# ---- a sum of the source -------------------------------------------------------------------------
 
 def test_blanks_count_only_where_they_mean_something():
-    same = fast.what_is_computed('def f(a):\n    return f(a, 1)\n')
-    assert fast.what_is_computed('def f(a):\n\n  return f( a,\n      1 )   # why\n') == same
+    same = what_is_computed('def f(a):\n    return f(a, 1)\n')
+    assert what_is_computed('def f(a):\n\n  return f( a,\n      1 )   # why\n') == same
     inside = 'for x in y:\n    a()\n    b()\n'
-    assert fast.what_is_computed(inside) != fast.what_is_computed('for x in y:\n    a()\nb()\n')
+    assert what_is_computed(inside) != what_is_computed('for x in y:\n    a()\nb()\n')
     words = 'x = f"{a} b"\n', 'x = f"{a} c"\n'
-    assert fast.what_is_computed(words[0]) != fast.what_is_computed(words[1])
+    assert what_is_computed(words[0]) != what_is_computed(words[1])
 
 
-class OwnMixture(model_py.Gate):
-    @staticmethod
-    def mixture(gpt, h):
-        return 2 * model_py.Embedding.mixture(gpt, h)
+def test_the_sum_of_a_part_is_that_of_its_code():
+    source = 'class A:\n    def f(self):\n        return 1\n\n\ndef g():\n    return A()\n'
+    parts = 'A', 'A.f', 'g'
+    sums = sums_of(source, parts)
+    commented = source.replace('        return 1', '        """One."""\n        return 1  # one')
+    assert sums_of(commented, parts) == sums
+    changed = sums_of(source.replace('return 1', 'return 2'), parts)
+    assert [changed[part] == sums[part] for part in parts] == [False, False, True]
 
 
-class OwnMemory(model_py.Chain):
-    def new_memory(self, pad):
-        return model_py.SlotMemory(model_py.flat, pad)
-
-
-def test_another_head_is_refused_with_fast():
-    gpt = new_model(GPTConfig(**TINY), fast=True)
-    gpt.lm_head = torch.nn.Linear(8, 64)    # with a bias
-    with pytest.raises(UserError, match='GPT.lm_head of model.py .*engine/loss.py.*--fast=False'):
-        fast.check_own_parts(gpt)
-
+# ---- what passes by the memory -------------------------------------------------------------------
 
 class Shift(model_py.Block):
     """Reads the token before, and not by the memory."""
 
-    def forward(self, x, rope, memory, mask):
+    def forward(self, x, rope, memory):
         before = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
-        return super().forward(x + before, rope, memory, mask)
+        return super().forward(x + before, rope, memory)
 
 
-class Window(model_py.Memory):
-    """Three tokens. Where it is put in Memory's place, Padded still derives from the old one."""
+class FirstOfAll(model_py.Block):
+    """Reads the first token there is, even where it is padding."""
 
-    def mask(self, S, device):
-        pos = torch.arange(self.tokens, device=device)
-        return (pos <= pos[-S:, None]) & (pos > pos[-S:, None] - 3)
+    def forward(self, x, rope, memory):
+        first = vars(memory).setdefault('first', {}).setdefault(self.attn.layer, x[:, :1])
+        return super().forward(x + first, rope, memory)
 
 
-@pytest.mark.parametrize('part, kind, says', [
-    ('Block', Shift, 'read in pieces, as in generation,'),
-    ('Memory', Window, 'read beside padding, as in a batch,')])
-def test_what_passes_by_the_memory_is_warned_of(part, kind, says, monkeypatch, capsys):
-    shape = {**TINY, 'block_size': 16, 'n_layer': 2, 'init_std': 0.5}
+def warning_of(capsys):
     torch.manual_seed(0)
-    check_pieces(model_py.GPT(GPTConfig(**shape)).eval())
-    assert capsys.readouterr().err == ''
-    monkeypatch.setattr(model_py, part, kind)
-    check_pieces(model_py.GPT(GPTConfig(**shape)).eval())
-    assert says in capsys.readouterr().err
+    check_pieces(model_py.GPT(GPTConfig(**TINY)).eval())
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize('kind, says', [
+    (Shift, 'read in pieces, as in generation,'),
+    (FirstOfAll, 'read beside padding, as in a batch,')])
+def test_what_passes_by_the_memory_is_warned_of(kind, says, monkeypatch, capsys):
+    assert warning_of(capsys) == ''
+    monkeypatch.setattr(model_py, 'Block', kind)
+    assert says in warning_of(capsys)
 
 
 def test_a_run_on_text_warns_too_and_whoever_reads_it(small_data, tmp_path, monkeypatch, capsys):
@@ -228,64 +161,29 @@ def test_a_run_on_text_warns_too_and_whoever_reads_it(small_data, tmp_path, monk
     train.main([*SHAPE, f'--data_dir={small_data}', f'--out_dir={out}', '--sample_tokens=0',
                 '--eval_interval=1'])
     assert capsys.readouterr().err.count('read in pieces, as in generation,') == 1
-    sample.load_model(out, 'cpu')
+    load_model(out, 'cpu')
     assert 'read in pieces, as in generation,' in capsys.readouterr().err
-
-
-def test_a_window_in_memory_holds_beside_padding(monkeypatch, capsys):
-    monkeypatch.setattr(model_py.Memory, 'mask', Window.mask)
-    torch.manual_seed(0)
-    shape = {**TINY, 'block_size': 16, 'n_layer': 2, 'init_std': 0.5}
-    check_pieces(model_py.GPT(GPTConfig(**shape)).eval())
-    assert capsys.readouterr().err == ''
-
-
-@pytest.mark.parametrize('kind, part', [(OwnMixture, 'mixture'), (OwnMemory, 'new_memory')])
-def test_a_class_with_its_own_version_of_a_part_is_refused(kind, part, monkeypatch):
-    monkeypatch.setitem(model_py.PONDER, 'own', kind)
-    config = GPTConfig(**TINY, ponder='own')
-    with pytest.raises(UserError, match=f'{kind.__name__}.{part} .*--fast=False'):
-        new_model(config, fast=True)
-    new_model(config)
 
 
 # ---- from a shell --------------------------------------------------------------------------------
 
-# what somebody tries first: (what to run, of which model, what to change in model.py and into what)
+# what somebody tries first: (the model, what to change in model.py and into what)
 EDITS = {
-    'a window of 8': ('train', {}, """\
-        if before == 0:
-            return None
-        key_pos = torch.arange(self.tokens, device=device)              # (N,)
-        query_pos = key_pos[before:, None]                              # (S,1)
-        return key_pos <= query_pos                                     # (S,N)
-""", """\
-        key_pos = torch.arange(self.tokens, device=device)              # (N,)
-        query_pos = key_pos[before:, None]                              # (S,1)
-        return (key_pos <= query_pos) & (key_pos > query_pos - 8)
-"""),
-    'a soft cap': ('both', {}, """\
+    'a soft cap': ({}, """\
         logits = self.lm_head(h)
 """, """\
         logits = 2 * torch.tanh(self.lm_head(h) / 2)
 """),
-    'thoughts that do not read each other': ('train', dict(ponder='chain'), """\
-    return (key.t <= query.t) & (key.k <= query.k)
+    'a chain that reads its own pass alone': (dict(ponder='chain'), """\
+        passes = [*self.earlier_passes, self]
 """, """\
-    return (key.t <= query.t) & ((key.k == 0) | ((key.t == query.t) & (key.k <= query.k)))
+        passes = [self] * self.keys_per_token
 """),
-    'a loss without the first letter of a line': ('train', {}, """\
+    'a loss without the first letter of a line': ({}, """\
         return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
 """, """\
         targets = targets.masked_fill(F.pad(targets, (1, -1)) == 10, -1)
         return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
-"""),
-    'a cache without every second key': ('sample', {}, """\
-        return key_pos <= query_pos                                     # (S,N)
-""", """\
-        seen = key_pos <= query_pos
-        seen[:, 1:before:2] = False
-        return seen
 """),
 }
 
@@ -301,42 +199,30 @@ def shell(small_data, tmp_path_factory):
     out = folder / 'out'
 
     def run(name, settings, old='', new=''):
-        assert old == '' or SOURCE.count(old) == 1
-        (folder / 'model.py').write_text(SOURCE.replace(old, new) if old else SOURCE)
+        source = source_of_model()
+        assert old == '' or source.count(old) == 1
+        (folder / 'model.py').write_text(source.replace(old, new) if old else source)
         environment = dict(cwd=folder, PYTHONPATH=str(folder))
         if name == 'sample':
             return program('sample.py', out, '--start=def f(x):', '--max_new_tokens=30',
                            '--device=cpu', **environment).stdout
         shutil.rmtree(out, ignore_errors=True)
         args = [*SHAPE, *args_of(settings), f'--data_dir={small_data}', '--sample_tokens=0']
-        done = program('train.py', *args, ok='fast' not in settings, **environment)
-        if 'fast' in settings:
-            return done
+        program('train.py', *args, **environment)
         lines = map(json.loads, (out / 'log.jsonl').read_text().splitlines())
         return [line.get('loss', line.get('val_loss')) for line in lines]
     return run
 
 
-slow = pytest.mark.slow
-
-
 @pytest.mark.parametrize('name', [
-    'a window of 8', 'a soft cap', 'thoughts that do not read each other',
-    pytest.param('a loss without the first letter of a line', marks=slow),
-    pytest.param('a cache without every second key', marks=slow)])
+    'a soft cap',
+    pytest.param('a chain that reads its own pass alone', marks=pytest.mark.slow),
+    pytest.param('a loss without the first letter of a line', marks=pytest.mark.slow)])
 def test_an_edit_shows_in_the_next_run(name, shell):
-    programs, settings, old, new = EDITS[name]
+    settings, old, new = EDITS[name]
     losses = shell('train', settings)
-    text = shell('sample', settings) if programs != 'train' else None
-    if text is not None:
-        assert text == shell('sample', settings), "the same without an edit"
+    text = shell('sample', settings)
+    if 'loss' not in name:
         assert text != shell('sample', settings, old, new)
-    if programs != 'sample':
-        edited = shell('train', settings, old, new)
-        assert len(edited) == len(losses) and edited != losses
-
-
-def test_with_fast_an_edit_is_refused(shell):
-    _, _, old, new = EDITS['a soft cap']
-    refused(shell('train', dict(fast=True), old, new), 'GPT.head of model.py was changed',
-            'engine/loss.py', '--fast=False')
+    edited = shell('train', settings, old, new)
+    assert len(edited) == len(losses) and edited != losses
