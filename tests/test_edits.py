@@ -132,12 +132,11 @@ class Shift(model_py.Block):
         return super().forward(x + before, rope, memory)
 
 
-class FirstOfAll(model_py.Block):
-    """Reads the first token there is, even where it is padding."""
+class Places(model_py.Block):
+    """Knows a token's place in the text; padding moves it."""
 
     def forward(self, x, rope, memory):
-        first = vars(memory).setdefault('first', {}).setdefault(self.attn.layer, x[:, :1])
-        return super().forward(x + first, rope, memory)
+        return super().forward(x * (1 + memory.pos[:, None]), rope, memory)
 
 
 def warning_of(capsys):
@@ -148,7 +147,7 @@ def warning_of(capsys):
 
 @pytest.mark.parametrize('kind, says', [
     (Shift, 'read in pieces, as in generation,'),
-    (FirstOfAll, 'read beside padding, as in a batch,')])
+    (Places, 'read beside padding, as in a batch,')])
 def test_what_passes_by_the_memory_is_warned_of(kind, says, monkeypatch, capsys):
     assert warning_of(capsys) == ''
     monkeypatch.setattr(model_py, 'Block', kind)
