@@ -17,7 +17,7 @@ from conftest import ROOT, make, save
 from configurator import build, read
 from engine import tasks
 from engine.files import UserError
-from engine.fast import without_numbers
+from engine.build import without_numbers
 from engine.flops import flops_per_token
 from model import HALTING, PONDER, GPTConfig
 from prepare_data import DataSettings
