@@ -1,6 +1,6 @@
 """
 Depth-Attention (arXiv 2606.05014) as in the paper.
-Cost: 1.0003 plain passes in FLOPs; nothing in parameters or cache.
+Cost: 1.0003 plain passes in FLOPs at 362M; nothing in parameters or cache.
 """
 out_dir = 'out/depth_attn'
 depth_attn = True

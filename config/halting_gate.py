@@ -1,7 +1,7 @@
 """
 AdaPonderLM (arXiv 2603.01914) as in the paper: PonderLM's three steps, each behind a gate.
-Cost: as config/embedding.py in training, plus a small MLP per step; at inference only the steps
-that a token takes.
+Cost: as config/embedding.py in training, plus a small MLP per step; in generation only the steps
+that are taken.
 """
 out_dir = 'out/halting_gate'
 ponder = 'embedding'

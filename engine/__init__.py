@@ -1,26 +1,34 @@
 """
-What a run needs around model.py, and what makes it fast where it is asked for. Nothing in here says
-what is computed: model.py does, which imports nothing of this folder, and this equals it, tested.
+What programs need around model.py, which imports nothing of this folder. model.py says what is
+computed; here only variant.py says so too, for the blocks of released models. The parts that make
+something faster (prepare, cpu, skip, decode) are functions around a model and change no result but
+for rounding.
 
-    fast        fast.py         FastGPT: the joint; which part stands in the place of which
-                attention.py    the kernel for each device, precision, mask and length
-                memory.py       what attention reads, without joining and masking more than it must
-                loss.py         the head and the cross-entropy in parts; recomputing in backward
-                compile.py      torch.compile, CUDA graphs
-    a run       start.py        the model that it starts from, and what must fit together
-                generate.py     token by token, in batches, past the context
+Read start.py and prepare.py to see how a run begins, then what you need:
+
+    a model     build.py        GPT of a config, or its shapes alone
+                mechanisms.py   what programs ask about a mechanism
+                trained.py      one from a checkpoint's folder, with what its run kept of its data
+    training    start.py        the model that a run starts from, and what must fit together
+                prepare.py      moved to its device, compiled, its blocks recomputed in backward
+                cpu.py          two things that cost nothing on a CPU
+                skip.py         router without the tokens that stopped
                 hardware.py     device, precision, the processes of a run
                 checkpoint.py   checkpoints: complete or absent
-                flops.py        what a token costs
                 run.py          what a run says and leaves behind, and what ends it early
-                plan.py         what it would take
-    pages       page.py         what tools/explain.py draws, with page.html
-    released    released.py     Hugging Face folders: settings, weights, tokenizers
-                variant.py      the blocks of released models that are not quite model.py's
+    before it   flops.py        what a token costs: PyTorch counts
+                plan.py         what a run would take: --dry_run
+    after it    generate.py     token by token, in batches, past the context
+                decode.py       the same compiled, with keys in places that never move
+                score.py        what a text costs a model, token by token
+                answers.py      right answers to the problems of a made task
+                page.py         what tools/explain.py draws, with page.html
     data        shards.py       tokenizers, token shards and their description
                 windows.py      which tokens a step reads
                 tasks.py        problems that take several steps of work
-                answers.py      right answers to them
                 download.py     over an unreliable network
-                files.py        whole files; one line for what the user can mend
+    released    released.py     Hugging Face folders: settings, weights, tokenizers
+                variant.py      the blocks of released models that are not quite model.py's
+    files       files.py        whole files; one line for what the user can mend
+                sums.py         whether two pieces of source code compute the same
 """

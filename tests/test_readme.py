@@ -2,6 +2,7 @@
 import ast
 import glob
 import importlib
+import inspect
 import json
 import os
 import re
@@ -16,10 +17,10 @@ import train
 from conftest import ROOT, make, save
 from configurator import build, read
 from engine import tasks
+from engine.build import without_numbers
 from engine.files import UserError
-from engine.fast import without_numbers
 from engine.flops import flops_per_token
-from model import HALTING, PONDER, GPTConfig
+from model import HALTING, PONDER, GPTConfig, Smear
 from prepare_data import DataSettings
 from sample import SampleSettings
 from tools import compare
@@ -79,7 +80,8 @@ def split_command(command):
     return [word.replace('"', '') for word in words]
 
 
-PAGES_OF_COMMANDS = ('README.md', 'docs/training.md', 'docs/released.md', 'exercises/README.md')
+PAGES_OF_COMMANDS = ('README.md', 'docs/architecture.md', 'docs/training.md', 'docs/released.md',
+                     'exercises/README.md')
 COMMANDS = [command for page in PAGES_OF_COMMANDS for command in read_commands(page)]
 BENCHES = re.findall(r'`(python tools/bench\w*\.py [^`]*)`', read_text('docs/performance.md'))
 PROGRAMS = [command for command in COMMANDS + BENCHES if split_command(command)]
@@ -208,8 +210,7 @@ def run_as_written(command):
         assert not left.code, command
 
 
-@pytest.mark.parametrize('page', [
-    'README.md', 'docs/training.md', 'docs/released.md', 'exercises/README.md'])
+@pytest.mark.parametrize('page', PAGES_OF_COMMANDS)
 def test_commands_run(page, tmp_path, monkeypatch, capsys):
     """In the order of the page, in one folder, on models and texts as small as can be."""
     monkeypatch.chdir(tmp_path)
@@ -357,7 +358,7 @@ def test_losses_of_the_table_of_toggles():
     for toggle, *_, text in rows('README.md', '## Toggles'):
         name = re.findall(r'\w+', toggle)[-1]
         name = {'none': 'plain', 'True': 'depth_attn'}.get(name, name)
-        if text and name not in ('feedback', 'pause'):      # of other recipes
+        if text and name not in ('feedback', 'pause', 'smear'):     # of other recipes, or records
             assert text == f'{mean(runs[name][seed] for seed in (1, 2, 1337)):.3f}', name
 
 
@@ -402,6 +403,13 @@ def test_the_table_of_toggles_says_what_is_counted():
 
         added = model.num_params() - plain.num_params()
         assert weights in ('none' if added == 0 else f'{added:,}', f'{added / 1e6:.1f}M'), value
+
+
+def test_the_class_that_shows_how_to_add_one_is_the_code():
+    page = read_text('docs/architecture.md')
+    assert f'```python\n{inspect.getsource(Smear)}```' in page
+    for line in read_text('config/smear.py').rpartition('"""\n')[2].splitlines():
+        assert line in page
 
 
 def test_the_library_lines_run(tmp_path):
