@@ -107,9 +107,9 @@ def filtered(span, kept):
 
 class FreqKV(Memory):
     """
-    A memory of `most` entries. Who fills it calls `compress` when it is full. The positions of new
-    tokens are their places in it, as `tokens` counts entries from then on: a token reads all of
-    them, and the new ones up to itself, as in every memory. Gradients reach the tokens that were compressed. With
+    A memory of at most `most` entries. Who fills it calls `compress` when it is full; from then on
+    `tokens` counts entries, so the positions of new tokens are their places in it. A token reads
+    all entries, and new tokens up to itself. Gradients reach the tokens that were compressed. With
     Depth-Attention it holds the mixed values, as every memory.
     """
 
