@@ -318,11 +318,11 @@ def conclusion():
     read = check_generate(gpt, idx[:, :T], n)
     without = sum(range(T, T + n))
     return (f"Your loop read {read} positions for {n} tokens; without a cache it would be "
-            f"{without}. Now read class Memory in model.py, which is your cache, and attend of class "
-            "Attention in model.py, which makes your mask for pieces: a single token needs none, "
-            "and for a whole text the kernel knows the triangle (is_causal). torch.cat copies "
-            "everything at every token; FixedMemory in engine/decode.py has a place for each from "
-            "the start.")
+            f"{without}. Now read class Memory in model.py, which is your cache, and the method "
+            "attend of Attention in model.py, which makes your mask for pieces: a single token "
+            "needs none, and for a whole text the kernel knows the triangle (is_causal). torch.cat "
+            "copies everything at every token; FixedMemory in engine/decode.py has a place for "
+            "each from the start.")
 
 
 PARTS = {
