@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from model import Embedding
+from model import Embedding, Memory
 
 # -------------------------------------------------------------------------------------------------
 # 1 to 4
@@ -33,28 +33,39 @@ def rotate(x, pos, theta):
 
 
 class Cache:
+    keys_per_token = 1
 
-    def __init__(self, n_layer):
-        self.k = [None] * n_layer
-        self.v = [None] * n_layer
+    def __init__(self):
+        self.tokens = 0
+        self.pos = None
+        self.keys = {}
+        self.values = {}
+
+    def begin(self, x):
+        first = self.tokens
+        self.tokens = first + x.size(1)
+        self.pos = torch.arange(first, self.tokens, device=x.device)
 
     def update(self, layer, k, v):
-        if self.k[layer] is not None:
-            k = torch.cat((self.k[layer], k), dim=2)
-            v = torch.cat((self.v[layer], v), dim=2)
-        self.k[layer], self.v[layer] = k, v
+        if layer in self.keys:
+            k = torch.cat((self.keys[layer], k), dim=2)
+            v = torch.cat((self.values[layer], v), dim=2)
+        self.keys[layer], self.values[layer] = k, v
         return k, v
 
-    def mask(self, S, device):
-        n = 0 if self.k[0] is None else self.k[0].size(2)
-        return torch.ones(S, n + S, dtype=torch.bool, device=device).tril(n)
+
+def mask(S, N, device):
+    if S == 1:
+        return None
+    return torch.ones(S, N, dtype=torch.bool, device=device).tril(N - S)
 
 
 def generate(gpt, prompt, n):
-    cache, out, new = Cache(gpt.config.n_layer), prompt, prompt
+    cache, out, new = Cache(), prompt, prompt
     for _ in range(n):
-        pos = torch.arange(out.size(1) - new.size(1), out.size(1))
-        h = gpt.trunk(gpt.embed(new), pos, cache)
+        x = gpt.embed(new)
+        cache.begin(x)
+        h = gpt.trunk(x, cache)
         new = gpt.head(h[:, -1]).argmax(-1, keepdim=True)               # (B,1)
         out = torch.cat((out, new), dim=1)
     return out
@@ -83,11 +94,18 @@ def mix_all(layers, stride):
 
 
 def ponder(gpt, idx, steps):
-    pos, x = torch.arange(idx.size(1)), gpt.embed(idx)
+    x = gpt.embed(idx)
     for _ in range(steps):
-        p = gpt.head(gpt.trunk(x, pos)).softmax(-1)                     # (B,T,V)
+        p = gpt.head(gpt.trunk(x)).softmax(-1)                          # (B,T,V)
         x = x + p @ (gpt.wte.weight * gpt.config.embed_scale)
-    return gpt.trunk(x, pos)
+    return gpt.trunk(x)
+
+
+def read(gpt, slots, pos):
+    memory = Memory()
+    memory.begin(slots)
+    memory.pos = pos
+    return gpt.trunk(slots, memory)
 
 
 def sequential(gpt, x):
@@ -101,15 +119,15 @@ def sequential(gpt, x):
 
 def last_output(gpt, slots):
     pos = torch.arange(len(slots)) // 2
-    return gpt.trunk(torch.stack(slots, dim=1), pos)[:, -1]
+    return read(gpt, torch.stack(slots, dim=1), pos)[:, -1]
 
 
 def jacobi(gpt, x, iterations):
     pos = torch.arange(x.size(1))
-    z = gpt.trunk(x, pos)
+    z = gpt.trunk(x)
     for _ in range(iterations + 1):
         slots = torch.stack((x, z), dim=2).flatten(1, 2)                # x_0 z_0 x_1 z_1 ..
-        h = gpt.trunk(slots, pos.repeat_interleave(2))
+        h = read(gpt, slots, pos.repeat_interleave(2))
         z = h[:, 0::2]
     return h[:, 1::2]
 
@@ -119,36 +137,35 @@ def iterations_needed(T):
 
 
 class Frozen:
+    keys_per_token = 1
 
-    def __init__(self, n_layer, active=None, before=None):
-        self.k = [None] * n_layer
-        self.v = [None] * n_layer
+    def __init__(self, T, active=None, before=None):
+        self.pos = torch.arange(T)
+        self.keys = {}
+        self.values = {}
         self.active = active
         self.before = before
 
     def update(self, layer, k, v):
         if self.before is not None:
             m = self.active[:, None, :, None]
-            k = torch.where(m, k, self.before.k[layer])
-            v = torch.where(m, v, self.before.v[layer])
-        self.k[layer], self.v[layer] = k, v
+            k = torch.where(m, k, self.before.keys[layer])
+            v = torch.where(m, v, self.before.values[layer])
+        self.keys[layer], self.values[layer] = k, v
         return k, v
 
-    def mask(self, S, device):
-        return None
 
-
-def think(gpt, gates, x, pos, tau):
+def think(gpt, gates, x, tau):
     m = torch.ones(x.shape[:2], dtype=torch.bool)                       # (B,T)
-    memory = Frozen(gpt.config.n_layer)
-    readout = h = gpt.trunk(x, pos, memory)
+    memory = Frozen(x.size(1))
+    readout = h = gpt.trunk(x, memory)
     passes = m.long()
     for gate in gates:
         s = gate(h).sigmoid().squeeze(-1)
         m = m & (s >= tau)
         x = x + (m * s)[..., None] * Embedding.mixture(gpt, h)
-        memory = Frozen(gpt.config.n_layer, m, memory)
-        h = gpt.trunk(x, pos, memory)
+        memory = Frozen(x.size(1), m, memory)
+        h = gpt.trunk(x, memory)
         readout = torch.where(m[..., None], h, readout)
         passes = passes + m
     return readout, passes
@@ -178,7 +195,7 @@ def fair_tokens(c, T, tokens):
 ANSWERS = {  # of each exercise: {what the student writes: a right one}
     'attention': dict(attention=attention),
     'rope': dict(angles=angles, rotate=rotate),
-    'kv_cache': dict(Cache=Cache, generate=generate),
+    'kv_cache': dict(Cache=Cache, mask=mask, generate=generate),
     'depth_attention': dict(mix=mix, mix_all=mix_all),
     'pondering': dict(ponder=ponder),
     'jacobi': dict(sequential=sequential, jacobi=jacobi, iterations_needed=iterations_needed),

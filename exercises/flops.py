@@ -10,7 +10,8 @@ given that work, have got further? Count.
 
 Only matmuls count here: an (m, k) times (k, n) product takes m k n multiplications and as many
 additions, 2 m k n FLOPs. For one token that is 2 FLOPs for each weight of each matrix it meets.
-Looking up an embedding is no matmul; norms, rotations and softmaxes are left out, they are small.
+Looking up an embedding is no matmul; norms, rotations, softmaxes and Depth-Attention's mixing
+(exercise 4) are left out, they are small.
 In attention, each query head of width hd meets T keys and then T values: all T of them, as is the
 custom, though the causal mask hides half.
 
@@ -23,8 +24,8 @@ each of these passes; and K times, probabilities (V) meet the embedding table (V
 backward pass takes twice the FLOPs of the forward pass, so 3 times as many in all.
 
 The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv), head_dim (hd),
-mlp_hidden, vocab_size (V), ponder_steps (K). You are compared with engine/flops.py, which the
-tests compare with PyTorch's own counter.
+mlp_hidden, vocab_size (V), ponder_steps (K). You are compared with engine/flops.py, which runs the
+model on shapes alone and adds up each matmul that it sees, by PyTorch's own formulas.
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 

@@ -38,35 +38,32 @@ from model import Embedding
 
 class Frozen:
     """
-    The memory of one pass, whose update GPT.trunk calls in each layer: active tokens get new keys
-    and values, others keep theirs.
+    The memory of one pass over a text of T tokens, whose update GPT.trunk calls in each layer:
+    active tokens get new keys and values, others keep theirs.
     """
+    keys_per_token = 1              # as in exercise 3
 
-    def __init__(self, n_layer, active=None, before=None):
-        self.k = [None] * n_layer  # what this pass read, for the next pass to look at
-        self.v = [None] * n_layer
-        self.active = active       # m (B, T), bool; None in the first pass, where all are active
-        self.before = before       # the Frozen of the pass before; None in the first pass
+    def __init__(self, T, active=None, before=None):
+        self.pos = torch.arange(T)  # as in exercise 3; each pass reads the whole text
+        self.keys = {}              # of each layer: what this pass read, for the next one to see
+        self.values = {}
+        self.active = active        # m (B, T), bool; None in the first pass, where all are active
+        self.before = before        # the Frozen of the pass before; None in the first pass
 
     def update(self, layer, k, v):
         """
         k and v (B, nkv, T, hd) as this pass makes them -> those it reads, by Eq. 10.
-        Stores them in self.k and self.v too.
+        Stores them in self.keys and self.values too.
         """
         raise NotImplementedError(
             "Frozen.update() is still empty: write it in place of this line")
 
-    def mask(self, S, device):
-        """Nothing beyond the usual causal mask."""
-        return None
 
-
-def think(gpt, gates, x, pos, tau):
+def think(gpt, gates, x, tau):
     """
-    x (B, T, C) at positions pos (T,)
-    -> (readout (B, T, C), passes (B, T): how many passes each token took).
+    x (B, T, C) -> (readout (B, T, C), passes (B, T): how many passes each token took).
     gates: K functions from (B, T, C) to (B, T, 1).
-    gpt.trunk(x, pos, Frozen(gpt.config.n_layer, ...)) is one pass.
+    gpt.trunk(x, Frozen(T, ...)) is one pass.
     """
     raise NotImplementedError(
         "think() is still empty: write it in place of this line")
@@ -84,8 +81,9 @@ from model import Memory
 
 GIVEN = ('Embedding',)  # what may be imported from the project
 HINTS = (
-    "update: torch.where(self.active[:, None, :, None], k, self.before.k[layer]), and the same for "
-    "v. Store the result, not the new k: the next pass must find what was frozen two passes ago.",
+    "update: torch.where(self.active[:, None, :, None], k, self.before.keys[layer]), and the same "
+    "for v, with values. Store the result, not the new k: the next pass must find what was frozen "
+    "two passes ago.",
 
     "think: keep m, readout, passes and the memory of the pass before as variables of one loop "
     "over passes. Each pass adds m to passes.",
@@ -113,17 +111,17 @@ def check_frozen():
     memory = None
     for i in range(3):
         before = memory
-        memory = Frozen(2, ACTIVE[i] if i > 0 else None, before)
+        memory = Frozen(5, ACTIVE[i] if i > 0 else None, before)
         for layer, (k, v) in enumerate(made):
             new_k, new_v = k[i].clone(), v[i].clone()  # a later pass may write into them
             got = call(memory.update, layer, new_k, new_v, name='Frozen.update')
             expect(isinstance(got, (tuple, list)) and len(got) == 2,
                    "Frozen.update() should return two tensors, keys and values")
-            check_read(i, 'keys', k, got[0], memory.k[layer])
-            check_read(i, 'values', v, got[1], memory.v[layer])
+            check_read(i, 'keys', k, got[0], memory.keys.get(layer))
+            check_read(i, 'values', v, got[1], memory.values.get(layer))
             if i > 0:
-                same_k = same(before.k[layer], frozen(k, i - 1))
-                same_v = same(before.v[layer], frozen(v, i - 1))
+                same_k = same(before.keys[layer], frozen(k, i - 1))
+                same_v = same(before.values[layer], frozen(v, i - 1))
                 expect(same_k and same_v,
                        f"in pass {i}, Frozen.update() writes into self.before: make new tensors, "
                        "and leave those of the pass before as they are")
@@ -160,13 +158,13 @@ def check_read(i, what, new, got, stored):
             torch.where(active, new[i], -read_before),
     })
     expect(isinstance(stored, torch.Tensor) and same(stored, want),
-           f"{name} returns the right {what}, but self.{what[0]}[layer] should hold them too: the "
+           f"{name} returns the right {what}, but self.{what}[layer] should hold them too: the "
            "next pass looks there")
 
 
 # ---- think
 
-def one_by_one(gpt, gates, x, pos, tau):
+def one_by_one(gpt, gates, x, tau):
     """
     What generation does: each token in turn, one cache per pass, and no further pass once the gate
     is shut. Returns readout, passes, and the readout of those who halt by a gate one pass too soon.
@@ -179,10 +177,10 @@ def one_by_one(gpt, gates, x, pos, tau):
         for t in range(T):
             e = x[row:row + 1, t:t + 1]  # (1,1,C)
             for cache in caches:
-                cache.begin(e)  # one position more
+                cache.begin(e)  # one token more, at position t
             outputs = []
             for i, cache in enumerate(caches):
-                h = gpt.trunk(e, pos[t:t + 1], cache)
+                h = gpt.trunk(e, cache)
                 outputs.append(h[0, 0])
                 if i == len(gates):
                     break
@@ -191,8 +189,8 @@ def one_by_one(gpt, gates, x, pos, tau):
                     break
                 e = e + s * Embedding.mixture(gpt, h)
             for later in caches[i + 1:]:  # which find the keys and values of its last pass
-                for layer, (k, v) in caches[i].made.items():
-                    later.update(layer, k, v)
+                for layer in range(gpt.config.n_layer):
+                    later.update(layer, *caches[i].newest(layer, 1))
             readout[row, t] = outputs[i]
             too_soon[row, t] = outputs[i] if i == len(gates) else outputs[max(0, i - 1)]
             passes[row, t] = i + 1
@@ -251,16 +249,15 @@ def cases(gpt, idx):
 
 def always(gpt, idx, factor):
     """Three steps for everybody, with this factor on every mean embedding."""
-    x, pos = gpt.embed(idx), torch.arange(idx.size(1))
+    x = gpt.embed(idx)
     for _ in range(3):
-        x = x + factor * Embedding.mixture(gpt, gpt.trunk(x, pos))
-    return gpt.trunk(x, pos)
+        x = x + factor * Embedding.mixture(gpt, gpt.trunk(x))
+    return gpt.trunk(x)
 
 
 def check_think(gpt, x, case):
     """Compare think() with one_by_one() in one situation."""
-    pos = torch.arange(x.size(1))
-    got = call(think, gpt, case.gates, x, pos, case.tau)
+    got = call(think, gpt, case.gates, x, case.tau)
     expect(isinstance(got, (tuple, list)) and len(got) == 2,
            "think() should return two tensors: the readout and the number of passes")
     readout, passes = got
@@ -270,7 +267,7 @@ def check_think(gpt, x, case):
            "the second result of think() counts passes, in whole numbers (dtype=torch.long), and "
            f"not in {passes.dtype}")
 
-    right_readout, right_passes, too_soon = one_by_one(gpt, case.gates, x, pos, case.tau)
+    right_readout, right_passes, too_soon = one_by_one(gpt, case.gates, x, case.tau)
     check_passes(case, passes, right_passes)
     late_m = (f"with {case.what}, think() takes the readout with the m after the gate: who halts "
               "after a pass was active in it. Take the m that the pass began with")
@@ -312,12 +309,11 @@ def check_gradients():
     tau = draw(0.4, 0.6)
     gpt = tiny(ponder='embedding', n_layer=3, halting='gate', halt_tau=tau)
     idx = torch.randint(0, 30, (2, 8))
-    pos = torch.arange(idx.size(1))
     for gate in gpt.mechanism.gates:
         gate[-1].weight.normal_()
         gate[-1].bias.fill_(1)
     want = gpt.requires_grad_(True).hidden(idx)
-    got, _ = think(gpt, gpt.mechanism.gates, gpt.embed(idx), pos, tau)
+    got, _ = think(gpt, gpt.mechanism.gates, gpt.embed(idx), tau)
     gradients("think()", gpt, got, want)
 
 
@@ -345,11 +341,13 @@ def conclusion():
     gpt, idx = model_and_text()
     x = gpt.embed(idx)
     case = looking(tau=0.5)
-    _, passes = think(gpt, case.gates, x, torch.arange(6), case.tau)
+    _, passes = think(gpt, case.gates, x, case.tau)
     of_row_0 = ', '.join(map(str, passes[0].tolist()))
     return (f"Masked training and a loop that really stops agree, and here {int(passes.sum())} "
             f"token passes are enough where 4 for everybody would be {4 * passes.numel()}. "
-            f"The tokens of row 0 took {of_row_0} passes.")
+            f"The tokens of row 0 took {of_row_0} passes. Now read forward of class Gate in "
+            "model.py, which is your think() line by line, and FrozenMemory in model.py, which is "
+            "your Frozen and a cache besides.")
 
 
 PARTS = {

@@ -28,17 +28,31 @@ Part 3: z_0 is exact from the start, since x_0 has nothing before it. If z_0 .. 
 then one more iteration makes z_n exact. How many iterations make every result exact, whatever the
 weights?
 
-You are compared with `Latent` of model.py. x (B, T, C) are embeddings, gpt.trunk(x, pos) runs all
-blocks and the final norm; pos (slots,) holds the rotary position of each slot.
+You are compared with `Latent` of model.py. x (B, T, C) are embeddings. gpt.trunk(x) runs all blocks
+and the final norm over a text, at the positions 0, 1, 2, .. With thoughts in between, these would
+be wrong; so there is `read`, which asks for them.
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
+
+from model import Memory
+
+
+def read(gpt, slots, pos):
+    """
+    gpt.trunk over slots (B, S, C) that stand at the rotary positions pos (S,), in a row: each reads
+    itself and those before it. -> (B, S, C). This is given; use it.
+    """
+    memory = Memory()
+    memory.begin(slots)     # it counts, as in a text: 0, 1, 2, ..
+    memory.pos = pos        # but slots of one token share its position
+    return gpt.trunk(slots, memory)
 
 
 def sequential(gpt, x):
     """
     x (B, T, C) -> the outputs at the thoughts' slots, (B, T, C), slot by slot. No cache is needed:
-    at this size you may run the trunk on all slots so far for every new slot.
+    at this size you may read all slots so far again for every new slot.
     """
     raise NotImplementedError("sequential() is still empty: write it in place of this line")
 
@@ -66,10 +80,11 @@ from unittest.mock import patch
 
 from check import (NotYet, call, causal, difference, draw, expect, gradients, record, tiny)
 
+GIVEN = ('Memory',)  # what may be imported from the project
 HINTS = (
-    "sequential: keep a list of slots. For each t, append x[:, t], run the trunk on "
-    "torch.stack(slots, 1), append the last output (that is z_t), run again, and keep the last "
-    "output as the result. pos is 0 0 1 1 2 2 ..",
+    "sequential: keep a list of slots. For each t, append x[:, t], read torch.stack(slots, 1), "
+    "append the last output (that is z_t), read again, and keep the last output as the result. pos "
+    "is 0 0 1 1 2 2 ..",
 
     "jacobi: torch.stack((x, z), 2).flatten(1, 2) interleaves to x_0 z_0 x_1 z_1 .., and "
     "pos.repeat_interleave(2) goes with it. In the output h, h[:, 0::2] are the token slots and "
@@ -88,8 +103,8 @@ def library(gpt, x, iterations):
     """What model.py computes by Jacobi iteration."""
     gpt.config.jacobi_iters = iterations
     memory = gpt.new_memory()
-    pos = memory.begin(x)
-    return gpt.mechanism(gpt, x, pos, memory)
+    memory.begin(x)
+    return gpt.mechanism(gpt, x, memory)
 
 
 def library_sequential(gpt, x):
@@ -97,8 +112,8 @@ def library_sequential(gpt, x):
     memory = gpt.new_memory()
     results = []
     for token in x.split(1, dim=1):
-        pos = memory.begin(token)
-        results.append(gpt.mechanism(gpt, token, pos, memory))
+        memory.begin(token)
+        results.append(gpt.mechanism(gpt, token, memory))
     return torch.cat(results, 1)
 
 
@@ -114,11 +129,11 @@ def watch(function, gpt, *args, renumber=False):
     """Run function(gpt, *args) -> Watched. renumber: give every slot a position of its own."""
     trunk, sizes, outputs = gpt.trunk, [], []
 
-    def spy(x, pos, memory=None):
+    def spy(x, memory=None):
         sizes.append(x.size(1))
         if renumber:
-            pos = memory.key_labels.t.size(1) - x.size(1) + torch.arange(x.size(1))
-        outputs.append(trunk(x, pos, memory))
+            memory.pos = torch.arange(memory.N - x.size(1), memory.N)
+        outputs.append(trunk(x, memory))
         return outputs[-1]
 
     with patch.object(gpt, 'trunk', spy):
@@ -133,13 +148,13 @@ def variant(gpt, x, R, joined='in turn', put_back='tokens'):
     put_back: 'thoughts' to make the outputs at the thoughts' slots the next thoughts.
     """
     pos = torch.arange(x.size(1))
-    z = gpt.trunk(x, pos)
+    z = gpt.trunk(x)
     for _ in range(R + 1):
         if joined == 'in turn':
-            h = gpt.trunk(torch.stack((x, z), 2).flatten(1, 2), pos.repeat_interleave(2))
+            h = read(gpt, torch.stack((x, z), 2).flatten(1, 2), pos.repeat_interleave(2))
             of_tokens, of_thoughts = h[:, 0::2], h[:, 1::2]
         else:
-            h = gpt.trunk(torch.cat((x, z), 1), pos.repeat(2))
+            h = read(gpt, torch.cat((x, z), 1), pos.repeat(2))
             of_tokens, of_thoughts = h.chunk(2, dim=1)
         z = of_tokens if put_back == 'tokens' else of_thoughts
     return of_thoughts
@@ -167,7 +182,7 @@ def check_sequential(gpt, x):
         f"{name} {POSITIONS}":
             watch(library_sequential, gpt, x, renumber=True).result,
         f"{name} returns what the plain model gives, without any thought":
-            gpt.trunk(x, torch.arange(T)),
+            gpt.trunk(x),
         f"{name} has all tokens first and then all thoughts; a token's thought comes right after "
         "it, x_0 z_0 x_1 z_1 ..":
             variant(gpt, x, T, joined='one after the other'),
@@ -264,7 +279,9 @@ def conclusion():
     errors = ', '.join(f"{error(gpt, x, R, T - 1):.1e}" for R in range(T))
     return (f"At the last of {T} positions your jacobi() is off by {errors} after 0 to {T - 1} "
             "iterations. It need not be exact to be close, which is why PonderLM-2 can train with "
-            "2 or 3 of them.")
+            "2 or 3 of them. Now read Latent in model.py. In the place of read(), SlotMemory in "
+            "model.py gives slots the position of their token, and forgets them where the next "
+            "iteration brings better ones.")
 
 
 PARTS = {

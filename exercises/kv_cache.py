@@ -9,34 +9,48 @@ again for each new token would cost 1 + 2 + .. + T positions. But attention is c
 position computes never changes when others follow it. All that later positions ever ask of it are
 its keys and values. Keep those, and a new token costs one position.
 
-model.py has one seam for this. `GPT.trunk(x, pos, memory)` runs the blocks on new positions only,
-and asks `memory` two things:
+model.py has one seam for this, a `memory`, with two methods:
 
-    memory.mask(S, device)        once per pass, before anything else:
-                                  what may each of the S new positions read?
-    memory.update(layer, k, v)    in each layer:
-                                  here are the new keys and values, give me all that there are
+    memory.begin(x)               once per pass, before gpt.trunk(x, memory):
+                                  here come S new tokens. It says in memory.pos where they stand
+    memory.update(layer, k, v)    in each layer, by the trunk:
+                                  here are their keys and values, give me all that there are
 
-If n positions are in the cache and S are new, new position i stands at n + i. It may read the n
-old ones, and the new ones up to itself:
+If n tokens are in the cache and S are new, new token i stands at position n + i. Keys are rotated
+by these positions before they are handed over (exercise 2).
 
-    mask[i, u] = True  for u <= n + i              (S, n + S)
+Who reads whom is no business of the cache. Attention gets the queries of the newest S tokens and
+the keys of all N = n + S, and query i may read the n old ones, and the new ones up to itself:
 
-Keys are rotated before they are handed over (exercise 2), so `pos` has to say where the new
-positions really stand. Write the cache, and then the loop that uses it. You are compared with the
-model without a cache, and with GPT.generate. Afterwards, think about this: how many bytes does
-your cache hold after T tokens, and what do grouped queries (exercise 1) change about it?
+    mask[i, u] = True  for u <= n + i              (S, N)
+
+For the whole text at once, S = N, that is exercise 1's triangle. For a text that goes on it is
+another one, whose diagonal begins n places further right. And for one new token it is a row of
+True, since all that is in a cache came earlier: no mask at all is needed where it matters most,
+in generation.
+
+Write the cache, then the mask, then the loop that generates. You are compared with the model
+without a cache, and with GPT.generate. Afterwards, think about this: how many bytes does your
+cache hold after T tokens, and what do grouped queries (exercise 1) change about it?
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch
 
 
 class Cache:
-    """The keys and values of all positions read so far, layer by layer."""
+    """The keys and values of all tokens read so far, layer by layer."""
+    keys_per_token = 1      # attention asks for it: here each token leaves one key in each layer
 
-    def __init__(self, n_layer):
-        self.k = [None] * n_layer  # None: nothing yet
-        self.v = [None] * n_layer
+    def __init__(self):
+        self.tokens = 0     # read so far, the newest included
+        self.pos = None     # (S,): the positions of the newest, which the trunk asks for
+        self.keys = {}      # of each layer, once it has some: (B, nkv, tokens, hd)
+        self.values = {}
+
+    def begin(self, x):
+        """S new tokens come, as embeddings x (B, S, C): count them, and set self.pos (S,)."""
+        raise NotImplementedError(
+            "Cache.begin() is still empty: write it in place of this line")
 
     def update(self, layer, k, v):
         """
@@ -46,17 +60,21 @@ class Cache:
         raise NotImplementedError(
             "Cache.update() is still empty: write it in place of this line")
 
-    def mask(self, S, device):
-        """What S new positions may read: bool (S, n + S), True for yes."""
-        raise NotImplementedError(
-            "Cache.mask() is still empty: write it in place of this line")
+
+def mask(S, N, device):
+    """
+    Which of N keys the queries of the newest S tokens may read: bool (S, N), True for yes. None for
+    a single query, S = 1: it may read all.
+    """
+    raise NotImplementedError(
+        "mask() is still empty: write it in place of this line")
 
 
 def generate(gpt, prompt, n):
     """
     prompt (B, T) -> (B, T + n): append the likeliest token n times. Each token may go through
-    gpt.trunk only once. gpt.embed(tokens) gives x, gpt.trunk(x, pos, cache) hidden states h at
-    positions pos (S,), gpt.head(h) logits; gpt.config.n_layer counts layers.
+    gpt.trunk only once. gpt.embed(tokens) gives x, gpt.trunk(x, cache) hidden states h, after
+    cache.begin(x), and gpt.head(h) logits.
     """
     raise NotImplementedError(
         "generate() is still empty: write it in place of this line")
@@ -65,45 +83,98 @@ def generate(gpt, prompt, n):
 # -------------------------------------------------------------------------------------------------
 # the check: read it when you are done, it gives things away
 
+from contextlib import suppress
 from unittest.mock import patch
 
 from check import NotYet, call, compare, draw, expect, record, shaped, tiny
+from torch.nn.functional import scaled_dot_product_attention
+
+from model import Attention
 
 HINTS = (
-    "update: if self.k[layer] is None, the new ones are all there are; otherwise torch.cat along "
-    "the axis of positions, 2. Store the result before you return it.",
+    "begin: x.size(1) new tokens stand behind the self.tokens of before: torch.arange(first, end, "
+    "device=x.device), and end is the new self.tokens. update: if the layer is not in self.keys "
+    "yet, the new ones are all there are; otherwise torch.cat along the axis of positions, 2. "
+    "Store the result before you return it.",
 
-    "mask: n is self.k[0].size(2), or 0 at first, since mask is asked before the updates. "
-    "torch.ones(S, n + S, dtype=torch.bool, device=device).tril(n) moves the diagonal n places to "
-    "the right.",
+    "mask: N - S tokens are old. torch.ones(S, N, dtype=torch.bool, device=device).tril(N - S) "
+    "moves the diagonal so many places to the right.",
 
-    "generate: first the whole prompt at positions 0 .. T-1, then in turn: take h[:, -1], head, "
-    "argmax(-1), append, and run the trunk on that one token, whose pos is a tensor with one "
-    "number, the count of tokens before it.",
+    "generate: first the whole prompt, then in turn: take h[:, -1], head, argmax(-1), append, and "
+    "run the trunk on that one token. In front of each call of the trunk, cache.begin with the "
+    "same embeddings.",
 )
 AXES = ('row', 'head', 'position', 'channel')
+
+
+def check_begin():
+    """A text comes in pieces."""
+    sizes = draw((5, 1, 1, 3), (4, 1, 1, 2))
+    cache, n = Cache(), 0
+    for S in sizes:
+        begin(cache, torch.randn(2, S, draw(6, 8)))
+        check_pos(cache, n, S)
+        n += S
+    x = torch.empty(2, 3, 4, device='meta')     # it stands for a GPU here
+    begin(cache, x)
+    expect(cache.pos.device == x.device,
+           "Cache.begin() makes self.pos on the CPU, wherever x is: device=x.device")
+
+
+def begin(cache, x):
+    """cache.begin(x), which returns nothing."""
+    with torch.random.fork_rng(devices=[]):
+        cache.begin(x)
+    expect(isinstance(cache.tokens, int),
+           f"after Cache.begin(), self.tokens should be a whole number, and is {cache.tokens!r}")
+
+
+def check_pos(cache, n, S):
+    """After begin() for S tokens, behind n others."""
+    name = f"with {n} tokens in the cache and {S} new ones, Cache.begin()"
+    expect(cache.pos is not None, f"{name} leaves self.pos at None: the trunk asks for it")
+    want = torch.arange(n, n + S)
+    mistakes = {
+        f"{name} counts from 0 in self.pos; new token i stands at {n} + i":
+            torch.arange(S),
+        f"{name} has in self.pos the positions behind the new tokens: those of the new ones "
+        "begin where self.tokens was before":
+            want + S,
+        f"{name} counts positions from 1; the first token of a text stands at 0":
+            want + 1,
+    }
+    compare(f"{name} leaves a self.pos that", in_numbers(cache.pos), want.float(), ('token',),
+            {sentence: wrong.float() for sentence, wrong in mistakes.items()})
+    expect(cache.tokens == n + S,
+           f"{name} leaves self.tokens at {cache.tokens}; it should be {n + S}, all tokens so far")
+
+
+def in_numbers(pos):
+    return pos.float() if isinstance(pos, torch.Tensor) else pos
 
 
 def check_update():
     """Two layers take 4 positions, then 1, then 1; layer 1 gets other numbers than layer 0."""
     nkv, hd = draw(1, 2, 3), draw(4, 8)
     k, v = torch.randn(2, 3, nkv, 6, hd)  # (3 rows, heads, 6 positions, channels) each
-    cache = Cache(2)
-    for begin, end in ((0, 4), (4, 5), (5, 6)):
-        check_append(cache, 0, k, v, begin, end)
-        check_append(cache, 1, -k, -v, begin, end)
+    cache = Cache()
+    for first, end in ((0, 4), (4, 5), (5, 6)):
+        with suppress(NotImplementedError):     # update alone may be written already
+            begin(cache, torch.randn(3, end - first, hd))
+        check_append(cache, 0, k, v, first, end)
+        check_append(cache, 1, -k, -v, first, end)
 
 
-def check_append(cache, layer, k, v, begin, end):
-    """Positions begin .. end - 1 of k and v join those before in the cache."""
-    new_k, new_v = k[:, :, begin:end].clone(), v[:, :, begin:end].clone()  # the cache's from now on
+def check_append(cache, layer, k, v, first, end):
+    """Positions first .. end - 1 of k and v join those before in the cache."""
+    new_k, new_v = k[:, :, first:end].clone(), v[:, :, first:end].clone()  # the cache's from now on
     got = call(cache.update, layer, new_k, new_v, name='Cache.update')
     expect(isinstance(got, (tuple, list)) and len(got) == 2,
            "Cache.update() should return two tensors: all keys, all values")
     so_far = f"that Cache.update() returns after {end} positions"
     for what, mine, right, other in (('keys', got[0], k, v), ('values', got[1], v, k)):
-        if begin > 0:
-            expect(length(mine) != end - begin,
+        if first > 0:
+            expect(length(mine) != end - first,
                    f"Cache.update() returns only the new {what}; it should remember those of "
                    "before, and return them too")
         if layer == 1:
@@ -111,7 +182,7 @@ def check_append(cache, layer, k, v, begin, end):
                    "Cache.update() gives layer 1 what layer 0 stored: each layer has its own keys "
                    "and values")
         want, swapped = right[:, :, :end], other[:, :, :end]
-        stored_swapped = torch.cat((other[:, :, :begin], right[:, :, begin:end]), 2)
+        stored_swapped = torch.cat((other[:, :, :first], right[:, :, first:end]), 2)
         compare(f"layer {layer}: the tensor of {what} {so_far}", mine, want, AXES, {
             "Cache.update() mixes up the layers: each has its own keys and values":
                 -want,
@@ -129,61 +200,56 @@ def length(x):
 
 
 def check_mask(n, S):
-    """n positions in the cache, S new ones."""
-    name = f"with {n} positions in the cache, Cache.mask({S}, ..)"
-    got = filled(Cache(2), n).mask(S, torch.device('cpu'))
-    want = torch.ones(S, n + S).tril(n)
-    if got is None and n == 0:
-        got = want.bool()  # without a mask each reads all up to itself, as is right here
+    """n tokens in the cache, S new ones."""
+    N = n + S
+    name = f"with {n} tokens in the cache and {S} new ones, mask({S}, {N}, ..)"
+    got = mask(S, N, torch.device('cpu'))
+    if S == 1:
+        expect(got is None,
+               f"{name} should be None: a single new token is the last one, so it may read all {N} "
+               "keys, and attention without a mask is faster")
+        record(0.0)
+        return
     expect(got is not None,
-           f"{name} returned None. That is enough only if nothing is in the cache; here attention "
-           "would line up the first new position with the first key")
+           f"{name} returned None. That is right for a single new token; here the first of {S} "
+           "would read those after it")
     expect(isinstance(got, torch.Tensor) and got.dtype == torch.bool,
            f"{name} should be a tensor of True and False: dtype=torch.bool")
-    if got.dim() == 4:  # (1, 1, S, n + S), as attention has its scores, is right too
+    if got.dim() == 4:  # (1, 1, S, N), as attention has its scores, is right too
         got = got[0, 0]
-    if n > 0:
-        expect(got.shape[-1:] != (2 * n + S,),
-               f"{name} is as wide as {2 * n} positions in the cache: its layers hold the same "
-               "positions, count them once")
-    compare(name, got.float(), want, ('new position', 'readable position'), {
-        f"{name} lets every new position read all others, later ones too":
-            torch.ones(S, n + S),
-        f"{name} has its diagonal in the wrong place: new position i stands at {n} + i":
-            torch.ones(S, n + S).tril(),
+    want = torch.ones(S, N).tril(n)
+    compare(name, got.float(), want, ('new token', 'readable token'), {
+        f"{name} lets every new token read all others, later ones too":
+            torch.ones(S, N),
+        f"{name} lines up the first new token with the first key, as is_causal does; but new token "
+        f"i stands at {n} + i":
+            torch.ones(S, N).tril(),
         f"{name} is upside down: True means that it may be read":
             1 - want,
     })
-    check_device(name, n, S)
+    there = mask(S, N, torch.device('meta'))    # it stands for a GPU here
+    expect(getattr(there, 'device', None) == torch.device('meta'),
+           f"{name} makes its mask on the CPU, whatever `device` says")
 
 
-def check_device(name, n, S):
-    """The mask belongs where mask() is told; torch's meta device stands for a GPU here."""
-    there = filled(Cache(2), n).mask(S, torch.device('meta'))
-    right = there is None or getattr(there, 'device', None) == torch.device('meta')
-    expect(right, f"{name} makes its mask on the CPU, whatever `device` says")
-
-
-def filled(cache, n):
-    """The cache with n positions in both of its layers."""
-    if n > 0:
-        ones = torch.ones(1, 1, n, 2)
-        cache.mask(n, torch.device('cpu'))      # as the trunk does
-        cache.update(0, ones, ones)
-        cache.update(1, ones, ones)
-    return cache
+def attend(self, q, k, v, per_token=1):
+    """In the place of Attention.attend: the student's mask says who reads whom."""
+    reads = mask(q.size(2), k.size(2), q.device)
+    return scaled_dot_product_attention(q, k, v, attn_mask=reads, enable_gqa=True)
 
 
 def check_reading(gpt, idx, sizes):
     """A text of 12 tokens read in pieces, each with a pass of its own."""
-    x, pos = gpt.embed(idx), torch.arange(idx.size(1))
-    cache = Cache(gpt.config.n_layer)
-    pieces = zip(x.split(sizes, 1), pos.split(sizes))
-    parts = [gpt.trunk(some_x, some_pos, cache) for some_x, some_pos in pieces]
+    x = gpt.embed(idx)
+    cache, parts = Cache(), []
+    for piece in x.split(sizes, 1):
+        begin(cache, piece)
+        with patch.object(Attention, 'attend', attend):
+            parts.append(gpt.trunk(piece, cache))
     in_pieces = ', '.join(map(str, sizes))
-    compare(f"a text read with your cache in pieces of {in_pieces} gives a tensor of hidden "
-            "states that",
-            torch.cat(parts, 1), gpt.trunk(x, pos), ('row', 'position', 'channel'))
+    compare(f"a text read with your cache and your mask in pieces of {in_pieces} gives a tensor of "
+            "hidden states that",
+            torch.cat(parts, 1), gpt.trunk(x), ('row', 'position', 'channel'))
 
 
 def check_generate(gpt, prompt, n):
@@ -191,14 +257,14 @@ def check_generate(gpt, prompt, n):
     trunk, T = gpt.trunk, prompt.size(1)
     read = []  # all positions that go through the trunk, in this order
 
-    def spy(x, pos, memory=None):
+    def spy(x, memory=None):
         expect(memory is not None,
-               "generate() calls gpt.trunk without your cache: trunk(x, pos, cache)")
-        expect(pos.shape == x.shape[1:2],
-               f"generate() gives the trunk {x.size(1)} embeddings, but pos has shape "
-               f"{tuple(pos.shape)}")
-        read.extend(pos.tolist())
-        return trunk(x, pos, memory)
+               "generate() calls gpt.trunk without your cache: trunk(x, cache)")
+        expect(memory.pos is not None and memory.pos.shape == x.shape[1:2],
+               f"generate() gives the trunk {x.size(1)} embeddings, but the cache has not heard of "
+               "them, as its pos says: call cache.begin(x) in front of each trunk(x, cache)")
+        read.extend(memory.pos.tolist())
+        return trunk(x, memory)
 
     with patch.object(gpt, 'trunk', spy):
         got = call(generate, gpt, prompt, n)
@@ -212,7 +278,8 @@ def check_generate(gpt, prompt, n):
            "read only what the cache does not hold yet")
     expect(read == list(range(len(read))),
            f"generate() tells the trunk the positions {read}: they should count on, {T} after "
-           f"{T - 1}, and never start again")
+           f"{T - 1}, and never start again. Call cache.begin(x) once in front of each "
+           "trunk(x, cache), of one and the same cache")
     record(got)
     wrong = (got != gpt.generate(prompt, n, temperature=0)).nonzero()
     if len(wrong):
@@ -225,7 +292,7 @@ def check_generate(gpt, prompt, n):
 
 
 def check_masks():
-    for n, S in ((0, 4), (4, 1), (5, 3)):
+    for n, S in ((0, 4), (4, 1), (draw(4, 5), 3), (2, draw(5, 6)), (0, 1)):
         check_mask(n, S)
 
 
@@ -251,14 +318,17 @@ def conclusion():
     read = check_generate(gpt, idx[:, :T], n)
     without = sum(range(T, T + n))
     return (f"Your loop read {read} positions for {n} tokens; without a cache it would be "
-            f"{without}. Now read class Memory in model.py, and Cache in engine/memory.py: it "
-            "doubles its memory when that is full, where torch.cat copies everything at every "
-            "token.")
+            f"{without}. Now read class Memory in model.py, which is your cache, and the method "
+            "attend of Attention in model.py, which makes your mask for pieces: a single token "
+            "needs none, and for a whole text the kernel knows the triangle (is_causal). torch.cat "
+            "copies everything at every token; FixedMemory in engine/decode.py has a place for "
+            "each from the start.")
 
 
 PARTS = {
+    "Cache.begin()": check_begin,
     "Cache.update()": check_update,
-    "Cache.mask()": check_masks,
+    "mask()": check_masks,
     "a text read in pieces": check_pieces,
     "generate()": check_loop,
 }

@@ -18,8 +18,8 @@ the same model once more.
 With K steps the trunk runs K + 1 times. There is no new parameter, all positions ponder side by
 side, and gradients flow back through all passes.
 
-In the model, gpt.embed(idx) is E_0, gpt.trunk(x, pos) runs all blocks and the final norm at
-positions pos (T,), gpt.head(h) gives logits, W is gpt.wte.weight (V, C), and its scale is
+In the model, gpt.embed(idx) is E_0, gpt.trunk(x) runs all blocks and the final norm over a whole
+text, gpt.head(h) gives logits, W is gpt.wte.weight (V, C), and its scale is
 gpt.config.embed_scale. Do not call Embedding.mixture or gpt.hidden: you are compared with them.
 Afterwards, think about this: to generate with caches (exercise 3), how many caches does a model
 with K steps need?
@@ -45,8 +45,8 @@ from check import call, causal, difference, draw, forbid, gradients, tiny
 import model
 
 HINTS = (
-    "Begin with steps = 0: gpt.trunk(gpt.embed(idx), torch.arange(T)). Then put a loop of `steps` "
-    "rounds before that last trunk.",
+    "Begin with steps = 0: gpt.trunk(gpt.embed(idx)). Then put a loop of `steps` rounds before "
+    "that last trunk.",
 
     "A softmax over the vocabulary, the last axis, times the table is one matmul: "
     "(B, T, V) @ (V, C).",
@@ -67,14 +67,13 @@ def add(start, x, h, e):
 
 def walk(gpt, idx, steps, step=add):
     """Pondering with another step: step(E_0, E_j, trunk(E_j), e_j) gives E_{j+1}."""
-    pos = torch.arange(idx.size(1))
     table = gpt.wte.weight * gpt.config.embed_scale  # (V,C)
     start = x = gpt.embed(idx)
     for _ in range(steps):
-        h = gpt.trunk(x, pos)
+        h = gpt.trunk(x)
         e = gpt.head(h).softmax(-1) @ table          # (B,T,V) @ (V,C) -> (B,T,C)
         x = step(start, x, h, e)
-    return gpt.trunk(x, pos)
+    return gpt.trunk(x)
 
 
 def typical_mistakes(name, gpt, idx, steps):
@@ -157,8 +156,8 @@ def check_gradients():
 
 def conclusion():
     return ("It equals GPT.hidden with ponder='embedding', gradients included. Now read Embedding "
-            "in model.py. With `fast` its mixture is computed for some rows at a time "
-            "(engine/loss.py), so that (B, T, V) is never held as a whole.")
+            "in model.py. With a large vocabulary its mixture is computed for some rows at a time "
+            "(some_rows_at_once), so that (B, T, V) is never held as a whole.")
 
 
 PARTS = {

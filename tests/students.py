@@ -10,7 +10,7 @@ SHARED = 'k.repeat_interleave(g, dim=1), v.repeat_interleave(g, dim=1)'
 MIXED = 'x + p @ (gpt.wte.weight * gpt.config.embed_scale)'
 PONDER = '(K + 1) * (trunk + head) + K * head'
 FAIR = 'tokens * ponder_flops(c, T) / forward_flops(c, T)'
-NEW_POS = 'pos = torch.arange(out.size(1) - new.size(1), out.size(1))'
+BEGIN = '        cache.begin(x)\n'
 
 SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place, words)]
     'attention': [
@@ -79,28 +79,42 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('a * sin + b * cos', 'b * cos - a * sin', 'changes the length'),
     ],
     'kv_cache': [
-        ('            v = torch.cat((self.v[layer], v), dim=2)\n', '', 'only the new values'),
-        ('    def update(self, layer, k, v):\n        if self.k[layer]',
-         '    def update(self, layer, k, v):\n        layer = 0\n        if self.k[layer]',
+        ('first = self.tokens', 'first = 0', r'counts from 0 in self.pos; new token i .* 5 \+ i'),
+        ('torch.arange(first, self.tokens', 'torch.arange(first + x.size(1), self.tokens + '
+         'x.size(1)', 'the positions behind the new tokens'),
+        ('torch.arange(first, self.tokens', 'torch.arange(first + 1, self.tokens + 1',
+         'counts positions from 1'),
+        ('torch.arange(first, self.tokens', 'torch.arange(self.tokens', r'shape \(6,\)'),
+        ('self.tokens = first + x.size(1)\n        self.pos = torch.arange(first, self.tokens',
+         'self.pos = torch.arange(first, first + x.size(1)', 'leaves self.tokens at 0'),
+        ('        self.pos = torch.arange(first', '        torch.arange(first', 'self.pos at None'),
+        ('self.tokens, device=x.device)', 'self.tokens)', 'self.pos on the CPU'),
+        ('            v = torch.cat((self.values[layer], v), dim=2)\n', '', 'only the new values'),
+        ('    def update(self, layer, k, v):\n        if layer in self.keys',
+         '    def update(self, layer, k, v):\n        layer = 0\n        if layer in self.keys',
          'what layer 0 stored'),
-        ('v = torch.cat((self.v[layer], v), dim=2)', 'v = torch.cat((self.k[layer], v), dim=2)',
-         'keys where values should be'),
-        ('        if self.k[layer]', '        k, v = v, k\n        if self.k[layer]',
+        ('v = torch.cat((self.values[layer], v), dim=2)',
+         'v = torch.cat((self.keys[layer], v), dim=2)', 'keys where values should be'),
+        ('        if layer in self.keys', '        k, v = v, k\n        if layer in self.keys',
          'values where keys should be'),
-        ('torch.cat((self.k[layer], k), dim=2)', 'torch.cat((k, self.k[layer]), dim=2)', ANY),
-        ('.tril(n)', '.tril()', r'new position i stands at 4 \+ i'),
-        ('.tril(n)', '', 'later ones too'),
-        ('return torch.ones(S, n + S', 'return ~torch.ones(S, n + S', 'is upside down'),
-        ('return torch.ones(S, n + S', 'return None\n        torch.ones(S, n + S', 'returned None'),
-        ('self.k[0].size(2)\n', 'sum(k.size(2) for k in self.k)\n', 'as wide as 8 positions'),
+        ('torch.cat((self.keys[layer], k), dim=2)', 'torch.cat((k, self.keys[layer]), dim=2)', ANY),
+        ('.tril(N - S)', '.tril()', r'new token i stands at 4 \+ i'),
+        ('.tril(N - S)', '', 'later ones too'),
+        ('return torch.ones(S, N', 'return ~torch.ones(S, N', 'is upside down'),
+        ('return torch.ones(S, N', 'return None\n    torch.ones(S, N', 'returned None'),
+        ('    if S == 1:\n        return None\n', '', 'should be None: a single new token'),
+        ('    if S == 1:\n', '    if S == N:\n', r'returned None\. .* single new token'),
+        ('torch.ones(S, N', 'torch.ones(S, S', r'shape \(3, 3\)'),
         ('dtype=torch.bool, device=device).tril', 'device=device).tril', 'dtype=torch.bool'),
         ('dtype=torch.bool, device=device).tril', 'dtype=torch.bool).tril', 'mask on the CPU'),
         ('gpt.head(h[:, -1])', 'gpt.lm_head(h[:, -1])', 'padding of the vocabulary'),
         ('gpt.head(h[:, -1])', 'gpt.head(h[:, 0])', 'is each new token the argmax'),
-        (NEW_POS, 'pos = torch.arange(new.size(1))', 'they should count on'),
-        ('trunk(gpt.embed(new), pos, cache)', 'trunk(gpt.embed(new), pos)', 'without your cache'),
-        (NEW_POS,
-         'pos, new = torch.arange(out.size(1)), out\n        cache = Cache(gpt.config.n_layer)',
+        (BEGIN, '        cache = Cache()\n' + BEGIN, 'they should count on'),
+        (BEGIN, BEGIN + BEGIN, 'once in front of each'),
+        (BEGIN, '', 'the cache has not heard'),
+        (BEGIN, '        if new is prompt:\n    ' + BEGIN, 'gives the trunk 1 embeddings'),
+        ('gpt.trunk(x, cache)', 'gpt.trunk(x)', 'without your cache'),
+        ('        x = gpt.embed(new)', '        cache, x = Cache(), gpt.embed(out)',
          r'ran \d+ positions through the trunk, and 1\d are enough'),
         ('range(n)', 'range(n - 1)', 'and should have'),
     ],
@@ -149,10 +163,10 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('gpt.wte.weight', 'gpt.lm_head.weight', 'rows of the head'),
         ('x = x + p @ (', 'p = p.eq(p.amax(-1, True)).to(p.dtype)\n        x = x + p @ (',
          'takes the likeliest token'),
-        ('pos)).softmax(-1) ', 'pos)) ', 'the softmax is missing'),
-        ('pos)).softmax(-1) ', 'pos)).softmax(1) ', 'softmax over the positions'),
+        ('(x)).softmax(-1) ', '(x)) ', 'the softmax is missing'),
+        ('(x)).softmax(-1) ', '(x)).softmax(1) ', 'softmax over the positions'),
         ('gpt.head(gpt.trunk', 'gpt.lm_head(gpt.trunk', 'padded rows'),
-        ('x = x + p @ (gpt.wte.weight * gpt.config.embed_scale)', 'x = x + gpt.trunk(x, pos)',
+        ('x = x + p @ (gpt.wte.weight * gpt.config.embed_scale)', 'x = x + gpt.trunk(x)',
          'feeds back the hidden state'),
         (MIXED, 'x + F.pad((p @ (gpt.wte.weight * gpt.config.embed_scale))[:, :-1], (0, 0, 1, 0))',
          'gives the mean to the next position'),
@@ -162,23 +176,23 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         (MIXED,
          'x + (p @ (gpt.wte.weight * gpt.config.embed_scale)).roll(-1, 1)', 'sees the future'),
         ('x = x + p', 'x += p', 'Backward needs what was overwritten'),
-        ('(x, pos)).softmax(-1)', '(x, pos)).detach().softmax(-1)', 'gradient is lost'),
-        ('    return gpt.trunk(x, pos)\n', '    return gpt.trunk(x, pos).detach()\n',
+        ('(x)).softmax(-1)', '(x)).detach().softmax(-1)', 'gradient is lost'),
+        ('    return gpt.trunk(x)\n', '    return gpt.trunk(x).detach()\n',
          'no gradient can flow'),
-        ('    return gpt.trunk(x, pos)\n', '    return gpt.head(gpt.trunk(x, pos))\n',
+        ('    return gpt.trunk(x)\n', '    return gpt.head(gpt.trunk(x))\n',
          r'shape \(2, \d+, 40\)'),
-        ('    pos, x = torch.arange(idx.size(1)), gpt.embed(idx)\n', '    return gpt.hidden(idx)\n',
+        ('    x = gpt.embed(idx)\n', '    return gpt.hidden(idx)\n',
          r'hidden\(\) is what you are to write yourself'),
     ],
     'jacobi': [
         ('    slots, results = [], []\n', '    return jacobi(gpt, x, x.size(1))\n', 'calls jacobi'),
         ('torch.arange(len(slots)) // 2', 'torch.arange(len(slots))', 'position of its own'),
-        ('    slots, results = [], []\n', '    return gpt.trunk(x, torch.arange(x.size(1)))\n',
+        ('    slots, results = [], []\n', '    return gpt.trunk(x)\n',
          'without any thought'),
         ('    slots, results = [], []\n',
-         '    z = gpt.trunk(x, torch.arange(x.size(1)))\n'
+         '    z = gpt.trunk(x)\n'
          '    for _ in range(9):\n'
-         '        h = gpt.trunk(torch.cat((x, z), 1), torch.arange(x.size(1)).repeat(2))\n'
+         '        h = read(gpt, torch.cat((x, z), 1), torch.arange(x.size(1)).repeat(2))\n'
          '        z = h[:, :x.size(1)]\n'
          '    return h[:, x.size(1):]\n', 'all tokens first and then all thoughts'),
         ('results.append(last_output(gpt, slots))', 'results.append(slots[-1])',
@@ -186,12 +200,16 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('z = h[:, 0::2]', 'z = h[:, 1::2]', "thoughts' slots back"),
         ('return h[:, 1::2]', 'return h[:, 0::2]', 'jacobi.. .* outputs at the token slots'),
         ('pos.repeat_interleave(2)', 'torch.arange(2 * len(pos))', 'jacobi.. .* of its own'),
+        ('read(gpt, slots, pos.repeat_interleave(2))', 'gpt.trunk(slots)',
+         'jacobi.. .* of its own'),
+        ('read(gpt, torch.stack(slots, dim=1), pos)', 'gpt.trunk(torch.stack(slots, dim=1))',
+         'sequential.. .* of its own'),
         ('torch.stack((x, z), dim=2).flatten(1, 2)', 'torch.cat((x, z), dim=1)', ANY),
         ('torch.stack((x, z), dim=2)', 'torch.stack((z, x), dim=2)', ANY),
         ('range(iterations + 1)', 'range(max(iterations, 1))', 'one iteration less'),
         ('range(iterations + 1)', 'range(iterations + 2)', 'one iteration more'),
         ('range(iterations + 1)', 'range(20)', 'is the exact result'),
-        ('    z = gpt.trunk(x, pos)', '    z = 0 * x', r'passes of \[10\] .* for are \[5, 10\]'),
+        ('    z = gpt.trunk(x)', '    z = 0 * x', r'passes of \[10\] .* for are \[5, 10\]'),
         ('        z = h[:, 0::2]', '        z = h[:, 0::2].detach()', 'gradient is lost'),
         ('return T - 1', 'return T', 'more than it takes'),
         ('return T - 1', 'return min(T - 1, 3)', 'is not exact yet, after them it is still off by'),
@@ -200,12 +218,13 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
     'halting': [
         ('if self.before is not None', 'if False', 'all keys anew'),
         ('torch.where(m, v', 'torch.where(~m, v', 'wrong way round'),
-        ('self.before.k[layer])\n', 'self.before.k[0])\n', 'of another layer'),
-        ('        self.k[layer], self.v[layer] = k, v\n', '        return k\n', 'two tensors'),
-        ('self.k[layer], self.v[layer] = k, v', 'pass', 'should hold them too'),
-        ('            k = torch.where(m, k, self.before.k[layer])\n',
-         '            k = torch.where(m, k, self.before.k[layer])\n'
-         '            self.before.k[layer].copy_(k)\n', 'writes into self.before'),
+        ('self.before.keys[layer])\n', 'self.before.keys[0])\n', 'of another layer'),
+        ('        self.keys[layer], self.values[layer] = k, v\n', '        return k\n',
+         'two tensors'),
+        ('self.keys[layer], self.values[layer] = k, v', 'pass', 'should hold them too'),
+        ('            k = torch.where(m, k, self.before.keys[layer])\n',
+         '            k = torch.where(m, k, self.before.keys[layer])\n'
+         '            self.before.keys[layer].copy_(k)\n', 'writes into self.before'),
         ('(s >= tau)', '(s >= 0.5)', 'tau is an argument'),
         ('(s >= tau)', '(s > tau)', 'nobody halts while s >= tau'),
         ('m = m & (s >= tau)', 'm = s >= tau', 'never wakes up again'),
@@ -217,9 +236,9 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('torch.where(m[..., None], h, readout)',
          'torch.where((m if gate is gates[-1] else m & (gates[gates.index(gate) + 1](h).sigmoid()'
          '.squeeze(-1) >= tau))[..., None], h, readout)', 'readout with the m after the gate'),
-        ('readout = h = gpt.trunk(x, pos, memory)', 'h = gpt.trunk(x, pos, memory)\n'
+        ('readout = h = gpt.trunk(x, memory)', 'h = gpt.trunk(x, memory)\n'
          '    readout = 0 * h', 'in the first one all are active'),
-        ('Frozen(gpt.config.n_layer, m, memory)', 'Frozen(gpt.config.n_layer)',
+        ('Frozen(x.size(1), m, memory)', 'Frozen(x.size(1))',
          'should read the frozen keys and values'),
         ('gate(h).sigmoid()', 'gate(h).detach().sigmoid()', 'gradient is lost'),
     ],
@@ -282,10 +301,16 @@ def rotate(x, pos, theta):
 ''',
     'kv_cache': '''
 class Cache:
-    """One tensor for keys and values; a mask with an axis for rows and heads."""
+    """One tensor for keys and values; positions by addition."""
+    keys_per_token = 1
 
-    def __init__(self, n_layer):
-        self.both = {}
+    def __init__(self):
+        self.both, self.tokens = {}, 0
+
+    def begin(self, x):
+        one_each = torch.ones_like(x[0, :, 0], dtype=torch.long)
+        self.pos = self.tokens - 1 + one_each.cumsum(0)
+        self.tokens += len(self.pos)
 
     def update(self, layer, k, v):
         new = torch.stack((k, v))
@@ -294,24 +319,24 @@ class Cache:
         self.both[layer] = new
         return list(new)
 
-    def mask(self, S, device):
-        n = self.both[0].size(-2) if self.both else 0
-        return ~torch.ones(S, n + S, device=device).triu(n + 1).bool()[None, None]
+
+def mask(S, N, device):
+    """With an axis for rows and heads."""
+    reads = ~torch.ones(S, N, device=device).triu(N - S + 1).bool()[None, None]
+    return reads if S > 1 else None
 
 
 def generate(gpt, prompt, n):
     if n == 0:
         return prompt
-    cache = Cache(gpt.config.n_layer)
-    return torch.cat((prompt, *more(gpt, cache, prompt, 0, n)), 1)
+    return torch.cat((prompt, *more(gpt, Cache(), prompt, n)), 1)
 
 
-def more(gpt, cache, new, begin, n):
-    pos = torch.arange(begin, begin + new.size(1))
-    token = gpt.head(gpt.trunk(gpt.embed(new), pos, cache)[:, -1:]).argmax(-1)
-    if n == 1:
-        return [token]
-    return [token, *more(gpt, cache, token, begin + new.size(1), n - 1)]
+def more(gpt, cache, new, n):
+    x = gpt.embed(new)
+    cache.begin(x)
+    token = gpt.head(gpt.trunk(x, cache)[:, -1:]).argmax(-1)
+    return [token, *more(gpt, cache, token, n - 1)] if n > 1 else [token]
 ''',
     'depth_attention': '''
 def mix(q, k, v, sources):
@@ -340,14 +365,14 @@ def mix_all(layers, stride):
     'pondering': '''
 def ponder(gpt, idx, steps):
     """The used rows of the table only, and the first pass in front of the loop."""
-    T, n = idx.shape[1], gpt.config.n_tokens
+    n = gpt.config.n_tokens
     E = [gpt.wte(idx) * gpt.config.embed_scale]
-    h = gpt.trunk(E[0], torch.arange(T))
+    h = gpt.trunk(E[0])
     while len(E) <= steps:
         P = (gpt.lm_head(h)[..., :n]).log_softmax(-1).exp()
         W = gpt.wte.weight[:n] * gpt.config.embed_scale
         E.append(E[-1] + torch.einsum('btv,vc->btc', P, W))
-        h = gpt.trunk(E[-1], torch.arange(T))
+        h = gpt.trunk(E[-1])
     return h
 ''',
     'jacobi': '''
@@ -357,16 +382,16 @@ def sequential(gpt, x):
     slots = torch.zeros(x.size(0), 2 * T, x.size(2))
     slots[:, 0::2] = x
     for t in range(T):
-        slots[:, 2 * t + 1] = gpt.trunk(slots, torch.arange(2 * T) // 2)[:, 2 * t]
-    return gpt.trunk(slots, torch.arange(2 * T) // 2)[:, 1::2]
+        slots[:, 2 * t + 1] = read(gpt, slots, torch.arange(2 * T) // 2)[:, 2 * t]
+    return read(gpt, slots, torch.arange(2 * T) // 2)[:, 1::2]
 
 
 def jacobi(gpt, x, iterations):
     T = x.size(1)
-    z = gpt.trunk(x, torch.arange(T))
+    z = gpt.trunk(x)
     for i in range(iterations + 1):
         pairs = [part for t in range(T) for part in (x[:, t], z[:, t])]
-        h = gpt.trunk(torch.stack(pairs, 1), torch.arange(T).repeat_interleave(2))
+        h = read(gpt, torch.stack(pairs, 1), torch.arange(T).repeat_interleave(2))
         z = h.view(x.size(0), T, 2, -1)[:, :, 0]
     return h.view(x.size(0), T, 2, -1)[:, :, 1]
 
@@ -378,30 +403,29 @@ def iterations_needed(T):
 class Frozen:
     """Arithmetic in the place of where."""
 
-    def __init__(self, n_layer, active=None, before=None):
-        self.k, self.v = {}, {}
+    keys_per_token = 1
+
+    def __init__(self, T, active=None, before=None):
+        self.pos, self.keys, self.values = torch.arange(T), {}, {}
         self.active, self.before = active, before
 
     def update(self, layer, k, v):
         if self.before:
             m = self.active[:, None, :, None].to(k.dtype)
-            k = m * k + (1 - m) * self.before.k[layer]
-            v = m * v + (1 - m) * self.before.v[layer]
-        self.k[layer] = k
-        self.v[layer] = v
+            k = m * k + (1 - m) * self.before.keys[layer]
+            v = m * v + (1 - m) * self.before.values[layer]
+        self.keys[layer] = k
+        self.values[layer] = v
         return [k, v]
 
-    def mask(self, S, device):
-        return None
 
-
-def think(gpt, gates, x, pos, tau):
+def think(gpt, gates, x, tau):
     """A last gate that is always shut; E of halted tokens moves on, which nobody reads."""
     m = torch.ones(x.shape[:2], dtype=torch.bool)
     readout, passes, memory = torch.zeros_like(x), torch.zeros_like(m, dtype=torch.long), None
     for i in range(len(gates) + 1):
-        memory = Frozen(gpt.config.n_layer, m, memory)
-        h = gpt.trunk(x, pos, memory)
+        memory = Frozen(x.size(1), m, memory)
+        h = gpt.trunk(x, memory)
         readout = h * m[..., None] + readout * ~m[..., None]
         passes = passes + m
         if i < len(gates):

@@ -85,6 +85,17 @@ def test_each_part_alone_says_what_is_wrong():
     assert not any('the values are right' in said for said in words)
 
 
+@pytest.mark.parametrize('right, wrong', [
+    ('.tril(N - S)', '.tril()'),
+    ('torch.arange(first, self.tokens', 'torch.arange(first + 1, self.tokens + x.size(1)'),
+])
+def test_a_text_is_read_in_pieces_by_the_students_cache_and_mask(right, wrong):
+    """A grader asks for this part though the parts before it are wrong."""
+    exercise = solved('kv_cache', ANSWERS.replace(right, wrong))
+    read_in_pieces = exercise.PARTS['a text read in pieces']
+    assert not check.judge(read_in_pieces, exercise.__file__, 3).right
+
+
 def test_a_changed_library_is_named(monkeypatch):
     exercise = load('rope')
     assert not check.changed(exercise)
@@ -112,7 +123,7 @@ WRITTEN = [  # (exercise, what is written in place of the first stub, words of t
     ('attention', '    return q / hd', '`return q / hd`, stops with NameError'),
     ('attention', '    return F.multi_head_attention_forward(q)', 'uses F.multi_head'),
     ('rope', '    from model import rope_table\n    return rope_table(pos)', 'uses model.rope_tab'),
-    ('kv_cache', '    import engine.memory\n', 'uses engine.memory'),
+    ('kv_cache', '    from model import Memory\n', 'uses model.Memory'),
     ('depth_attention', '    import check as c, answers\n', 'uses answers'),
     ('pondering', '    return gpt.hidden(idx)', r'line \d+ uses gpt.hidden'),
     ('pondering', '    return check.call(1)', 'uses check.call'),
@@ -188,7 +199,7 @@ def test_exercises_are_programs(tmp_path):
 # what the exercises say is true
 
 def test_names_at_the_end_of_each_exercise_exist():
-    """'Now read class Memory in model.py, and Cache in engine/memory.py': a student looks there."""
+    """'Now read class Memory in model.py, ..': a student looks there."""
     for name in check.NAMES:
         exercise = solved(name, ANSWERS)
         said = check.judge(exercise.conclusion, exercise.__file__).words
@@ -216,8 +227,8 @@ def test_the_loop_of_the_halting_exercise_is_what_the_model_does(idx):
         gate[-1].bias.data.fill_(1)
     idx = idx[:, :8] % 30
     with torch.no_grad():
-        x, pos = gpt.embed(idx), torch.arange(8)
-        readout, passes, _ = exercise.one_by_one(gpt, gpt.mechanism.gates, x, pos, 0.5)
+        x = gpt.embed(idx)
+        readout, passes, _ = exercise.one_by_one(gpt, gpt.mechanism.gates, x, 0.5)
         assert torch.allclose(gpt.hidden(idx), readout, atol=1e-4)
         assert len(passes.unique()) > 1
         assert torch.equal(gpt.mechanism.passes, passes)

@@ -70,7 +70,7 @@ def test_the_first_reads_of_attention_residuals():
     sources = []
     model.look = lambda i, found: sources.append(found) or AttentionResiduals.look(model, i, found)
     x = torch.randn(1, 3, 32, dtype=torch.float64)
-    model.trunk(x, torch.arange(3))
+    model.trunk(x)
     assert [len(found) for found in sources] == [1, 2, 2, 3, 3]
     b0, a0 = sources[1]
     assert torch.equal(b0, x)

@@ -16,9 +16,9 @@ from engine.files import UserError
 
 def solution(name):
     """A right file, without the check below it."""
-    if name == 'halting':
-        return ANSWERS
-    return ANSWERS.replace('from model import Embedding\n', '')  # only that exercise gives it
+    given = {'halting': 'Embedding', 'jacobi': 'Memory'}    # what else is refused
+    line = f'from model import {given[name]}\n' if name in given else ''
+    return ANSWERS.replace('from model import Embedding, Memory\n', line)
 
 
 PRETENDS = '''

@@ -78,8 +78,8 @@ import torch.nn.functional as F
 import common
 import prepare_data
 from configurator import check_range
+from engine.cpu import tune_cpu
 from engine.files import UserError, run, table
-from engine.hardware import tune_cpu
 from engine.shards import read_meta
 from engine.start import vocabulary_of
 from engine.windows import Windows
@@ -104,12 +104,12 @@ class LayersSettings:
 class OtherTrunk(GPT):
     """A GPT whose trunk is another: `mix` takes the place of the loop over the blocks."""
 
-    def trunk(self, x, pos, memory=None, norm=True):
+    def trunk(self, x, memory=None, norm=True):
         if memory is None:
             memory = Memory()
             memory.begin(x)
-        rope = rope_table(pos, self.config.head_dim, self.config.rope_theta, x.dtype)
-        self.read = rope, memory, memory.mask(x.size(1), x.device)     # what attention asks for
+        rope = rope_table(memory.pos, self.config.head_dim, self.config.rope_theta, x.dtype)
+        self.read = rope, memory        # what a block asks for
         return self.ln_f(self.mix(x))
 
     def branches(self):

@@ -14,8 +14,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path.insert(0, ROOT)  # so that a lab runs from anywhere
 
 from configurator import build, read
+from engine.cpu import tune_cpu
 from engine.files import UserError
-from engine.hardware import tune_cpu
 from engine.score import token_nats
 from engine.shards import encode, open_shard, read_meta
 from engine.trained import data_dir_of, load_model

@@ -45,8 +45,9 @@ import torch
 
 import common
 from configurator import build, check_range, read
+from engine.cpu import tune_cpu
 from engine.files import UserError, run, table
-from engine.hardware import tune_cpu
+from engine.mechanisms import iterates
 from engine.score import token_nats
 from engine.shards import read_meta
 from engine.trained import data_dir_of, load_model
@@ -113,7 +114,7 @@ def main(argv):
     T = first.config.block_size
     data_dir = data_dir_of(settings)
     for folder, (model, _, theirs) in zip(folders, loaded):
-        if model.mechanism.iterates:
+        if iterates(model):
             raise UserError(f"{folder}: reads a text by iteration, which this lab does not treat")
         if (model.config.block_size, data_dir_of(theirs)) != (T, data_dir):
             raise UserError(f"{folder}: has another block_size or data set than {folders[0]}")

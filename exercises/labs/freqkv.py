@@ -107,15 +107,16 @@ def filtered(span, kept):
 
 class FreqKV(Memory):
     """
-    A memory of N entries at most. Who fills it calls `compress` when it is full. The positions of
-    new tokens are their places in it. Gradients reach the tokens that were compressed. With
+    A memory of at most `most` entries. Who fills it calls `compress` when it is full; from then on
+    `tokens` counts entries, so the positions of new tokens are their places in it. A token reads
+    all entries, and new tokens up to itself. Gradients reach the tokens that were compressed. With
     Depth-Attention it holds the mixed values, as every memory.
     """
 
-    def __init__(self, theta, N, S, A):
+    def __init__(self, theta, most, S, A):
         super().__init__()
         self.theta = theta              # of the rotary positions
-        self.N = N
+        self.most = most                # N of the equations
         self.S = S                      # sinks
         self.A = A                      # the filter, (L, N - S)
 
@@ -178,12 +179,12 @@ class LongGPT(GPT):
             memory = self.new_memory()
         out = []
         while idx.size(1):
-            if memory.tokens == memory.N:
+            if memory.tokens == memory.most:
                 memory.compress()
-            room = memory.N - memory.tokens
+            room = memory.most - memory.tokens
             part, idx = idx[:, :room], idx[:, room:]
-            places = memory.begin(part)
-            out.append(self.trunk(self.embed(part), places, memory))
+            memory.begin(part)
+            out.append(self.trunk(self.embed(part), memory))
             self.peak = max(self.peak, memory.tokens)
         return torch.cat(out, 1)
 
@@ -200,7 +201,7 @@ class Truncated(LongGPT):
         out = []
         for begin in range(0, max(1, idx.size(1) - old), N - old):
             part = idx[:, begin:begin + N]
-            h = self.trunk(self.embed(part), torch.arange(part.size(1)))
+            h = self.trunk(self.embed(part))
             out.append(h[:, old:] if begin else h)
             self.peak = max(self.peak, part.size(1))
         return torch.cat(out, 1)
