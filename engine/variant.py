@@ -98,8 +98,8 @@ class SandwichBlock(model.Block):
         self.ln_1_out = RMSNorm(config.n_embd, config.norm_eps)
         self.ln_2_out = RMSNorm(config.n_embd, config.norm_eps)
 
-    def forward(self, x, rope, memory, mask):
-        x = x + self.drop(self.ln_1_out(self.attn(self.ln_1(x), rope, memory, mask)))
+    def forward(self, x, rope, memory):
+        x = x + self.drop(self.ln_1_out(self.attn(self.ln_1(x), rope, memory)))
         return x + self.drop(self.ln_2_out(self.mlp(self.ln_2(x))))
 
 
@@ -122,8 +122,8 @@ class NeoxBlock(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.parallel = variant.parallel_residual
 
-    def forward(self, x, rope, memory, mask):
-        y = self.drop(self.attn(self.ln_1(x), rope, memory, mask))
+    def forward(self, x, rope, memory):
+        y = self.drop(self.attn(self.ln_1(x), rope, memory))
         if self.parallel:
             return x + y + self.drop(self.mlp(self.ln_2(x)))
         x = x + y
