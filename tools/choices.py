@@ -310,8 +310,8 @@ def main(argv):
         open(s.json, 'a').close()   # an error now, and not when all is computed
     config = model.config
     if model.mechanism.K == 0:
-        raise UserError(f"this model has ponder={config.ponder!r} and "
-                        f"ponder_steps={config.ponder_steps}: name one with several passes")
+        raise UserError(f"ponder={config.ponder!r}: this model takes one pass for each token; name "
+                        "one with several")
     text = open_text(model, tokenizer, settings, s)
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
