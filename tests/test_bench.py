@@ -5,7 +5,7 @@ from conftest import TOGGLES, cells, make, save
 
 import prepare_data
 from engine.files import UserError
-from model import GPT, Embedding, GPTConfig
+from model import HALTING, GPTConfig
 from tools import bench
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=16, mlp_hidden=16, vocab_size=64)
@@ -16,37 +16,67 @@ SMALL = [*(f'--{name}={value}' for name, value in SHAPE.items()), '--block_size=
 def test_a_table_of_each_kind(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
     monkeypatch.setattr(bench, 'DEPTHS', {2: 0.54369})
-    bench.main([*SMALL, '--ponder=loop', '--toggles=plain,pause,router'])
-    models = ['plain', 'pause']
-    assert [row[0] for row in cells(capsys.readouterr().out)] == [
-        'step, 2 x 32 tokens', *models,
+    bench.main([*SMALL, '--ponder=loop', '--toggles=plain,latent,router'])
+    models = ['plain', 'latent']
+    rows = cells(capsys.readouterr().out)
+    assert [row[0] for row in rows] == [
+        'step, 2 x 32 tokens', *models, 'router',
         'decoding 3 tokens, batch 1', *models,
         'router: decoding 3 tokens, batch 1, fp32', 'all', '2',
         'router: step, 2 x 32 tokens', 'all', '2']
+    assert [bool(row[4]) for row in rows[1:7]] == [True, False, True, True, True, True]
 
 
-def test_a_line_for_each_part(monkeypatch, capsys):
-    monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
-    bench.main([*SMALL, '--toggles=gate', '--parts=True'])
-    models = ['gate, model.py', 'gate, fast', 'gate, fast without loss',
-              'gate, fast without skipping', 'gate, fast without memory']
-    rows = cells(capsys.readouterr().out)
-    assert [row[0] for row in rows] == [
-        'step, 2 x 32 tokens', *models, 'decoding 3 tokens, batch 1', *models]
-    assert all(row[-1].endswith('%') for row in rows[1:6])
-    assert [row[-1] for row in rows[7:]] == [''] * 5    # who knows which passes they took
-
-
-@pytest.mark.parametrize('halting', ['gate', 'mask', 'router', 'exit'])
+@pytest.mark.parametrize('halting', HALTING)
 @pytest.mark.parametrize('depth', [1.5, 3.0])
 def test_drawn_decisions_take_the_wished_depth(halting, depth):
     torch.manual_seed(0)
     config = GPTConfig(**SHAPE, block_size=512, **bench.TOGGLES[halting])
     model = bench.drawn(config, depth, torch.device('cpu')).eval()
-    model.dense = True
     with torch.no_grad():
         model(torch.randint(64, (4, 512)))
     assert model.mechanism.passes.double().mean().item() == pytest.approx(depth, abs=0.1)
+
+
+def test_in_training_the_router_skips_what_is_drawn():
+    config = GPTConfig(**SHAPE, block_size=512, **bench.TOGGLES['router'])
+    model = bench.drawn(config, 1.5, torch.device('cpu'))
+    slots = []
+    model.h[0].register_forward_pre_hook(lambda block, args: slots.append(args[0].size(1)))
+    bench.TrainingStep(model, torch.randint(64, (1, 512)), torch.float32)()
+    assert slots[0] == 512 > 2 * slots[1] > 2 * slots[2]
+    assert sum(slots) / 512 == pytest.approx(1.5, abs=0.1)
+
+
+# in the place of a bench.py: it writes down who was called, and prints ever longer times
+STAND_IN = """
+import sys
+with open('turns.txt', 'a+') as f:
+    f.write(f"{sys.argv[0][0]}: {' '.join(sys.argv[1:])}\\n")
+    f.seek(0)
+    ms = 10.0 * len(f.readlines())
+print("a machine\\n\\n| step  | median | quartiles |\\n| ----- | ------ | --------- |")
+print(f"| plain | {ms} ms | 1.0 to 2.0 |\\n| {sys.argv[0]} | 1.0 ms | |")
+print("\\n| decoding | median |\\n| -------- | ------ |\\n| plain | 10.0 ms |")
+"""
+
+
+def test_two_folders_take_turns(tmp_path, monkeypatch, capsys):
+    """Rows of both, by table and name; each ratio is of one round."""
+    monkeypatch.chdir(tmp_path)
+    for folder in 'here', 'there':
+        (tmp_path / folder / 'tools').mkdir(parents=True)
+        (tmp_path / folder / 'tools' / 'bench.py').write_text(STAND_IN)
+    monkeypatch.setattr(bench, 'ROOT', 'here')
+    bench.main(['--toggles=plain', '--against=there', '--rounds=3', '--threads=1',
+                '--against_options=--fast=True --dtype=float32'])
+    h = 'h: --toggles=plain --threads=1'
+    t = 't: --toggles=plain --threads=1 --fast=True --dtype=float32'
+    assert (tmp_path / 'turns.txt').read_text().splitlines() == [h, t, t, h, h, t]
+    # here 10, 40 and 50 ms, there 20, 30 and 60
+    assert cells(capsys.readouterr().out)[1:] == [
+        ['step', 'plain', '40.0 ms', '30.0 ms', '0.833', '0.500 to 1.333'],
+        ['decoding', 'plain', '10.0 ms', '10.0 ms', '1.000', '1.000 to 1.000']]
 
 
 def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
@@ -57,14 +87,9 @@ def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
     folders = []
     for name, tau in ('loop', 0.1), ('exit', 1e-4), ('exit', 1.0), ('feedback', 0.1):
         model = make(**{**TOGGLES[name], **size, 'halt_tau': tau})
-        folders.append(save(tmp_path / f'{name}{tau}', model, data_dir='data/addition',
-                            fast=name == 'exit'))
+        folders.append(save(tmp_path / f'{name}{tau}', model, data_dir='data/addition'))
     monkeypatch.setattr(bench, 'ANSWERS', 3)
-    write, asked = bench.answer_problems, []
-    monkeypatch.setattr(bench, 'answer_problems',
-                        lambda model, *args, **kw: asked.append(model) or write(model, *args, **kw))
     bench.main([*folders, '--repeats=1', '--batches=1,2', '--device=cpu'])
-    assert {type(model) for model in asked} == {GPT}, "not one as it was trained, one not"
     passes, *lines = cells(capsys.readouterr().out)
     assert passes == ['passes of', 'a question token', 'an answer token']
     assert lines[:4] == [[folders[0], '3.00', '3.00'], [folders[1], '3.00', '3.00'],
@@ -92,12 +117,13 @@ def test_ratios(capsys):
         ['2', '2500.0 ms', '2.00', '1.60x', '2.00x', '80%']]
 
 
-def test_a_part_that_is_taken_away_is_model_pys():
-    gpt = bench.without('loss', GPTConfig(**SHAPE, ponder='embedding'))
-    assert gpt.loss.func is GPT.loss and gpt.token_losses.func is GPT.token_losses
-    assert gpt.mechanism.mixture is Embedding.mixture
-
-
-def test_refusal():
+def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='toggles=plane.*depth_attn'):
         bench.main(['--toggles=plane'])
+    with pytest.raises(UserError, match='nowhere: there is no tools/bench.py'):
+        bench.main(['--against=nowhere'])
+    monkeypatch.setattr(bench, 'ROOT', str(tmp_path))
+    (tmp_path / 'tools').mkdir()
+    (tmp_path / 'tools' / 'bench.py').write_text('import sys; sys.exit("one line")')
+    with pytest.raises(UserError, match='tools/bench.py: one line'):
+        bench.main([f'--against={tmp_path}'])

@@ -43,10 +43,9 @@ def test_told_its_own_choice_it_is_the_same(model):
 def test_all_passes_are_threshold_0_and_one_is_the_plain_gpt(model):
     losses, right = choices.after_each_pass(model, TEXT)
     model.config.halt_tau = 0
-    model.dense = True
     everything = choices.see(model, X, Y)[0]
     torch.testing.assert_close(losses[-1], everything, rtol=0, atol=1e-9)
-    h = model.trunk(model.embed(X), torch.arange(T))
+    h = model.trunk(model.embed(X))
     torch.testing.assert_close(losses[0], model.token_losses(h, Y), rtol=0, atol=1e-9)
     assert torch.equal(right[0], model.head(h).argmax(-1) == Y)
 

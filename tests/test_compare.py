@@ -72,7 +72,6 @@ def test_all_runs_have_the_same_recipe(common):
             assert settings.max_steps == 1000
         settings.max_steps = plain.max_steps
         settings.out_dir = plain.out_dir
-        settings.fast = plain.fast
         if name == 'plain_stock':
             settings.weight_decay = plain.weight_decay
         assert settings == plain, name
@@ -310,6 +309,20 @@ def test_the_table_of_losses_by_hand():
     assert loop == ['loop', '3', '1.3000', '1.1000 to 1.4000', '-0.2500 (-0.4000 to -0.1000)',
                     '+0.0500 (+0.0500 to +0.0500)', '4.00', '1.00']
     assert latent[4:] == ['-0.7000 (-0.7000 to -0.7000)', '', '4.40', '1.00']
+
+
+def test_of_plain_runs_of_equal_flops_that_counts_which_starts_alike():
+    rows = table_of(('plain', 1, 1.5, 100), ('plain_scaled', 1, 1.25, 100),
+                    ('plain_ponderlm', 1, 1.75, 100), ('smear', 1, 1.0, 100),
+                    ('depth_attn', 1, 1.0, 101), ('plain_scaled_2x', 1, 1.0, 200))
+    minus = {row[0]: row[5].split(' ')[0] for row in rows if len(row) > 5}
+    assert minus == {'plain': '', 'plain_scaled': '-0.2500', 'plain_ponderlm': '+0.2500',
+                     'smear': '-0.2500', 'depth_attn': '-0.5000', 'plain_scaled_2x': ''}
+
+
+def test_the_flops_of_a_record_are_near_those_of_its_model():
+    record = dict(tokens=10, flops=1030)
+    assert [compare.has_flops(record, flops) for flops in (100, 103, 110)] == [True, True, False]
 
 
 def test_the_table_says_if_model_py_was_changed_between_its_runs():

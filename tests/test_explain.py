@@ -11,6 +11,7 @@ from conftest import ONE_EACH, TOGGLES, make, save
 import prepare_data
 from engine import page
 from engine.files import UserError
+from engine.mechanisms import halts
 from engine.shards import get_tokenizer
 from model import PONDER, Feedback, Memory, apply_rope, rope_table
 from prepare_data import DataSettings
@@ -42,7 +43,7 @@ def test_steps_end_in_the_models_output(toggle):
     if config.halting in ('none', 'gate', 'exit'):      # the others mix their steps
         assert_equal(seen.after[seen.steps - 1, torch.arange(7)], want)
     if config.halting == 'none':
-        steps = 2 if config.ponder == 'feedback' else model.mechanism.K + 1
+        steps = 2 if config.ponder in ('feedback', 'smear') else model.mechanism.K + 1
         assert seen.steps.tolist() == [steps] * 7
         assert not seen.compared
     else:
@@ -70,10 +71,9 @@ def test_feedback_without_and_with_the_state():
     x = model.embed(IDX[None])
     before, state = x[:, :0], torch.zeros_like(x[:, :1])
     for t in range(7):      # over the whole text each time: no memory
-        pos = torch.arange(t + 1)
-        off = model.trunk(torch.cat((before, x[:, t:t + 1]), 1), pos)[:, -1:]
+        off = model.trunk(torch.cat((before, x[:, t:t + 1]), 1))[:, -1:]
         before = torch.cat((before, x[:, t:t + 1] + state), 1)
-        state = model.trunk(before, pos)[:, -1:]
+        state = model.trunk(before)[:, -1:]
         off, on = model.head(off)[0, 0], model.head(state)[0, 0]
         assert_equal(seen.after[:, t], torch.stack((off, on)))
         p, q = on[:50].softmax(0), off[:50].softmax(0)      # the tokens in use
@@ -81,11 +81,23 @@ def test_feedback_without_and_with_the_state():
     assert seen.moved[0] == 0 and seen.moved[1:].min() > 0.01
 
 
+def test_smear_without_and_with_the_token_before():
+    model = make(ponder='smear', depth_attn=True)
+    seen = explain.look(model, IDX)
+    x = model.embed(IDX[None])
+    smeared = x + torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+    assert_equal(seen.after[1], output(model))
+    for t in range(7):
+        off = model.trunk(torch.cat((smeared[:, :t], x[:, t:t + 1]), 1))[0, -1]
+        assert_equal(seen.after[0, t], model.head(off))
+    assert seen.moved[0] == 0 and seen.moved[1:].min() > 0.01
+
+
 class Forgets(Feedback):
 
-    def forward(self, gpt, x, pos, memory):
-        h = super().forward(gpt, x, pos, memory)
-        memory.state = None
+    def forward(self, gpt, x, memory):
+        h = super().forward(gpt, x, memory)
+        memory.carried = None
         return h
 
 
@@ -118,7 +130,7 @@ def test_values_by_hand():
         want = torch.zeros(7, 6, dtype=torch.float64)
         want[:, sources] = weights.mean(1)
         assert_equal(values[:, layer], want)
-        x = block(x, rope, memory, None)
+        x = block(x, rope, memory)
 
 
 def test_values_are_those_of_the_last_pass_a_token_took():
@@ -128,6 +140,13 @@ def test_values_are_those_of_the_last_pass_a_token_took():
     assert 0 < left.sum() < 7
     model.config.halt_tau = 1.0     # all leave
     assert_equal(seen.values[left], explain.look(model, IDX).values[left])
+
+
+def test_nothing_listens_when_it_is_over():
+    model = make(depth_attn=True)
+    explain.look(model, IDX)
+    modules = [part for block in model.h for part in (block, block.attn)]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in modules)
 
 
 # ---- what is printed -----------------------------------------------------------------------------
@@ -217,7 +236,7 @@ def test_the_data_is_what_look_saw(tmp_path, name):
     [said] = data['models']
     assert said['steps'] == seen.steps.tolist()
     assert said['mixed'] == seen.mixed.tolist()
-    assert said['tau'] == (model.config.halt_tau if model.mechanism.halts else None)
+    assert said['tau'] == (model.config.halt_tau if halts(model) else None)
     for got, want in zip(said['compared'], seen.compared, strict=True):
         assert got == pytest.approx(want.tolist(), abs=1e-3)
     for reading, logits in zip([*said['after'], said['output']], [*seen.after, seen.logits],

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import ROOT, TOGGLES, make, save
 
+from engine.build import without_numbers
 from engine.files import UserError
 from engine.flops import flops_per_token
-from engine.plan import without_numbers
-from tools import plot
+from tools import compare, plot
 from tools.explain import look
 from tools.plot import PlotSettings
 
@@ -153,6 +153,17 @@ def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
         paths[1].write_text(json.dumps(more))
         with pytest.raises(UserError, match=words):
             plot.records(paths, PlotSettings(x='generated'))
+
+
+def test_smear_in_docs_is_the_mechanism_of_that_name(monkeypatch):
+    """The commands of these records name config/feedback.py, which they ran with a patch."""
+    monkeypatch.setattr(compare, 'read_meta', lambda folder: dict(n_tokens=257))    # data/python
+    monkeypatch.chdir(ROOT)
+    runs = PlotSettings(x='generated', names='plain_scaled,smear,smear+depth_attn')
+    path = os.path.join('docs', 'runs', 'text-2.8M.jsonl')
+    marks = {line.get_label(): line for line in plot.records([path], runs).axes[0].lines}
+    cost = {name: list(line.get_xdata()) for name, line in marks.items() if name[0] != '_'}
+    assert cost == {'smear': [1], 'smear+depth_attn': [1], 'one pass': [1]}
 
 
 def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):

@@ -4,57 +4,70 @@ Speed, as ratios within one run: a training step, decoding, and what halting sav
     python tools/bench.py                              the defaults, plain and Depth-Attention
     python tools/bench.py config/size/360m.py --micro_batch=16 --toggles=plain,loop,chain
     python tools/bench.py --toggles=gate,mask,router,exit     each against all its passes
-    python tools/bench.py --toggles=plain,chain,exit --parts=True    what each part of engine/ gains
     python tools/bench.py out/loop out/halting_exit           whole answers of runs on a made task
+    python tools/bench.py --toggles=plain,chain --threads=1 --against=../before
+        this code against another folder of the project: both bench.py take turns
 
 Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike. The table
 has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
 ceilings come first: a large matrix product in the same precision, and a large copy. "of ceiling" is
-a step's FLOPs per second as a share of the one, in decoding the blocks' weights read per second as
-a share of the other; empty where tokens may have stopped early.
+a step's FLOPs per second as a share of the one (empty where steps are drawn, as latent's), in
+decoding the blocks' weights read per second as a share of the other.
 
-Where tokens halt, decisions are drawn, not learned: each goes on to the next of up to 4 passes with
-the same probability, so that it takes 1.5, 2 or 3 on average. Ideal is 4 / (passes taken). But with
---parts they are the model's own.
+Where tokens halt, nobody does in a training step of the first table. Then decisions are drawn, not
+learned: each token goes on to the next of up to 4 passes with the same probability, so that it
+takes 1.5, 2 or 3 on average. Ideal is 4 / (passes taken).
+
+With --against each row that both print has the medians of all rounds, and the ratio here / there of
+each round: below 1, this code is quicker.
 """
 
 import math
 import os
+import shlex
 import statistics
+import subprocess
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Optional
 
 import torch
-import torch.nn as nn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, check_range, read
 from engine.answers import Progress, answer_problems, ask, totals
-from engine.compile import compile_blocks, compile_decoding
-from engine.fast import BY_ROWS, new_model, pick_fast
+from engine.build import new_model
+from engine.cpu import tune_cpu
+from engine.decode import compile_decoding
 from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
-from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype, tune_cpu
+from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype
+from engine.mechanisms import halts, iterates, slots_per_token
+from engine.prepare import compile_blocks
+from engine.skip import skip_stopped_tokens
 from engine.trained import exam_of_run, load_model
-from model import GPT, HALTING, GPTConfig
+from model import HALTING, GPTConfig
 from train import Settings
 
 
 @dataclass
 class BenchSettings:
     """
-    what to measure; shape, micro_batch, device, dtype, fast and compile are train.py's (where
-    tokens halt, but with --parts, fast is on, nothing is compiled, and decoding is in fp32)
+    what to measure; shape, micro_batch, device, dtype, threads and compile are train.py's (where
+    decisions are drawn nothing is compiled, and decoding is in fp32)
     """
     toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, the first is the base
-    parts: bool = False                # beside each: with fast, and without each of its parts
     repeats: int = 7                   # timed turns of each candidate, after one not counted
     batches: str = '1,8'               # rows that are decoded together
     new_tokens: int = 64               # tokens decoded per turn, after 8 of a prompt
+    against: Optional[str] = None      # another folder of the project, whose bench.py is run too
+    against_options: str = ''          # more options for that one alone
+    rounds: int = 3                    # times that the two are run
 
     def __post_init__(self):
         for name in self.toggles.split(','):
@@ -62,20 +75,22 @@ class BenchSettings:
                 raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
         if not all(rows.isdecimal() for rows in self.batches.split(',')):
             raise ValueError(f"batches={self.batches}: give whole numbers, such as 1,8")
-        check_range(self, 1, math.inf, 'repeats', 'new_tokens')
+        check_range(self, 1, math.inf, 'repeats', 'new_tokens', 'rounds')
 
 
 TOGGLES = {
     'plain': {},
     'depth_attn': dict(depth_attn=True),
+    'smear': dict(ponder='smear'),
     'embedding': dict(ponder='embedding'),
     'latent': dict(ponder='latent', ponder_steps=1),
+    'feedback': dict(ponder='feedback'),
     'chain': dict(ponder='chain'),
     'loop': dict(ponder='loop'),
     'pause': dict(ponder='pause'),
 }
 for name, kind in HALTING.items():
-    TOGGLES[name] = dict(ponder=kind.works_on, ponder_steps=3, halting=name, halt_tau=0.5)
+    TOGGLES[name] = dict(ponder=kind.works_on, ponder_steps=3, halting=name, halt_tau=0.0)
 PROMPT = 8  # tokens before those that are decoded
 ANSWERS = 64    # problems of a turn, where runs answer
 # passes per token on average, 1 + p + p^2 + p^3: p, the probability of each next one
@@ -154,7 +169,10 @@ def print_times(title, times, ceiling=None):
 
 
 class TrainingStep:
-    """One whole optimizer step per call: forward, backward, clipping, fused AdamW."""
+    """
+    One whole optimizer step per call: forward, backward, clipping, fused AdamW. Where a mechanism
+    draws, the costliest.
+    """
 
     def __init__(self, model, idx, dtype):
         self.model = model.train()
@@ -163,6 +181,9 @@ class TrainingStep:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def __call__(self):
+        mechanism = self.model.mechanism
+        mechanism.begin_step(0, 1)
+        mechanism.drawn = mechanism.draws()[0]
         mixed = self.dtype != torch.float32
         with torch.autocast(self.idx.device.type, self.dtype, enabled=mixed):
             _, loss = self.model(self.idx, self.idx)
@@ -185,54 +206,44 @@ def decode(model, batch, new_tokens, device):
     return elapsed, torch.stack([passes for _, passes in made]).float().mean().item()
 
 
-def bench_toggles(setup, configs):
-    """Steps and decoding of the models {name: config}, each against the first."""
-    flops, bandwidth = ceilings(setup.device, setup.dtype)
-    print(f"matmul {flops / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s", flush=True)
-    config = next(iter(configs.values()))
-    T, n_tokens = config.block_size, config.n_tokens        # of all
-    fast = pick_fast(setup.train.fast, setup.device)
-    makers = {}     # of a new model, by the candidate's name
-    for name, config in configs.items():
-        if not setup.own.parts:
-            makers[name] = partial(new_model, config, fast)
-            continue
-        makers[f'{name}, model.py'] = partial(new_model, config)
-        makers[f'{name}, fast'] = partial(new_model, config, True)
-        for part in PARTS:
-            makers[f'{name}, fast without {part}'] = partial(without, part, config)
-    compiled = pick_compile(setup.train.compile, setup.device)
-
+def bench_steps(setup, configs, flops):
+    """Training steps of models {name: config}, each against the first. flops: the machine's."""
     steps, work = {}, {}
-    for name, make in makers.items():
-        model = make().to(setup.device)
-        # latent draws: these steps take the costliest, so FLOPs are counted of that
-        model.mechanism.draws = partial(list, model.mechanism.draws()[:1])
-        idx = torch.randint(0, n_tokens, (setup.train.micro_batch, T), device=setup.device)
-        if compiled:
+    for name, config in configs.items():
+        model = ready_to_train(config, setup.device)
+        if pick_compile(setup.train.compile, setup.device):
             compile_blocks(model)
+        shape = (setup.train.micro_batch, config.block_size)
+        idx = torch.randint(0, config.n_tokens, shape, device=setup.device)
         steps[name] = partial(seconds, TrainingStep(model, idx, setup.dtype), setup.device)
-        if not model.mechanism.skips:   # it computes less than is counted
-            work[name] = flops_per_token(model, T) * idx.numel() / flops
-    shape = f'{setup.train.micro_batch} x {T} tokens'
-    print_times(f'step, {shape}', take_turns(steps, setup.own.repeats), work)
+        if len(model.mechanism.draws()) == 1:       # else the mean over draws is counted
+            work[name] = flops_per_token(model) * idx.numel() / flops
+    print_times(f'step, {shape[0]} x {shape[1]} tokens', take_turns(steps, setup.own.repeats), work)
 
+
+def ready_to_train(config, device):
+    model = new_model(config).to(device)
+    if config.halting == 'router':
+        skip_stopped_tokens(model)
+    return model
+
+
+def bench_decoding(setup, configs, bandwidth):
+    """Decoding by models {name: config}, each against the first. bandwidth: the machine's."""
     expect_new_lengths()    # not before: steps have one length
     asked = setup.train.dtype is not None or setup.device.type == 'cuda'
     dtype = setup.dtype if asked else torch.float32     # in which a CPU decodes
-    new = min(setup.own.new_tokens, T - PROMPT)
     models, read = {}, {}
-    for name, make in makers.items():
-        model = models[name] = make().to(setup.device, dtype).eval()
-        if compiled and fast:
+    for name, config in configs.items():
+        new = min(setup.own.new_tokens, config.block_size - PROMPT)     # the same for all
+        model = models[name] = new_model(config).to(setup.device, dtype).eval()
+        if pick_compile(setup.train.compile, setup.device):
             compile_decoding(model)
-        if model.mechanism.halts:       # it may read them less often
-            continue
         weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
-        passes = 1 if model.config.ponder == 'pause' else model.mechanism.K + 1
+        passes = 1 if config.ponder == 'pause' else slots_per_token(model)
         read[name] = weights * passes * new / bandwidth
     for batch in map(int, setup.own.batches.split(',')):
-        prompt = torch.randint(0, n_tokens, (batch, PROMPT), device=setup.device)
+        prompt = torch.randint(0, config.n_tokens, (batch, PROMPT), device=setup.device)
         turns = {}
         for name, model in models.items():
             write = partial(generate, model, prompt, new, temperature=0)
@@ -241,71 +252,41 @@ def bench_toggles(setup, configs):
                     read)
 
 
-PARTS = ('loss', 'skipping', 'memory')
-
-
-def without(part, config):
-    """
-    A FastGPT with a part that is model.py's own. loss: head and cross-entropy for all tokens at
-    once. skipping: all tokens take all passes, and rows wait for each other. memory: that, too, as
-    skipping needs it.
-    """
-    gpt = new_model(config, True)
-    mechanism = gpt.mechanism
-    if part == 'loss':
-        gpt.loss, gpt.token_losses = partial(GPT.loss, gpt), partial(GPT.token_losses, gpt)
-        for _, name in BY_ROWS:
-            vars(mechanism).pop(name, None)     # then it is the class's
-    else:
-        mechanism.forward = partial(type(mechanism).forward, mechanism)
-        gpt.runs_ahead = False
-    if part == 'memory':
-        gpt.hidden, gpt.new_memory = partial(GPT.hidden, gpt), partial(GPT.new_memory, gpt)
-    return gpt
-
-
 # -------------------------------------------------------------------------------------------------
 # What skipping saves
 
 
 def drawn(config, depth, device):
     """A model whose tokens take `depth` of its passes on average, whatever its weights say."""
-    model = new_model(config, True).to(device)
-    mechanism, p = model.mechanism, DEPTHS[depth]
-    after, route = mechanism.after, getattr(mechanism, 'route', None)
+    model = ready_to_train(config, device)
+    p = DEPTHS[depth]
 
-    def after_drawn(gpt, state, x, h, k):
-        new = after(gpt, state, x, h, k)
-        luck = torch.rand(new.go_on.shape, device=h.device) < p
-        return replace(new, go_on=state.go_on & luck & (k < mechanism.K))
+    class Drawn(type(model.mechanism)):
 
-    def route_drawn(h):     # 'mask' decides once, on all
-        luck = torch.rand(*h.shape[:-1], mechanism.K, device=h.device) < p
-        needed = nn.functional.pad(luck.cumprod(-1), (1, 0), value=1.0)     # (B,T,K+1)
-        return route(h)[0], needed.log()
+        def goes_on(self, score):
+            luck = torch.rand(score.shape, device=score.device) < p
+            if score.dim() == 3:        # Mask asks of all thoughts, and the token itself, at once
+                luck[..., 0] = True
+                luck = luck.cumprod(-1).bool()
+            return luck
 
-    config.halt_tau = 0.5
-    if route is None:
-        config.halt_tau = 0.0       # nobody stops but by luck
-        mechanism.after = after_drawn
-    else:
-        mechanism.route = route_drawn
+    model.mechanism.__class__ = Drawn
     return model
 
 
 def bench_halting(setup, name, config):
     """Decoding against the same passes taken by all, and a step where training skips them too."""
     expect_new_lengths()
-    models = {'all': new_model(replace(config, halting='none'), True).to(setup.device)}
+    models = {'all': new_model(replace(config, halting='none')).to(setup.device)}
     for depth in DEPTHS:
-        models[depth] = drawn(replace(config), depth, setup.device)
+        models[depth] = drawn(config, depth, setup.device)
     new = min(setup.own.new_tokens, config.block_size - PROMPT)
     for batch in map(int, setup.own.batches.split(',')):
         turns = {depth: partial(decode, model.eval(), batch, new, setup.device)
                  for depth, model in models.items()}
         print_saved(f'{name}: decoding {new} tokens, batch {batch}, fp32', config,
                     take_turns(turns, setup.own.repeats))
-    if not models[depth].mechanism.skips:
+    if config.halting != 'router':      # only there does training skip
         return
     shape = (setup.train.micro_batch, config.block_size)
     idx = torch.randint(0, config.n_tokens, shape, device=setup.device)
@@ -340,10 +321,9 @@ def print_saved(title, config, turns):
 
 def bench_answers(setup, folders):
     """Runs on made tasks, each against the first: questions read, and whole answers written."""
-    fast = pick_fast(setup.train.fast, setup.device)    # of all alike, however each was trained
     runs = {}       # of each folder: its model, and what it is asked
     for folder in folders:
-        model, _, settings = load_model(folder, setup.device, fast=fast)
+        model, _, settings = load_model(folder, setup.device)
         exam = exam_of_run(settings)
         if exam is None:
             raise UserError(f"{folder}: was trained on a text, which asks nothing: name runs on a "
@@ -363,10 +343,10 @@ def bench_answers(setup, folders):
 @torch.no_grad()
 def question_passes(model, exam):
     """The mean over the tokens of questions, with what stands in front of them; in words."""
-    if model.mechanism.iterates:
+    if iterates(model):
         return 'by iteration'
-    if not model.mechanism.halts:
-        return f"{model.mechanism.slots:.2f}"
+    if not halts(model):
+        return f"{slots_per_token(model):.2f}"
     taken = []
     for tokens, _, _ in ask(model, exam, ANSWERS):
         model.hidden(torch.tensor([tokens], device=model.wte.weight.device), model.new_memory())
@@ -380,13 +360,59 @@ def seconds_per_answer(model, exam, batch, device):
 
 
 # -------------------------------------------------------------------------------------------------
+# Another folder of the project
+
+
+def bench_against(own, argv):
+    """This bench.py and the other folder's in turns, each time in a process of its own."""
+    if not os.path.exists(os.path.join(own.against, 'tools', 'bench.py')):
+        raise UserError(f"--against={own.against}: there is no tools/bench.py: name a folder of "
+                        "the project")
+    asked = [arg for arg in argv if not arg.startswith(('--against', '--rounds'))]
+    commands = {'here': (ROOT, asked),
+                'there': (own.against, [*asked, *shlex.split(own.against_options)])}
+    found = {side: defaultdict(list) for side in commands}  # ms of each row, a number per round
+    progress = Progress()
+    for turn in range(own.rounds):
+        for side in ('here', 'there') if turn % 2 == 0 else ('there', 'here'):
+            progress(f"round {turn + 1} of {own.rounds}, {side}")
+            for row, ms in medians_printed(*commands[side]).items():
+                found[side][row].append(ms)
+    rows = []
+    for (title, name), here in found['here'].items():
+        there = found['there'].get((title, name))
+        if there:
+            ratios = sorted(a / b for a, b in zip(here, there))
+            rows.append([title, name, f"{statistics.median(here):.1f} ms",
+                         f"{statistics.median(there):.1f} ms", f"{statistics.median(ratios):.3f}",
+                         f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
+    print(table(['measured', 'of', 'here', 'there', 'here / there', 'lowest to highest'], rows))
+
+
+def medians_printed(folder, options):
+    """{(title, name): ms} of the tables of times that a folder's bench.py prints."""
+    program = os.path.join(folder, 'tools', 'bench.py')
+    done = subprocess.run([sys.executable, program, *options], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{program}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+    found, title = {}, None
+    for line in done.stdout.splitlines():
+        name, median, *_ = [cell.strip() for cell in line.strip('|').split('|')] + ['']
+        if median == 'median':
+            title = name
+        elif median.endswith(' ms'):
+            found[title, name] = float(median.removesuffix(' ms'))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Setup:
     """What was asked for, and where it is measured."""
     own: BenchSettings
-    train: Settings       # micro_batch, device, dtype, fast, compile
+    train: Settings       # micro_batch, device, dtype, threads, compile
     device: torch.device
     dtype: torch.dtype    # of training steps: the autocast type
 
@@ -396,6 +422,8 @@ def main(argv):
     train = build(Settings, given)
     device = pick_device(train.device)
     setup = Setup(build(BenchSettings, given), train, device, pick_dtype(train.dtype, device))
+    if setup.own.against is not None:
+        return bench_against(setup.own, argv)
     if device.type == 'cpu':
         given = {'vocab_size': 320, **given}    # bytes; on a GPU the table of larger tokenizers
         tune_cpu()
@@ -412,10 +440,12 @@ def main(argv):
           f"{'answers' if folders else 'steps'} in {str(dtype).removeprefix('torch.')}", flush=True)
     if folders:
         return bench_answers(setup, folders)
-    fixed = {name: config for name, config in configs.items()
-             if setup.own.parts or config.halting == 'none'}
+    flops, bandwidth = ceilings(device, dtype)
+    print(f"matmul {flops / 1e9:,.0f} GFLOP/s, copy {bandwidth / 1e9:,.1f} GB/s", flush=True)
+    bench_steps(setup, configs, flops)
+    fixed = {name: config for name, config in configs.items() if config.halting == 'none'}
     if fixed:
-        bench_toggles(setup, fixed)
+        bench_decoding(setup, fixed, bandwidth)
     for name, config in configs.items():
         if name not in fixed:
             bench_halting(setup, name, config)

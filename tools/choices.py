@@ -34,7 +34,6 @@ import statistics
 import sys
 from dataclasses import dataclass
 from typing import Optional
-from unittest import mock
 
 import torch
 
@@ -43,11 +42,12 @@ from configurator import check_range
 from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
-from engine.score import in_parts
+from engine.mechanisms import halts
 from engine.shards import read_meta
 from engine.start import say_other_data
 from engine.trained import data_dir_of, exam_of_run, open_as, read_one
 from engine.windows import Windows
+from model import some_rows_at_once
 
 
 TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048
@@ -82,35 +82,47 @@ class ChoiceSettings:
 # A model that takes the passes it is told
 
 
-@contextlib.contextmanager
-def told(model, passes):
-    """In here a halting model takes so many passes (B,T), whatever its gates or router say."""
-    mechanism, config = model.mechanism, model.config
-    k = torch.arange(mechanism.K + 1, device=passes.device)
-    taken = k < passes[..., None]                                   # (B,T,K+1): who takes pass k
-    taus = torch.where(taken, -1.0, 2.0)        # all probabilities reach the one, none the other
-    after, route = mechanism.after, getattr(mechanism, 'route', None)
+class Told:
+    """In front of a class of Halting: tokens take as many passes as they are told to."""
+    told = None     # (B,T)
 
-    def after_told(gpt, state, x, h, k):
-        config.halt_tau = taus[..., min(k + 1, mechanism.K)]
-        return after(gpt, state, x, h, k)
+    def forward(self, gpt, x, memory):
+        self.asked = 0
+        return super().forward(gpt, x, memory)
 
-    def route_told(h):      # 'mask': its router says at once how many thoughts there will be
-        s = route(h)[0] * taken
+    def goes_on(self, score):
+        """Asked after pass 0, 1, ..; by the sweeps of Mask, of all thoughts at once."""
+        if score.dim() > self.told.dim():
+            return self.takes()
+        self.asked += 1
+        return self.asked < self.told
+
+    def takes(self):
+        """(B,T,K+1): who takes pass k."""
+        return torch.arange(self.K + 1, device=self.told.device) < self.told[..., None]
+
+    def route(self, h):
+        """Mask: its router says at once how many thoughts there will be."""
+        s = super().route(h)[0] * self.takes()
         s = s / s.sum(-1, keepdim=True)
         return s, s.flip(-1).cumsum(-1).flip(-1).log()
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(config, 'halt_tau', taus))
-        stack.enter_context(mock.patch.object(mechanism, 'after', after_told))
-        if route is not None:
-            stack.enter_context(mock.patch.object(mechanism, 'route', route_told))
+
+@contextlib.contextmanager
+def told(model, passes):
+    """In here a halting model takes so many passes (B,T), whatever its gates or router say."""
+    mechanism, kind = model.mechanism, type(model.mechanism)
+    mechanism.__class__ = type('Told', (Told, kind), {'told': passes})
+    try:
         yield
+    finally:
+        mechanism.__class__ = kind
 
 
-def best(gpt, h):
-    """The likeliest tokens (n,1) after hidden states (n,C)."""
-    return gpt.head(h).argmax(-1, keepdim=True)
+@some_rows_at_once
+def likeliest(gpt, h):
+    """The likeliest tokens (..) after hidden states (..,C)."""
+    return gpt.head(h).argmax(-1)
 
 
 @torch.inference_mode()
@@ -126,8 +138,8 @@ def see(model, inputs, targets, passes=None, progress=Progress()):
         with told(model, passes[some]) if passes is not None else contextlib.nullcontext():
             h = model.hidden(inputs[some])
         losses.append(model.token_losses(h, targets[some]))
-        right.append(in_parts(best, model, h)[..., 0] == targets[some])
-        if model.mechanism.halts:
+        right.append(likeliest(model, h) == targets[some])
+        if halts(model):
             taken.append(model.mechanism.passes)
         progress(f"{min(i + rows, len(inputs))} of {len(inputs)} texts")
     return torch.cat(losses), torch.cat(right), torch.cat(taken) if taken else None
@@ -239,7 +251,7 @@ def after_each_pass(model, text):
     losses, right = [], []
     for n in range(1, K + 2):
         passes = None
-        if model.mechanism.halts:
+        if halts(model):
             passes = torch.full_like(text.inputs, n)
         else:
             change_steps(model, n - 1)
@@ -298,14 +310,14 @@ def main(argv):
         open(s.json, 'a').close()   # an error now, and not when all is computed
     config = model.config
     if model.mechanism.K == 0:
-        raise UserError(f"this model has ponder={config.ponder!r} and "
-                        f"ponder_steps={config.ponder_steps}: name one with several passes")
+        raise UserError(f"ponder={config.ponder!r}: this model takes one pass for each token; name "
+                        "one with several")
     text = open_text(model, tokenizer, settings, s)
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
     losses, right = after_each_pass(model, text)
     found = []
-    if model.mechanism.halts:
+    if halts(model):
         found = list(each_tau(model, text, s, losses[0]))
         print_taus(found, text)
     rows, oracle = everyone(losses, right, text)

@@ -32,8 +32,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
+from engine.cpu import tune_cpu
 from engine.files import UserError, run, table
-from engine.hardware import explained, pick_device, tune_cpu
+from engine.hardware import explained, pick_device
+from engine.mechanisms import halts, iterates
 from engine.score import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.start import say_other_data
@@ -72,11 +74,11 @@ def each_setting(model, s):
     Yields (name of a setting, its value) for each value asked for, when the model has it; else once
     what the model was trained with.
     """
-    halts = model.mechanism.halts
-    name = 'halt_tau' if s.halt_tau or (halts and not s.ponder_steps) else 'ponder_steps'
+    stops = halts(model)
+    name = 'halt_tau' if s.halt_tau or (stops and not s.ponder_steps) else 'ponder_steps'
     asked = getattr(s, name)
     if asked is None:
-        yield name, model.config.halt_tau if halts else model.mechanism.K
+        yield name, model.config.halt_tau if stops else model.mechanism.K
         return
     try:
         values = [float(word) if name == 'halt_tau' else int(word) for word in asked.split(',')]
@@ -244,7 +246,7 @@ def print_answers(model, exam, s):
         print("Each is asked once: the validation set has no more that differ.\n")
     print(table([name, 'passes', 'right', *map(str, levels)], rows))
 
-    if model.mechanism.halts:
+    if halts(model):
         rows = []
         for value, found in results.items():
             passes = [f"{row['passes']:.2f}" for row in found['by_difficulty']]
@@ -371,7 +373,7 @@ def main(argv):
     for folder in texts:
         if folder == settings.get('data_dir'):
             say_other_data(folder, read_meta(folder), settings)
-    if model.mechanism.iterates and model.mechanism.K > 0:
+    if iterates(model) and model.mechanism.K > 0:
         how = "token by token" if s.exact else "by iteration (--exact=True: token by token)"
         print(f"{model.config.ponder}: texts and prompts are read {how}")
     if texts:

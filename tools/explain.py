@@ -9,8 +9,9 @@ after each, and the layers its values came from.
     python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=out/think.html
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
-Feedback is read token by token, as in generation: its two steps are with a zero in the place of the
-state that comes in, and with the state; the memory of earlier tokens is the same in both.
+Feedback and Smear are read token by token, as in generation: the two steps are with a zero in the
+place of the state that comes in, and with the state; the memory of earlier tokens is the same in
+both.
 Its line shows the likeliest next tokens, as if the model ended there: the last one is what it was
 trained for, unless it says "output" below. With --html it is a page to open in a browser, to point
 at and to click. Of a model of a made task, --start holds problems, with or without their answers;
@@ -23,20 +24,21 @@ import sys
 from dataclasses import dataclass
 from os.path import abspath, dirname
 from typing import Optional
-from unittest import mock
 
 import numpy as np
 import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
-import model as library
 from configurator import check_range
 from engine.answers import behind_solved
 from engine.files import UserError, run
+from engine.mechanisms import SCORES, halts
 from engine.page import model_data, write_page
+from engine.prepare import with_own_dicts
 from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, in_answers
 from engine.trained import data_dir_of, exam_for_prompt, load_model, open_as, read_one
+from model import Feedback, Smear, depth_attention, depth_sources, source_layers
 from sample import encode_prompt, read_start
 from tools.evaluate import token_arrays
 
@@ -76,73 +78,73 @@ class Seen:
     after: torch.Tensor             # (n,T,V)       logits after each step, as if it were the last
     values: Optional[torch.Tensor]  # (T,L,L+1)     whose values each layer mixed
     mixed: torch.Tensor             # (T,) bool     the output is not the last step's, but a mixture
-    kind: str                       # what a step is: 'pass', 'slot' or, with Feedback, 'state'
-    moved: Optional[torch.Tensor]   # (T,)          Feedback: nats, KL(with the state || without)
+    kind: str                       # what a step is: 'pass', 'slot'; Feedback and Smear: 'state'
+    moved: Optional[torch.Tensor]   # (T,)          of a state: nats, KL(with it || without)
 
 
 class Recorder:
-    """Listens to the passes of a model and to Depth-Attention, and keeps what they made."""
+    """Listens to the blocks of a model, in `with`, and keeps what each pass made."""
 
     def __init__(self, model):
-        self.config = model.config
-        self.outputs = []           # of each pass: (1,S,C)
+        self.model = model
+        self.outputs = []           # of each pass: (1,S,C), normed
         self.shares = []            # of each pass, who mixes whose values: (1,S,L,L+1)
-        self.layers = None          # whose values the block that runs now mixes
-        self.ln_f = model.ln_f
-        self.run_trunk = model.trunk
-        self.find = library.depth_sources
-        self.mix = library.depth_attention
 
-    def trunk(self, x, pos, memory=None, norm=True):
-        """In the place of GPT.trunk; what it keeps is normed."""
-        L = self.config.n_layer
+    def __enter__(self):
+        blocks = self.model.h
+        self.hooks = [blocks[0].register_forward_pre_hook(self.before_blocks),
+                      blocks[-1].register_forward_hook(self.after_blocks)]
+        if self.model.config.depth_attn:
+            self.hooks += [block.attn.register_forward_hook(self.after_attention)
+                           for block in blocks]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def before_blocks(self, block, args):
+        x, L = args[0], len(self.model.h)                               # x: (1,S,C)
         alone = torch.eye(L, L + 1, dtype=x.dtype, device=x.device)     # each layer its own values
         self.shares.append(alone.repeat(1, x.size(1), 1, 1))
-        x = self.run_trunk(x, pos, memory, norm)
-        self.outputs.append(x if norm else self.ln_f(x))
-        return x
+
+    def after_blocks(self, block, args, x):
+        self.outputs.append(self.model.ln_f(x))
+
+    def after_attention(self, attention, args, y):
+        """
+        Mixing the rows of a unit matrix in the place of values gives the weights themselves, in the
+        order of depth_sources; here they go into the columns of their layers.
+        """
+        x, rope, memory = args
+        config, layer = attention.config, attention.layer
+        q, k, _ = attention.project(x, rope)
+        keys = [k_j for k_j, _ in depth_sources(config, layer, memory, x.size(1))]
+        unit = torch.eye(len(keys) + 1, dtype=x.dtype, device=x.device)
+        rows = [row.expand(*k.shape[:3], -1) for row in unit]           # (1,nkv,S,sources + 1)
+        mode = config.depth_mode
+        weights = depth_attention(q, k, rows[-1], list(zip(keys, rows)), mode).mean(1)
+
+        loops, below = len(memory.loops), [*source_layers(config, layer)]
+        row = self.shares[-1][:, :, layer]                              # (1,S,L+1)
+        row.zero_()
+        row[..., -1] = weights[..., :loops].sum(-1)
+        row[..., [*below, layer]] = weights[..., loops:]
 
     def join(self, n):
         """Passes of single tokens, n of each: they become n passes of the text."""
         self.outputs = [torch.cat(self.outputs[k::n], dim=1) for k in range(n)]
         self.shares = [torch.cat(self.shares[k::n], dim=1) for k in range(n)]
 
-    def depth_sources(self, config, layer, memory):
-        """In the place of model.depth_sources."""
-        below = list(library.source_layers(config, layer))
-        self.layers = layer, len(memory.loops), below
-        return self.find(config, layer, memory)
-
-    def depth_attention(self, q, k, v, sources, mode):
-        """
-        In the place of model.depth_attention. Mixing the rows of a unit matrix instead of values
-        gives the weights themselves.
-        """
-        unit = torch.eye(len(sources) + 1, dtype=v.dtype, device=v.device)
-        rows = [row.expand(*k.shape[:3], -1) for row in unit]               # (1,nkv,S,sources + 1)
-        keys = [k_j for k_j, _ in sources]
-        weights = self.mix(q, k, rows[-1], list(zip(keys, rows)), mode).mean(1)
-
-        # in the order of depth_sources: into the columns of their layers
-        layer, loops, below = self.layers
-        row = self.shares[-1][:, :, layer]                                  # (1,S,L+1)
-        row.zero_()
-        row[..., -1] = weights[..., :loops].sum(-1)
-        row[..., [*below, layer]] = weights[..., loops:]
-        return self.mix(q, k, v, sources, mode)
-
 
 @torch.inference_mode()
 def look(model, idx):
     """What happens while a model in eval mode reads idx (T,): a `Seen`."""
     T = len(idx)
-    recorder = Recorder(model)
     mechanism = model.mechanism
-    feeds_back = isinstance(mechanism, library.Feedback)
-    with mock.patch.object(library, 'depth_attention', recorder.depth_attention), \
-            mock.patch.object(library, 'depth_sources', recorder.depth_sources), \
-            mock.patch.object(model, 'trunk', recorder.trunk):
-        if feeds_back:
+    carries = isinstance(mechanism, (Feedback, Smear))
+    with Recorder(model) as recorder:
+        if carries:
             logits = read_without_and_with_state(model, idx)                # (T,V)
             recorder.join(2)
         else:
@@ -152,9 +154,9 @@ def look(model, idx):
     steps = torch.full((T,), len(after), device=idx.device)
     position = torch.arange(T, device=idx.device)
     compared = []
-    if mechanism.halts:
+    if halts(model):
         steps = mechanism.passes[0]                                         # (T,)
-        compared = [chance[0] for chance in mechanism.decisions()]          # each (T,)
+        compared = scores(mechanism)                                        # each (T,)
     values = None
     if model.config.depth_attn:
         values = by_token(recorder.shares, T)                               # (n,T,L,L+1)
@@ -163,27 +165,38 @@ def look(model, idx):
     mixed = ~torch.isclose(last, logits, atol=1e-3).all(-1)
     kind = 'pass' if recorder.outputs[-1].size(1) == T else 'slot'
     moved = None
-    if feeds_back:
+    if carries:
         kind = 'state'
         without, given = after[..., :model.config.n_tokens].log_softmax(-1)
         moved = (given.exp() * (given - without)).sum(-1)                   # (T,)
     return Seen(steps, logits, compared, after, values, mixed, kind, moved)
 
 
+def scores(mechanism):
+    """What the passes but the last left to be compared with halt_tau: [(T,), ..] of one text."""
+    if mechanism.config.halting not in SCORES:      # one of your own
+        return []
+    name, _ = SCORES[mechanism.config.halting]
+    left = getattr(mechanism, name)
+    if isinstance(left, torch.Tensor):      # Mask's w (B,T,K+1), of which the first is always 1
+        left = left[..., 1:].unbind(-1)
+    return [score[0] for score in left[:mechanism.K]]
+
+
 def read_without_and_with_state(model, idx):
     """
     The logits (T,V) of idx (T,), read token by token. Each is read twice: first without the state,
-    which leaves nothing behind, as Feedback then forgets what this token left.
+    and into a copy of the memory.
     """
     memory = model.new_memory()
     hidden = []
     for token in idx:
         x = model.embed(token[None, None])
-        pos = memory.begin(x)
-        state, memory.state = memory.state, None
-        model.mechanism(model, x, pos, memory)
-        memory.state = state
-        hidden.append(model.mechanism(model, x, pos, memory))               # (1,1,C)
+        memory.begin(x)
+        without = with_own_dicts(memory)
+        without.carried = None
+        model.mechanism(model, x, without)
+        hidden.append(model.mechanism(model, x, memory))                    # (1,1,C)
     return model.head(torch.cat(hidden, dim=1))[0]
 
 
@@ -212,7 +225,7 @@ def show(seen, mechanism, idx, tokenizer, top):
         if seen.compared:
             asked = seen.compared[:n] if seen.kind == 'pass' else seen.compared
             chances = ' '.join(f'{chance[t]:.4f}' for chance in asked)
-            decided = f"   {mechanism.score_name} {chances}"
+            decided = f"   {SCORES[mechanism.config.halting][1]} {chances}"
         title = f"{n} {seen.kind}{plural}{decided}"
         if seen.kind == 'state':
             title = f"the state moved it by {seen.moved[t]:.4f} nats"

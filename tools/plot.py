@@ -31,6 +31,7 @@ from engine.build import without_numbers
 from engine.files import UserError, run, whole
 from engine.flops import flops_of_new_token, flops_per_token
 from engine.hardware import pick_device
+from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
 from sample import encode_prompt
 from tools.compare import (
@@ -38,6 +39,7 @@ from tools.compare import (
     LEARNED,
     LOSS,
     configs_of,
+    has_flops,
     is_plain,
     read_lines,
     read_log,
@@ -164,15 +166,15 @@ def in_generation(panels):
     for record in (r for panel in panels for found in panel.values() for r in found):
         if 'right' in record:       # a made task
             continue
-        s, config = configs_of(shlex.split(record['command'])[2:])      # python train.py ..
+        s, config = configs_of(args_of(record))
         recipes.add(str(replace(s, seed=0, out_dir='')) + str(config.block_size))
         gpt, name = without_numbers(config), record['name']
-        if record['flops'] != record['tokens'] * flops_per_token(gpt):
-            raise UserError(f"x=generated: {name}'s command does not make the model of its record "
-                            "here: leave it out of --names")
-        if gpt.mechanism.halts or (gpt.mechanism.iterates and EXACT not in record):
+        if halts(gpt) or (iterates(gpt) and EXACT not in record):
             raise UserError(f"x=generated: {name} halts, or its record has no {EXACT}: leave it "
                             "out of --names")
+        if not has_flops(record, flops_per_token(gpt)):
+            raise UserError(f"x=generated: {name}'s command does not make the model of its record "
+                            "here: leave it out of --names")
         loss = record.get(EXACT, record[LOSS])
         runs.setdefault(name, []).append({**record, 'gpt': gpt, LOSS: loss})
     seeds = [{record['seed'] for record in found} for found in runs.values()]
@@ -185,6 +187,14 @@ def in_generation(panels):
         for record in found:
             record['generated'] = flops_of_new_token(record['gpt'])
     return drawn
+
+
+def args_of(record):
+    """train.py's arguments for a record's run."""
+    command = record['command']
+    if record['name'].startswith('smear'):      # in docs/runs, made by an edited Feedback
+        command = command.replace('config/feedback.py', 'config/smear.py')
+    return shlex.split(command)[2:]     # python train.py ..
 
 
 def draw_records(ax, runs, looks, x):
