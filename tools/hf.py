@@ -47,6 +47,15 @@ class ReleasedGPT(GPT):
     """A GPT for use as a library: it generates as programs do."""
     generate = generate
 
+    def forward(self, idx, targets=None, jacobi=None):
+        """jacobi: R of 'latent' for this call (None: the config's jacobi_iters)."""
+        configs = self.config.jacobi_iters
+        self.config.jacobi_iters = configs if jacobi is None else jacobi
+        try:
+            return super().forward(idx, targets)
+        finally:
+            self.config.jacobi_iters = configs
+
 
 def load_released(folder, dtype=torch.float32):
     """A ReleasedGPT in eval mode with the weights of a Hugging Face folder, in `dtype`."""
