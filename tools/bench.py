@@ -5,7 +5,7 @@ Speed, as ratios within one run: a training step, decoding, and what halting sav
     python tools/bench.py config/size/360m.py --micro_batch=16 --toggles=plain,loop,chain
     python tools/bench.py --toggles=gate,mask,router,exit     each against all its passes
     python tools/bench.py out/loop out/halting_exit           whole answers of runs on a made task
-    python tools/bench.py --toggles=plain,chain --threads=1 --against=../before
+    python tools/bench.py config/size/tiny.py --toggles=plain,chain --against=../before
         this code against another folder of the project: both bench.py take turns
 
 Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike. The table
