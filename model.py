@@ -47,6 +47,7 @@ import math
 import random
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Optional
 
 import torch
@@ -1065,16 +1066,12 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         self.taken = []     # (B,T) of each pass of the last call: who took it
+        self.kept = None    # what the loop of this call keeps for the loss
 
     @property
     def passes(self):
         """(B,T): how many passes each token took in the last call."""
         return torch.stack(self.taken).sum(0)
-
-    def __getstate__(self):
-        """For copies of a model: without the scores of the last call, which may hold its graph."""
-        scores = ('s', 'w', 'z', 'g', 'reach', 'h', 'doubt', 'S')
-        return {name: value for name, value in self.__dict__.items() if name not in scores}
 
     def goes_on(self, score):
         """(B,T): whose score is high enough for another pass. Each class has its own score."""
@@ -1095,10 +1092,15 @@ class Halting(Mechanism):
         return (progress - start) / (full - start)
 
     def loss(self, gpt, h, targets):
-        return gpt.loss(h, targets) + self.penalty(gpt, targets)
+        loss = self.predictions_loss(gpt, h, targets) + self.penalty(gpt, targets)
+        self.kept = None    # it holds the graph: memory, and no copy of the model could be made
+        return loss
+
+    def predictions_loss(self, gpt, h, targets):
+        return gpt.loss(h, targets)
 
     def penalty(self, gpt, targets):
-        """What `loss` adds, after `forward`; targets (B,T) as in GPT.forward."""
+        """What the loss of predictions gains; targets (B,T) as in GPT.forward."""
         raise NotImplementedError
 
 
@@ -1194,7 +1196,7 @@ class Gate(Halting, Embedding):
 
     def forward(self, gpt, x, memory):
         m, out = memory.is_token, torch.zeros_like(x)                   # (B,T), (B,T,C)
-        self.taken, self.s = [], []
+        self.taken, self.kept = [], SimpleNamespace(s=[])
         for i in range(self.K + 1):
             h = gpt.trunk(x, memory[i].only(m))                         # h^i, (10)
             out = torch.where(m[..., None], h, out)
@@ -1202,7 +1204,7 @@ class Gate(Halting, Embedding):
             if i == self.K:
                 break
             s = without_autocast(self.gates[i], h).squeeze(-1).sigmoid()            # (2), (3)
-            self.s.append(s)                                            # (B,T)
+            self.kept.s.append(s)                                       # (B,T)
             if self.may_stop():
                 m = m & self.goes_on(s)                                 # (4), (5)
             if self.all_stopped(m):
@@ -1217,7 +1219,7 @@ class Gate(Halting, Embedding):
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
         is_target = targets >= 0                                        # (B,T)
-        gates = torch.stack(self.s)                                     # (K,B,T)
+        gates = torch.stack(self.kept.s)                                # (K,B,T)
         gates = gates.masked_fill(~is_target, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
@@ -1281,7 +1283,7 @@ class Mask(Halting, Latent):
                 go_on = go_on & self.goes_on(log_w[..., k + 1].exp())
             if self.all_stopped(go_on):
                 break
-        self.s, self.w = s, log_w.exp()
+        self.kept = SimpleNamespace(s=s, w=log_w.exp())
         return out.to(x.dtype)
 
     def by_sweeps(self, gpt, x, memory):
@@ -1299,7 +1301,7 @@ class Mask(Halting, Latent):
             s, log_w = self.route(h[0])
             needed = self.goes_on(log_w.exp()) & is_token
 
-        self.s, self.w = s, log_w.exp()     # for penalty
+        self.kept = SimpleNamespace(s=s, w=log_w.exp())
         self.taken = needed.unbind(-1)      # in training, those that it would take
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
@@ -1308,7 +1310,7 @@ class Mask(Halting, Latent):
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean of the thoughts expected, sum_k k s_{t,k}."""
         is_target = targets >= 0                                        # (B,T)
-        expected = (self.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
+        expected = (self.kept.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
         return self.config.halt_lambda * self.onset() * mean_where(is_target, expected)
 
 
@@ -1364,7 +1366,7 @@ class Router(Halting, Chain):
     def forward(self, gpt, x, memory):
         z, go_on, out = x, memory.is_token, 0.0
         reach = at_least_fp32(x.new_ones(go_on.shape))                  # (B,T)
-        self.taken, self.z, self.g, self.reach = [], [], [], []
+        self.taken, self.kept = [], SimpleNamespace(z=[], g=[], reach=[])
         for k in range(self.K + 1):
             z = self.one_pass(gpt, z, memory[k], go_on)                 # z^(k), (B,T,C)
             self.taken.append(go_on)
@@ -1373,9 +1375,9 @@ class Router(Halting, Chain):
             on = go_on & self.goes_on(next_reach) if k < self.K else go_on & False  # (6)
             weight = torch.where(on, reach * (1 - g), reach)                        # (5), (7)
             out = out + (weight * go_on)[..., None] * z                             # (8)
-            self.z.append(z)
-            self.g.append(g)
-            self.reach.append(next_reach)
+            self.kept.z.append(z)
+            self.kept.g.append(g)
+            self.kept.reach.append(next_reach)
             reach, go_on = next_reach, on
             if self.all_stopped(go_on):
                 break
@@ -1389,7 +1391,7 @@ class Router(Halting, Chain):
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
-        for z, g, taken in list(zip(self.z, self.g, self.taken))[:self.K]:
+        for z, g, taken in list(zip(self.kept.z, self.kept.g, self.taken))[:self.K]:
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
                 p = gpt.token_losses(z, counted).neg().exp()
@@ -1438,18 +1440,18 @@ class Exit(Halting, Loop):
 
     def forward(self, gpt, x, memory):
         go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
-        self.taken, self.h, self.doubt = [], [], []
+        self.taken, self.kept = [], SimpleNamespace(h=[], doubt=[])
         for k in range(self.K + 1):
             x, h = self.one_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
             self.taken.append(go_on)
-            self.h.append(out)
+            self.kept.h.append(out)
             if k == self.K:
                 break
             if self.may_leave():
                 with torch.no_grad():
                     doubt = 1 - self.confidence(gpt, out)
-                self.doubt.append(doubt)
+                self.kept.doubt.append(doubt)
                 go_on = go_on & self.goes_on(doubt)
             if self.all_stopped(go_on):
                 break
@@ -1477,10 +1479,9 @@ class Exit(Halting, Loop):
         total = sum(chosen)
         return [(1 - onset) * old + onset * new / total for old, new in zip(last, chosen)]
 
-    def loss(self, gpt, h, targets):
-        prior = self.prior(len(self.h))                                 # the last of self.h is h
-        losses = sum(p * gpt.loss(h, targets) for p, h in zip(prior, self.h) if p > 0)
-        return losses + self.penalty(gpt, targets)
+    def predictions_loss(self, gpt, h, targets):
+        prior = self.prior(len(self.kept.h))
+        return sum(p * gpt.loss(h, targets) for p, h in zip(prior, self.kept.h) if p > 0)
 
     def penalty(self, gpt, targets):
         """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
@@ -1489,7 +1490,7 @@ class Exit(Halting, Loop):
         if weight == 0 or not question.any():
             return 0.0
         total = 0.0
-        for h, taken in list(zip(self.h, self.taken))[:self.K]:
+        for h, taken in list(zip(self.kept.h, self.taken))[:self.K]:
             nats = self.uniform_nats(gpt, h)
             total = total + mean_where(question & taken, nats)
         return weight * total / self.K
@@ -1542,32 +1543,31 @@ class Ouro(Exit):
     def forward(self, gpt, x, memory):
         go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
         S = 1.0
-        self.taken, self.h, self.S = [], [], []
+        self.taken, self.kept = [], SimpleNamespace(h=[], S=[])
         for k in range(self.K + 1):
             x, h = self.one_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
             self.taken.append(go_on)
-            self.h.append(out)
+            self.kept.h.append(out)
             if k == self.K:
                 break
             if not self.training:
                 S = S * (1 - self.lam(out))                             # S_k, (B,T)
-                self.S.append(S)
+                self.kept.S.append(S)
                 go_on = go_on & self.goes_on(S)
             if self.all_stopped(go_on):
                 break
         return out
 
-    def loss(self, gpt, h, targets):
+    def predictions_loss(self, gpt, h, targets):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
-        lams = [self.lam(h) for h in self.h[:self.K]]
+        lams = [self.lam(h) for h in self.kept.h[:self.K]]
         p = self.leaving(lams)                                          # (3)
-        nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.h, p))     # (B,T)
+        nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.kept.h, p))    # (B,T)
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        loss = mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
-        return loss + self.stay(lams, targets)          # in the place of Exit.penalty
+        return mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
 
     @staticmethod
     def leaving(lams):
@@ -1578,14 +1578,17 @@ class Ouro(Exit):
             S = S * (1 - lam)
         return [*p, S]
 
-    def stay(self, lams, targets):
+    def penalty(self, gpt, targets):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""
+        if self.config.ouro_stage == 2:
+            return 0.0
+        lams = [self.lam(h) for h in self.kept.h[:self.K]]
         nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in lams)    # (B,T)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
 
     def gate_loss(self, gpt, targets):
         """What the gate alone learns: whether the next pass gains."""
-        hs = [h.detach() for h in self.h]                               # h^k, (B,T,C) each
+        hs = [h.detach() for h in self.kept.h]                             # h^k, (B,T,C) each
         with torch.no_grad():
             nats = [gpt.token_losses(h, targets) for h in hs]           # L^k, (B,T) each
         total = 0.0

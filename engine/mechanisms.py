@@ -18,7 +18,7 @@ SETTINGS = {
     'ouro_': ('ouro',),
 }
 
-# what halting compares with halt_tau: the name of the list that its forward leaves, and in words
+# what halting compares with halt_tau: its name in `kept`, and in words
 SCORES = {
     'gate': ('s', 'gate'),
     'mask': ('w', 'probability of another thought'),
