@@ -12,12 +12,11 @@ import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-from engine import attention
+from engine.build import new_model
 from engine.checkpoint import save_checkpoint
 from engine.shards import get_tokenizer
-from engine.fast import FastGPT, new_model
 from engine.generate import generate, left_pad
-from model import GPT, GPTConfig
+from model import Attention, GPTConfig
 from prepare_data import write_dataset
 
 # the models here are far too small for more, and a busy machine makes threads wait for each other
@@ -36,10 +35,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption('--slow'):
         return
     for item in items:
-        params = item.callspec.params if hasattr(item, 'callspec') else {}
-        # tests/test_fast.py compares the two over all toggles
-        is_long = params.get('kind') is FastGPT and params.get('toggle', 'plain') not in ONE_EACH
-        if is_long or item.get_closest_marker('slow'):
+        if item.get_closest_marker('slow'):
             item.add_marker(pytest.mark.skip(reason='needs --slow'))
 
 
@@ -95,7 +91,7 @@ ONE_EACH = ('plain', 'depth', 'embedding', 'latent2_depth', 'chain_depth', 'loop
             'feedback_depth', 'gate', 'mask', 'router_depth', 'exit', 'ouro')
 
 
-def make(seed=0, kind=GPT, **settings):
+def make(seed=0, **settings):
     """A small float64 model in eval mode with weights large enough that every part matters."""
     torch.manual_seed(seed)
     small = dict(vocab_size=64, n_tokens=50, block_size=24, n_layer=5, n_head=4, n_embd=32,
@@ -106,7 +102,7 @@ def make(seed=0, kind=GPT, **settings):
         small.update(n_layer=3, jacobi_iters=tokens * thoughts)  # exact for a full context
     if settings.get('ponder') == 'feedback':
         small.update(n_layer=3, ponder_steps=settings.get('block_size', 24))    # exact as well
-    model = new_model(GPTConfig(**{**small, **settings}), fast=kind is FastGPT).double().eval()
+    model = new_model(GPTConfig(**{**small, **settings})).double().eval()
     for name, p in model.named_parameters():
         if p.dim() != 1:
             continue
@@ -126,21 +122,16 @@ def close(a, b, tol=1e-10):
 @pytest.fixture(autouse=True)
 def restore_attention():
     """tune_cpu and expect_new_lengths choose attention kernels for the whole process."""
+    kernel = Attention.kernel
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
-    attention.kernel = None
+    Attention.kernel = staticmethod(kernel)
 
 
 @pytest.fixture(params=TOGGLES)
 def toggle(request):
     """Settings of one toggle; a test that takes this runs once per toggle."""
     return TOGGLES[request.param]
-
-
-@pytest.fixture(params=[GPT, FastGPT])
-def kind(request):
-    """model.py's own classes, and what `fast` puts in the place of some of their parts."""
-    return request.param
 
 
 def rows_of(model, prompts, n):
