@@ -81,14 +81,21 @@ class RunsAgain:
         return self.forward(x, rope, memory)
 
 
+def with_own_dicts(memory):
+    """A copy of a memory that can be written to; the tensors in it are the same."""
+    twin = copy.copy(memory)
+    twin.keys, twin.values = dict(memory.keys), dict(memory.values)
+    return twin
+
+
 def part_of(memory, layers, of_pass_before=False):
     """
-    A copy of a memory that can be written to, with the keys and values of some layers, in it and in
-    the memories of passes before that it reads. The tensors are the same; all others may be freed.
+    The same with the keys and values of some layers alone, in it and in the memories of passes
+    before that it reads: all others may be freed.
     """
-    twin = copy.copy(memory)
-    twin.keys = {layer: k for layer, k in memory.keys.items() if layer in layers}
-    twin.values = {layer: v for layer, v in memory.values.items() if layer in layers}
+    twin = with_own_dicts(memory)
+    for layer in memory.keys.keys() - layers:
+        del twin.keys[layer], twin.values[layer]
     alone = of_pass_before or type(memory) is WeightedMemory
     for name, value in vars(memory).items():
         if isinstance(value, Memory):
