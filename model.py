@@ -981,10 +981,14 @@ class ChainMemory(WeightedMemory):
         self.keys_per_token = len(self.earlier_passes) + 1
 
     def update(self, layer, k, v):
-        super().update(layer, k, v)
+        k, v = super().update(layer, k, v)
+        if not self.earlier_passes:
+            return k, v
         passes = [*self.earlier_passes, self]
         keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
         values = torch.stack([memory.values[layer] for memory in passes], dim=3)
+        if torch.is_grad_enabled():     # backward keeps these: of them, not beside them
+            self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
         return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
 
 
