@@ -277,24 +277,14 @@ class Attention(nn.Module):
         S, N, hd = q.size(2), k.size(2), q.size(3)
         if k.size(3) > hd:                      # part 4: the weights of keys
             q = F.pad(q, (0, k.size(3) - hd), value=1.0)
-        shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not every kernel has it
         dropout = self.config.dropout if self.training else 0.0
         attention = partial(self.kernel, dropout_p=dropout, scale=hd ** -0.5)
         if S == 1 or S == N:                    # no mask, which is fastest
+            shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not all kernels have it
             y = attention(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
-            return y[..., :hd]
-
-        # The others take turns, 256 queries each, which read the keys up to the last one's.
-        if shared_keys:                         # no fused kernel has these and a mask
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        parts = []
-        for first in range(0, S, 256):
-            end = min(first + 256, S)
-            n = N - per_token * (S - end)
-            later_tokens = torch.arange(S - 1 - first, S - 1 - end, -1, device=q.device)
-            reads = torch.arange(n, device=q.device) < N - per_token * later_tokens[:, None]
-            parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], reads))
-        return torch.cat(parts, dim=2)[..., :hd]
+        else:                                   # part 4: Chain, and a text that goes on
+            y = attend_in_turns(attention, q, k, v, per_token)
+        return y[..., :hd]
 
 
 class MLP(nn.Module):
@@ -333,8 +323,7 @@ LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
 def some_rows_at_once(function):
     """
     For a function of hidden states (..,C) that makes V logits of each: where they are many, some
-    are made at a time, and again in backward. At vocabulary 50,304 the logits of 8 x 2048 tokens
-    would take 3.3 GB, and their gradient as much.
+    at a time, and again in backward. With V = 50,304 those of 8 x 2048 tokens would take 3.3 GB.
     """
     @wraps(function)
     def in_parts(gpt, h, *targets):
@@ -646,6 +635,24 @@ class Mechanism(nn.Module):
     def loss(self, gpt, h, targets):
         """What training minimises; h (B,T,C) is what `forward` returned."""
         return gpt.loss(h, targets)
+
+
+def attend_in_turns(attention, q, k, v, per_token):
+    """
+    Attention.attend where some keys are of tokens behind a query's own: 256 queries at a time read
+    the keys up to those of the last of them, so that masks are small and no work is done twice.
+    """
+    S, N = q.size(2), k.size(2)
+    if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    parts = []
+    for first in range(0, S, 256):
+        end = min(first + 256, S)
+        n = N - per_token * (S - end)                       # keys up to those of the last query
+        later_tokens = torch.arange(S - 1 - first, S - 1 - end, -1, device=q.device)
+        reads = torch.arange(n, device=q.device) < N - per_token * later_tokens[:, None]
+        parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], reads))
+    return torch.cat(parts, dim=2)                          # (B, nh, S, ..)
 
 
 HIDDEN = -1e3   # the log of a weight of 0: a softmax makes 0 of it, also in fp16
