@@ -241,8 +241,8 @@ class Memory:
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
-        assert k.size(2) == self.N, (f"layer {layer} would hold {k.size(2)} keys, not {self.N}: "
-                                     "before gpt.trunk, memory.begin (part 4: next_pass)")
+        assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
+                                     "gpt.trunk once after each memory.begin")
         self.keys[layer], self.values[layer] = k, v
         return k, v
 
