@@ -5,7 +5,8 @@ which needs PyTorch 2.11 or later and nothing else: copy it.
     B batch   T tokens   C n_embd   V vocab_size
     nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
     S vectors that go through the blocks at once: one for each token, until part 4 adds some
-    K ponder_steps: extra passes, or extra vectors, for each token   k the number of one, 0 .. K
+    K ponder_steps: extra passes, or extra vectors, for each token
+    k number of a pass or vector, 0 .. K; beside q and v the keys
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -41,8 +42,8 @@ To train with this file alone:
     tokens = gpt.eval().generate(prompt, 100)
 
 train.py, sample.py and every tool run these classes, on every device: what you read is what runs.
-(Two methods have a quicker form, which computes the same: Attention.kernel on CPUs, in
-engine/cpu.py, and Router.one_pass in training, in engine/skip.py.)
+(Two have a quicker form, which computes the same and takes their place: Attention.kernel on CPUs,
+in engine/cpu.py, and Router.one_pass in training, in engine/skip.py.)
 """
 
 import math
@@ -69,12 +70,12 @@ def require(ok, message):
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are config/size/tiny.py, with GPT-2's vocabulary. A
-    None stands for what its comment says. Most are filled in at once, and then stay:
-    dataclasses.replace with another n_head would keep head_dim, so make a new config.
+    Shape and toggles of a model; the defaults are config/size/tiny.py. A None means what its
+    comment says, and most are replaced by numbers when the config is made. So make a new one for
+    another n_head: dataclasses.replace would keep the old head_dim.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
-    n_tokens: Optional[int] = None       # rows that are tokens (None: all); no other is predicted
+    n_tokens: Optional[int] = None       # rows that are tokens (None: all); others get logits -inf
     block_size: int = 256                # longest context, in tokens
     n_layer: int = 6                     # blocks
     n_head: int = 3                      # query heads
@@ -94,7 +95,7 @@ class GPTConfig:
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # s: with layers 0, s, 2s, .. (None: n_layer // 2, or 1)
+    depth_stride: Optional[int] = None   # s: mix in layers 0, s, 2s, .. (None: n_layer // 2, or 1)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
@@ -132,7 +133,7 @@ class GPTConfig:
             self.init_std = math.sqrt(0.4 / self.n_embd)    # PonderLM-2's: 0.02 at width 1,000
         if self.embed_scale is None:
             self.embed_scale = 1.0
-            if self.ponder != 'none':           # default_embed_scale, part 4: sqrt(2.5 C), sqrt(C)
+            if self.ponder != 'none':   # part 4: sqrt(2.5 C); of Embedding and Pause sqrt(C)
                 self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
@@ -148,34 +149,13 @@ class GPTConfig:
 #
 # What later parts hang on it, and what it is here:
 #     Memory.keys_per_token, Memory.loops     1, and ()
-#     weights of keys, in Attention.attend    none
-#     GPT.mechanism                           an object whose begin_step does nothing that counts
+#     weights of keys, in Attention.attend    none, unless a batch has padding
+#     GPT.mechanism                           a Mechanism: it makes the Memory, its loss is GPT.loss
 
 
 def at_least_fp32(x):
     """x in fp32, or in float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
-
-
-def some_rows_at_once(function):
-    """
-    Decorator of function(gpt, h, *targets), which makes V logits of each row of h (..,C). If there
-    are more than LOGITS_AT_ONCE, it takes some rows at a time, and backward makes their logits once
-    more: with V = 50,304 the logits of 8 x 2048 tokens would take 3.3 GB.
-    """
-    @wraps(function)
-    def in_parts(gpt, h, *targets):
-        n = max(1, LOGITS_AT_ONCE // gpt.config.vocab_size)
-        if h.shape[:-1].numel() <= n:
-            return function(gpt, h, *targets)
-        rows = [h.flatten(0, -2), *(target.flatten() for target in targets)]
-        parts = zip(*(row.split(n) for row in rows))
-        done = [checkpoint(function, gpt, *part, use_reentrant=False) for part in parts]
-        return torch.cat(done).unflatten(0, h.shape[:-1])
-    return in_parts
 
 
 class RMSNorm(nn.Module):
@@ -195,8 +175,8 @@ class RMSNorm(nn.Module):
 def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
-    turns by the angle p theta^(-2i / hd). pos (S,) -> cos and sin (S, 1 head, hd/2), of the dtype
-    of what they turn, but at least fp32.
+    turns by the angle p theta^(-2i / hd). pos (S,) -> cos and sin (S, 1 head, hd/2), in fp32, or in
+    float64 if dtype is that.
     """
     dtype = torch.promote_types(dtype, torch.float32)   # bf16 cannot tell position 257 from 256
     twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
@@ -217,7 +197,7 @@ class Memory:
     The KV cache: of each layer the keys and values of all tokens so far. In training it is new in
     each call of the model, and holds the keys and values of this call alone.
 
-    In each call of the model: `begin` (in GPT.hidden), then `update` in every layer.
+    In each call of the model: `begin`, then `update` in every layer.
     """
     keys_per_token = 1      # that `update` returns; part 4: ChainMemory
     loops = ()              # memories of earlier passes; part 4: LoopMemory
@@ -282,7 +262,8 @@ class Attention(nn.Module):
         if self.config.depth_attn:                                      # part 3
             sources = depth_sources(self.config, self.layer, memory, x.size(1))
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
-        keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd); or more
+        # (B, nkv, N, hd); in part 4 there may be more than one key per token, and 8 more channels
+        keys, values = memory.update(self.layer, k, v)
         y = self.attend(q, keys, values, memory.keys_per_token)         # (B, nh, S, hd)
         return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
 
@@ -298,18 +279,18 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, per_token=1):
         """
-        softmax(q k^T / sqrt(hd)) v, (B, nh, S, hd). The queries are those of the newest S tokens,
-        and each reads the keys of all tokens up to its own, per_token of each.
+        softmax(q k^T / sqrt(hd)) v, (B, nh, S, hd). The queries are those of the newest S vectors,
+        and each reads the keys up to its own; in Chain per_token keys of each vector.
         """
         S, N, hd = q.size(2), k.size(2), q.size(3)
-        if k.size(3) > hd:      # part 4: 8 more channels, with log w of each key; 1 in queries
+        if k.size(3) > hd:      # part 4, WeightedMemory: a key's log w lies in 8 more channels
             q = F.pad(q, (0, k.size(3) - hd), value=1.0)
         dropout = self.config.dropout if self.training else 0.0
         attention = partial(self.kernel, dropout_p=dropout, scale=hd ** -0.5)
-        if S == 1 or S == N:                    # no mask, which is fastest
+        if S == 1 or S == N:                    # no mask tensor: the fastest kernels
             shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not all kernels have it
             y = attention(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
-        else:                                   # part 4: Chain, and a text that goes on
+        else:       # is_causal would count from the first key: Chain, and a text that goes on
             y = attend_in_turns(attention, q, k, v, per_token)
         return y[..., :hd]
 
@@ -344,6 +325,27 @@ class Block(nn.Module):
         return x
 
 
+LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
+
+
+def some_rows_at_once(function):
+    """
+    Decorator of function(gpt, h, *targets), which makes V logits of each row of h (..,C). If there
+    are more than LOGITS_AT_ONCE, it takes some rows at a time, and backward makes their logits once
+    more: with V = 50,304 the logits of 8 x 2048 tokens would take 3.3 GB.
+    """
+    @wraps(function)
+    def in_parts(gpt, h, *targets):
+        n = max(1, LOGITS_AT_ONCE // gpt.config.vocab_size)
+        if h.shape[:-1].numel() <= n:
+            return function(gpt, h, *targets)
+        rows = [h.flatten(0, -2), *(target.flatten() for target in targets)]
+        parts = zip(*(row.split(n) for row in rows))
+        done = [checkpoint(function, gpt, *part, use_reentrant=False) for part in parts]
+        return torch.cat(done).unflatten(0, h.shape[:-1])
+    return in_parts
+
+
 class GPT(nn.Module):
     """embed, trunk and head, as on top of this file, and the mechanism of parts 4 and 5."""
 
@@ -358,14 +360,14 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; a plain GPT's makes its Memory
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; of a plain GPT a bare Mechanism
         self.init_weights()
 
     def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-        self.mechanism.init_weights(self)
+        self.mechanism.init_weights(self)       # part 4: smaller c_proj; a plain GPT's: nothing
 
     def forward(self, idx, targets=None):
         """
@@ -376,7 +378,7 @@ class GPT(nn.Module):
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if self.training:                       # part 5 adds to self.loss
+        if self.training:                       # of a plain GPT self.loss; part 5 adds to it
             return None, self.mechanism.loss(self, h, targets)
         return None, self.loss(h, targets)
 
@@ -389,9 +391,9 @@ class GPT(nn.Module):
         """
         if memory is None:
             memory = self.new_memory()
+        length, limit = memory.tokens + idx.size(1), self.config.block_size
+        require(length <= limit, f"{length} tokens are more than block_size={limit}")
         memory.begin(idx)
-        limit = self.config.block_size
-        require(memory.tokens <= limit, f"{memory.tokens} tokens are more than block_size={limit}")
         x = self.embed(idx)
         if self.config.ponder == 'none':
             return self.trunk(x, memory)
@@ -439,7 +441,7 @@ class GPT(nn.Module):
         An empty memory. pad (B,): how many tokens of each row, on its left, are padding: for
         prompts of unequal lengths.
         """
-        return self.mechanism.new_memory(pad)                           # a plain GPT's: a Memory
+        return self.mechanism.new_memory(pad)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
@@ -521,10 +523,10 @@ def source_layers(config, layer):
 
 def depth_sources(config, layer, memory, S):
     """
-    [(k_j, v~_j), ..] of the layers j in J(l), for the newest S vectors. A Loop (part 4) puts what
-    layer l itself made in its earlier loops in front, so that there even layer 0 has sources.
+    [(k_j, v~_j), ..] of the layers j in J(l), for the newest S vectors. In a Loop (part 4) what
+    layer l itself made in earlier passes comes first, so that there even layer 0 has sources.
     """
-    loops = [loop.newest(layer, S) for loop in memory.loops]
+    loops = [of_pass.newest(layer, S) for of_pass in memory.loops]
     return loops + [memory.newest(j, S) for j in source_layers(config, layer)]
 
 
@@ -546,7 +548,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     scores = torch.cat(scores, dim=-1) * k.size(-1) ** -0.5         # (B, nkv, S, sources + 1)
     a = scores.softmax(-1).to(v.dtype).split(1, dim=-1)             # (Eq. 2)
     mixed = a[0] * values[0]
-    for a_j, v_j in zip(a[1:], values[1:]):  # (Eq. 3); stacked, backward would keep copies of all
+    for a_j, v_j in zip(a[1:], values[1:]):  # (Eq. 3); torch.stack would keep copies of all
         mixed = torch.addcmul(mixed, a_j, v_j)
     return mixed                                                    # (B, nkv, S, hd)
 
@@ -558,8 +560,8 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # mechanism takes the place of the one call of the trunk in GPT.hidden. Attention is causal in every
 # one of them. What else a slot reads is said by the memory that its pass gets:
 #
-#     Smear                       a WeightedMemory: a token reads what it reads in the plain GPT
-#     Embedding, Loop             one for each pass: a pass reads its own keys
+#     Smear                       a WeightedMemory, whose weights only hide padding
+#     Embedding, Loop             a WeightedMemory for each pass: a pass reads its own keys
 #     Chain                       a ChainMemory for each pass: a pass reads earlier ones, too
 #     Latent, Feedback, Pause     one SlotMemory: all slots of all tokens in a row
 #
@@ -570,9 +572,9 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk; it has its own weights, its memory, its loss. gpt is an argument of each method: a
-    module that is kept in an attribute becomes a part of its owner, and its weights would be there
-    twice. A plain GPT has this class itself.
+    gpt.trunk; it has its own weights, its memory, its loss. gpt is passed to each method: kept in
+    an attribute it would be a submodule of its own mechanism, and its weights be listed twice. A
+    plain GPT has this class itself.
     """
     passes = None       # (B,T), if tokens halt: how many passes each took in the last call
 
@@ -620,7 +622,8 @@ class Mechanism(nn.Module):
     def init_weights(self, gpt):
         """
         Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
-        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.init_weights drew.
+        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.init_weights drew. (So a
+        fair plain partner is a Loop or an Embedding with ponder_steps=0.)
         """
         if self.config.ponder == 'none':
             return
@@ -641,8 +644,8 @@ class Mechanism(nn.Module):
         self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
 
     @staticmethod
-    def begun(value):
-        """self.progress or self.drawn; ValueError if no begin_step has set it."""
+    def set_by_begin_step(value):
+        """self.progress or self.drawn; ValueError if no begin_step was called."""
         require(value is not None, "in training mode: call gpt.mechanism.begin_step(step, steps) "
                                    "before each optimizer step (to generate: gpt.eval())")
         return value
@@ -678,8 +681,8 @@ class Smear(Mechanism):
 
 def attend_in_turns(attention, q, k, v, per_token):
     """
-    Attention.attend where some keys are of tokens behind a query's own: 256 queries at a time read
-    the keys up to those of the last of them, so that masks are small and no work is done twice.
+    Attention.attend where there are more keys than queries: 256 queries at a time, which read the
+    keys up to those of the last of them, so that masks stay small and little is computed in vain.
     """
     S, N = q.size(2), k.size(2)
     if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
@@ -697,9 +700,9 @@ def attend_in_turns(attention, q, k, v, per_token):
 LOG_ZERO = -1e3     # stands for log 0: a softmax makes 0 of it, also in fp16
 
 
-def log_weight(counts, log_w=None):
-    """(B,S): log_w, the log of keys' weights (None: all weigh 1), where `counts`; else log 0."""
-    return torch.where(counts, 0.0 if log_w is None else log_w, LOG_ZERO)
+def log_weight(is_read, log_w=None):
+    """log_w (B,S), the log of keys' weights (None: all weigh 1); where not is_read (B,S), log 0."""
+    return torch.where(is_read, 0.0 if log_w is None else log_w, LOG_ZERO)
 
 
 class WeightedMemory(Memory):
@@ -709,8 +712,8 @@ class WeightedMemory(Memory):
     padding alone; what comes out of it is not used.)
 
     No mask says this, so attention stays as fast: the weight lies with its key, in 8 more channels.
-    There a query has 1 (Attention.attend) and a key log w sqrt(hd) / 8, so that a score becomes
-    q . k / sqrt(hd) + log w. (8, as fast kernels want multiples of 8.)
+    There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its scores get
+    8 c / sqrt(hd) = log w. (8 channels, as fast kernels want multiples of 8.)
     """
 
     def __init__(self, pad=None, earlier=None):
@@ -719,7 +722,7 @@ class WeightedMemory(Memory):
         self.pad = pad
         self.earlier = earlier
         self.is_token = None        # (B,T): False for padding
-        self.log_w = None           # (B,S): of the next keys; in one memory always, or never
+        self.log_w = None           # (B,S): of the next keys. None: all weigh 1, in every pass
         self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
 
     def begin(self, x):
@@ -817,7 +820,7 @@ class Embedding(Mechanism):
             p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
             mean = p @ table.to(p.dtype)
             return mean * config.embed_scale        # cheaper than to scale the table
-        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # of n rows
+        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # n = B T
         p = top.values.softmax(-1).to(table.dtype)                          # (n, ponder_topk)
         mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
         return mean.view_as(h) * config.embed_scale
@@ -856,9 +859,9 @@ class SlotMemory(WeightedMemory):
 
     def begin(self, x):
         slots = self.N
-        super().begin(x)
+        super().begin(x)                    # it counts tokens in N; here N counts slots
         self.token_pos = self.pos
-        self.N = self.N_before = slots      # until next_pass says how many come
+        self.N = self.N_before = slots      # of earlier tokens, until next_pass adds T n
 
     def next_pass(self, n=1, log_w=None):
         """As in WeightedMemory. The slots of a token share its position."""
@@ -912,7 +915,7 @@ class Latent(Mechanism):
 
     @property
     def R(self):
-        return self.begun(self.drawn) if self.training else self.config.jacobi_iters
+        return self.set_by_begin_step(self.drawn) if self.training else self.config.jacobi_iters
 
     def new_memory(self, pad):
         return SlotMemory(pad)
@@ -978,7 +981,7 @@ class Feedback(Mechanism):
         return SlotMemory(pad)          # one slot a token, which the next pass replaces
 
     def forward(self, gpt, x, memory):
-        steps = self.begun(self.drawn) if self.training else self.K
+        steps = self.set_by_begin_step(self.drawn) if self.training else self.K
         is_token = memory.is_token[..., None]                           # (B,T,1)
         carried = memory.carried                            # h of the token before these
         shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, so far: carried, 0, 0, ..
@@ -1009,7 +1012,7 @@ class ChainMemory(WeightedMemory):
         passes = [*self.earlier_passes, self]
         keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
         values = torch.stack([memory.values[layer] for memory in passes], dim=3)
-        if torch.is_grad_enabled():     # a view of what backward keeps, not a second copy
+        if torch.is_grad_enabled():     # stack has copied them: keep views of that, drop k and v
             self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
         return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
 
@@ -1073,13 +1076,13 @@ PONDER = {'none': Mechanism, 'smear': Smear, 'embedding': Embedding, 'latent': L
 # -------------------------------------------------------------------------------------------------
 # 5  Halting: five classes over four of these mechanisms; each token takes the passes it needs
 #
-#               score, compared      who may stop        keys of a token     its output
-#               with halt_tau        in training         that stopped
+#               a token stops        in training         keys of a token     output of a token
+#               if this is < tau     tokens stop         that stopped
 #     Gate      gate                 from halt_start on  of its last pass    of its last pass
-#     Mask      thought is needed    nobody              log w               weighted mean of slots
-#     Router    pass is reached      from the beginning  none                weighted mean of passes
-#     Exit      doubt                from halt_full on   of its last pass    of its last pass
-#     Ouro      nobody left yet      nobody              of its last pass    of its last pass
+#     Mask      p(thought needed)    never; keys fade    weight 0            weighted sum of slots
+#     Router    p(pass reached)      always              weight 0            weighted sum of passes
+#     Exit      1 - confidence       from halt_full on   of its last pass    of its last pass
+#     Ouro      p(not left yet)      never               of its last pass    of its last pass
 
 
 class Halting(Mechanism):
@@ -1091,8 +1094,8 @@ class Halting(Mechanism):
     Time is saved once all have stopped and the loop ends: in generation. (For Router in training
     see engine/skip.py.)
 
-    Each subclass also inherits from the mechanism that it stops. Halting is named first: its
-    methods come before the other's.
+    Each subclass also inherits from the mechanism that it extends. Halting is named first: where
+    both have a method, Halting's is the one.
     """
     works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
@@ -1117,7 +1120,7 @@ class Halting(Mechanism):
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
-        progress = self.begun(self.progress)
+        progress = self.set_by_begin_step(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
             return 1.0
@@ -1127,7 +1130,7 @@ class Halting(Mechanism):
 
     def loss(self, gpt, h, targets):
         loss = self.predictions_loss(gpt, h, targets) + self.penalty(gpt, targets)
-        self.kept = None    # it holds the graph: memory, and no copy of the model could be made
+        self.kept = None    # it holds the graph: much RAM, and copy.deepcopy(gpt) would fail
         return loss
 
     def predictions_loss(self, gpt, h, targets):
@@ -1155,8 +1158,8 @@ def without_autocast(module, h):
 
 def catch_up(memory, stand_in):
     """
-    In generation, before a pass. If all tokens of an earlier call stopped before this pass, its
-    memory has no keys of theirs. This fills the gap, with stand_in(k, v) of what the memory of the
+    In generation, before a pass. Tokens of an earlier call have no keys in its memory if the whole
+    call stopped before this pass. This fills the gap, with stand_in(k, v) of what the memory of the
     pass before has there.
     """
     n_earlier = memory.tokens - len(memory.pos)     # tokens before the newest
@@ -1176,7 +1179,9 @@ def catch_up(memory, stand_in):
 class FrozenMemory(WeightedMemory):
     """The memory of a pass; a token that stopped has the keys and values of its last pass in it."""
 
-    def only(self, taken):
+    takes_pass = None       # (B,1,T,1): who takes it
+
+    def freeze_except(self, taken):
         """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
         self.takes_pass = taken[:, None, :, None]                       # (B,1,T,1)
         if self.earlier is not None:
@@ -1184,7 +1189,7 @@ class FrozenMemory(WeightedMemory):
         return self
 
     def update(self, layer, k, v):
-        if self.earlier is not None:    # whose keys of a token may be those of a pass before, too
+        if self.earlier is not None:    # it has the keys of a stopped token's last pass
             frozen_k, frozen_v = self.earlier.newest(layer, k.size(2))
             k = torch.where(self.takes_pass, k, frozen_k)
             v = torch.where(self.takes_pass, v, frozen_v)
@@ -1196,7 +1201,7 @@ class Gate(Halting, Embedding):
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
     PonderLM's passes, with a gate after each that scales what joins the input, or ends the token's
-    pondering (the paper numbers passes by i):
+    pondering. (The paper writes i for k; P^k and E^k are P_k and E_k of Embedding.)
 
         s^k     = sigmoid(MLP_k(h^k))            a gate after every pass but the last      (2), (3)
         m^{k+1} = m^k and s^k >= tau, m^0 = 1    who takes another pass                    (4), (5)
@@ -1234,7 +1239,7 @@ class Gate(Halting, Embedding):
         m, out = memory.is_token, torch.zeros_like(x)                   # (B,T), (B,T,C)
         self.taken, self.kept = [], SimpleNamespace(s=[])
         for k in range(self.K + 1):
-            h = gpt.trunk(x, memory[k].only(m))                         # h^k, (10)
+            h = gpt.trunk(x, memory[k].freeze_except(m))                # h^k, (10)
             out = torch.where(m[..., None], h, out)
             self.taken.append(m)
             if k == self.K:
@@ -1250,7 +1255,7 @@ class Gate(Halting, Embedding):
         return out.to(x.dtype)
 
     def may_stop(self):
-        return not self.training or self.begun(self.progress) >= self.config.halt_start
+        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_start
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
@@ -1268,9 +1273,8 @@ class Mask(Halting, Latent):
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
-    A router decides, after a token's own slot, how many of PonderLM-2's thoughts it needs. Each is
-    read, and counts, as much as it is likely to be needed. (From Latent it has draws, R and the
-    sweeps.)
+    A router reads a token's own slot and says how likely it is that each of PonderLM-2's thoughts
+    is needed. So much weigh its keys, and its part in the output. (From Latent: draws, R, sweeps.)
 
         s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -1311,7 +1315,7 @@ class Mask(Halting, Latent):
         self.taken = []
         for k in range(self.K + 1):
             h = gpt.trunk(h, memory.next_pass(log_w=log_weight(go_on, log_w[..., k])))
-            if k == 0:              # the router is asked once; log w of its own slot is always 0
+            if k == 0:              # asked once, of slot 0, whose weight is 1 whatever it says
                 s, log_w = self.route(h)
             out = out + (s[..., k] * go_on)[..., None] * h
             self.taken.append(go_on)
@@ -1353,7 +1357,7 @@ class Mask(Halting, Latent):
 class RouterMemory(ChainMemory):
     """A ChainMemory; in the passes that a token does not take, its keys have weight 0."""
 
-    def only(self, taken):
+    def weigh_only(self, taken):
         """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
         if self.earlier is not None:
             catch_up(self, self.weightless)
@@ -1382,11 +1386,11 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*, k < K} g^(k) p_k^beta                 (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
 
-    halt_start > 0 delays the last term alone; tokens leave from the first optimizer step on, as in
-    the paper, which has that term then, too.
+    halt_start > 0 delays the last term alone. Tokens leave from the first optimizer step on; in the
+    paper, and by default, the term starts then, too.
 
-    Cost: the passes of Chain that are taken, in training too with engine/skip.py, and there a head
-    for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
+    Cost: the passes of Chain that are taken (in training with engine/skip.py), and in training a
+    head for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
     embeddings are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     """
     works_on = 'chain'
@@ -1402,7 +1406,7 @@ class Router(Halting, Chain):
     def forward(self, gpt, x, memory):
         z, go_on, out = x, memory.is_token, 0.0
         reach = at_least_fp32(x.new_ones(go_on.shape))                  # (B,T)
-        self.taken, self.kept = [], SimpleNamespace(z=[], g=[], reach=[])
+        self.taken, self.kept = [], SimpleNamespace(z=[], g=[], next_reach=[])
         for k in range(self.K + 1):
             z = self.one_pass(gpt, z, memory[k], go_on)                 # z^(k), (B,T,C)
             self.taken.append(go_on)
@@ -1415,7 +1419,7 @@ class Router(Halting, Chain):
             out = out + (weight * go_on)[..., None] * z                             # (8)
             self.kept.z.append(z)
             self.kept.g.append(g)
-            self.kept.reach.append(next_reach)
+            self.kept.next_reach.append(next_reach)
             reach, go_on = next_reach, another
             if self.all_stopped(go_on):
                 break
@@ -1424,7 +1428,7 @@ class Router(Halting, Chain):
     @staticmethod
     def one_pass(gpt, z, memory, go_on):
         """What pass k makes of z (B,T,C). What it makes of tokens that stopped is not used."""
-        return gpt.trunk(z, memory.only(go_on))
+        return gpt.trunk(z, memory.weigh_only(go_on))
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
@@ -1446,9 +1450,9 @@ class LoopExit(Halting, Loop):
     def new_memory(self, pad):
         return Memories(FrozenMemory, self.K + 1, pad)
 
-    def one_pass(self, gpt, x, memory, go_on):
+    def loop_pass(self, gpt, x, memory, go_on):
         """x (B,T,C) -> (x for the next pass, h^k)."""
-        x = gpt.trunk(x, memory.only(go_on), norm=self.config.loop_norm)
+        x = gpt.trunk(x, memory.freeze_except(go_on), norm=self.config.loop_norm)
         h = x if self.config.loop_norm else gpt.ln_f(x)
         return x, h
 
@@ -1491,7 +1495,7 @@ class Exit(LoopExit):
         go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
         self.taken, self.kept = [], SimpleNamespace(h=[], doubt=[])
         for k in range(self.K + 1):
-            x, h = self.one_pass(gpt, x, memory[k], go_on)
+            x, h = self.loop_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
             self.taken.append(go_on)
             self.kept.h.append(out)
@@ -1507,7 +1511,7 @@ class Exit(LoopExit):
         return out
 
     def may_stop(self):
-        return not self.training or self.begun(self.progress) >= self.config.halt_full
+        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_full
 
     @staticmethod
     @some_rows_at_once
@@ -1554,11 +1558,12 @@ class Ouro(LoopExit):
     Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True, as
     config/halting_ouro.py has.
 
-        lam_k = sigmoid(w h^k + b)              one gate for all passes
-        S_k   = prod_{j <= k} (1 - lam_j)       probability of another pass after k
-        p_k   = lam_k S_{k-1},  p_K = S_{K-1}   probability of leaving after k; S_{-1} = 1       (3)
+        lam_k   = sigmoid(w h^k + b)            one gate for all passes
+        stay_k  = prod_{j <= k} (1 - lam_j)     probability of another pass after k; stay_{-1} = 1
+        p_k     = lam_k stay_{k-1}              probability of leaving after k                   (3)
+        p_K     = stay_{K-1}
 
-    A token leaves when S_k is below halt_tau, which is 1 - q of the paper.
+    A token leaves when stay_k is below halt_tau, which is 1 - q of the paper.
     It is trained in two stages, ouro_stage, in which nobody leaves:
 
         1   all weights     sum_k p_k L^k - halt_lambda H(p)                                     (4)
@@ -1578,7 +1583,7 @@ class Ouro(LoopExit):
 
     def init_weights(self, gpt):
         super().init_weights(gpt)
-        if self.config.ouro_stage == 2:
+        if self.config.ouro_stage == 2:     # it trains the gate alone
             gpt.requires_grad_(False)
             self.requires_grad_(True)
 
@@ -1587,19 +1592,19 @@ class Ouro(LoopExit):
 
     def forward(self, gpt, x, memory):
         go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
-        S = 1.0
-        self.taken, self.kept = [], SimpleNamespace(h=[], S=[])
+        stay = 1.0
+        self.taken, self.kept = [], SimpleNamespace(h=[], stay=[])
         for k in range(self.K + 1):
-            x, h = self.one_pass(gpt, x, memory[k], go_on)
+            x, h = self.loop_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
             self.taken.append(go_on)
             self.kept.h.append(out)
             if k == self.K:
                 break
             if not self.training:
-                S = S * (1 - self.lam(out))                             # S_k, (B,T)
-                self.kept.S.append(S)
-                go_on = go_on & self.goes_on(S)
+                stay = stay * (1 - self.lam(out))                       # stay_k, (B,T)
+                self.kept.stay.append(stay)
+                go_on = go_on & self.goes_on(stay)
             if self.all_stopped(go_on):
                 break
         return out
@@ -1617,11 +1622,11 @@ class Ouro(LoopExit):
     @staticmethod
     def leaving(lams):
         """p_k, (B,T) each."""
-        p, S = [], torch.ones_like(lams[0])
+        p, stay = [], torch.ones_like(lams[0])
         for lam in lams:
-            p.append(lam * S)
-            S = S * (1 - lam)
-        return [*p, S]
+            p.append(lam * stay)
+            stay = stay * (1 - lam)
+        return [*p, stay]
 
     def penalty(self, gpt, targets):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""
@@ -1644,7 +1649,7 @@ class Ouro(LoopExit):
             lam = self.lam(hs[k]).clamp(1e-6, 1 - 1e-6)
             surprise = -wanted * (1 - lam).log() - (1 - wanted) * lam.log()
             total = total + surprise.mean()                             # (6)
-        return total / (self.K + 1)     # K terms over K + 1 passes, as in the paper
+        return total / (self.K + 1)     # (6) divides K terms by the number of passes
 
 
 HALTING = {'gate': Gate, 'mask': Mask, 'router': Router, 'exit': Exit, 'ouro': Ouro}

@@ -22,9 +22,9 @@ SETTINGS = {
 SCORES = {
     'gate': ('s', 'gate'),
     'mask': ('w', 'probability of another thought'),
-    'router': ('reach', 'probability of getting further'),
+    'router': ('next_reach', 'probability of getting further'),
     'exit': ('doubt', 'doubt'),
-    'ouro': ('S', 'survival'),
+    'ouro': ('stay', 'survival'),
 }
 
 
