@@ -110,11 +110,18 @@ def prepare(settings, paths=()):
 
 def prepare_builtin(folder):
     """Make one of the BUILTIN data sets, if it is missing."""
-    if folder not in BUILTIN or os.path.exists(os.path.join(folder, 'meta.json')):
+    path = os.path.join(folder, 'meta.json')
+    if folder not in BUILTIN or os.path.exists(path):
         return
-    what = ' '.join(BUILTIN[folder]) or "the built-in corpus, Python's standard library"
-    print(f"{folder} is missing: preparing {what}")
-    main(BUILTIN[folder])
+    # one after the other: two runs that miss the same set make it once. Not locked in `folder`
+    # itself, for which `prepare` asks
+    above = os.path.dirname(folder)
+    with on_disk(above, 'written'), alone(above, wait=True):
+        if os.path.exists(path):
+            return
+        what = ' '.join(BUILTIN[folder]) or "the built-in corpus, Python's standard library"
+        print(f"{folder} is missing: preparing {what}")
+        main(BUILTIN[folder])
 
 
 def choose_folder(settings, paths):

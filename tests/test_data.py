@@ -338,6 +338,22 @@ def test_two_at_once_take_turns(tmp_path):
     prepare_data.check(str(tmp_path / 'data' / 'addition'))
 
 
+def test_two_runs_that_miss_the_same_data_make_it_once(tmp_path, monkeypatch, capsys):
+    """Made twice, it would be taken away from the one that reads it already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(prepare_data.BUILTIN, 'data/addition', ['addition', '--problems=100'])
+
+    def asked(folder, wait):
+        monkeypatch.setattr(prepare_data, 'alone', alone)
+        prepare_data.prepare_builtin('data/addition')
+        return alone(folder, wait)
+
+    monkeypatch.setattr(prepare_data, 'alone', asked)
+    prepare_data.prepare_builtin('data/addition')
+    assert capsys.readouterr().out.count('data/addition is missing') == 1
+    prepare_data.check('data/addition')
+
+
 # ---- damage --------------------------------------------------------------------------------------
 
 def flip_a_bit(shard):
