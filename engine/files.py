@@ -8,6 +8,7 @@ for what the user can mend, and an exit status that says so.
     with alone(folder):             keeps other processes out of a folder
     with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
     checksum(path)                  SHA-256
+    stamp(path)                     what differs when others wrote the file
     table(header, rows)             for a terminal, or a page
 """
 
@@ -145,6 +146,26 @@ def checksum(path):
         while block := f.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def stamp(path):
+    """(inode, size, time of the last change) of a file, None if it is missing."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_whole(stamps):
+    """
+    UserError if one of the files of {path: stamp} was written over since. One that was replaced is
+    fine: who read the old file has it still.
+    """
+    for path, before in stamps.items():
+        now = stamp(path)
+        if now != before and now and before and now[0] == before[0]:
+            raise UserError(f"{path}: written over while it was read; start again when it is whole")
 
 
 def table(header, rows):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.build import without_numbers
-from engine.files import UserError
+from engine.files import UserError, stamp
 from engine.variant import Variant, config_of, rope_theta, variant_of
 
 INSTALL = "this needs more packages: pip install -r requirements-hf.txt"
@@ -214,15 +214,16 @@ def their_names(ours, table):
 def load_released(folder):
     """
     A Hugging Face folder as `load_checkpoint` gives a checkpoint: a dict of config, model (weights
-    as they are stored, mapped into memory), step, settings, tokenizer, optimizer. UserError if the
-    folder is missing, damaged or not supported.
+    as they are stored, mapped into memory), step, settings, tokenizer, optimizer, files (the stamps
+    of its files of weights). UserError if the folder is missing, damaged or not supported.
     """
     config = describe(folder)
+    files = {path: stamp(path) for path in weight_files(folder)}
     weights = read_weights(folder, config_of(config))
     has_its_file = os.path.exists(os.path.join(folder, 'tokenizer.json'))
     named = None if has_its_file else read_config(folder).get(TOKENIZER)
     return dict(config=config, model=weights, step=0, settings={},
-                tokenizer=named or f'hf:{folder}', optimizer={})
+                tokenizer=named or f'hf:{folder}', optimizer={}, files=files)
 
 
 def read_weights(folder, config):

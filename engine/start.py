@@ -16,7 +16,7 @@ import torch
 from configurator import FORMER
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.build import new_model, without_numbers
-from engine.files import UserError
+from engine.files import UserError, check_whole, stamp
 from engine.mechanisms import SETTINGS, halts
 from engine.released import describe
 from engine.shards import knows_tokens, one_tokenizer
@@ -40,7 +40,7 @@ def start_model(settings, given, meta, state, ranks, device):
     """
     asked = asked_of_model(given)
     if settings.init_from != 'scratch':
-        state = state or load_checkpoint(settings.init_from)
+        state = state or load_checkpoint(settings.init_from, mapped=True)
     elif settings.eval_only:
         raise UserError("eval_only needs a trained model: add --init_from=resume or "
                         "--init_from=FOLDER")
@@ -54,6 +54,7 @@ def start_model(settings, given, meta, state, ranks, device):
             own = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
             weights = {**own, **weights}
         load_weights(model, weights)
+        check_whole(state['files'])
         steps = asked.get('ponder_steps')
         if settings.eval_only and steps not in (None, model.config.ponder_steps):
             change_steps(model, steps)
@@ -115,7 +116,7 @@ def old_config(init_from, state):
         return None
     if init_from.startswith('hf:'):
         return describe(init_from.removeprefix('hf:'))
-    return (state or load_checkpoint(init_from))['config']
+    return (state or load_checkpoint(init_from, mapped=True))['config']
 
 
 # ---- what must fit together ----------------------------------------------------------------------
@@ -252,9 +253,15 @@ def say_changes(state, given, ranks):
 
 # ---- what is in the folders, before ranks wait for each other ------------------------------------
 
-def check_unused(settings):
-    """UserError if a new run would write over the checkpoint of another."""
+def check_unused(settings, read=()):
+    """
+    UserError if a run would write over the checkpoint of another. read: {path: stamp} of what it
+    goes on from.
+    """
     folder = settings.out_dir
+    if read and any(stamp(path) != read[path] for path in read):
+        raise UserError(f"{folder}: another run went on from the same checkpoint meanwhile; give "
+                        "the same command again to go on from its own")
     if is_new(settings) and any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):
         raise UserError(f"{folder} holds a checkpoint: go on with --init_from=resume, or choose "
                         "another --out_dir")
@@ -271,7 +278,7 @@ def checkpoint_of(settings):
         folder = settings.out_dir
     elif not settings.eval_only or folder == 'scratch' or folder.startswith('hf:'):
         return None, {}
-    state = load_checkpoint(folder)
+    state = load_checkpoint(folder, mapped=True)
     known = {field.name: field.default for field in fields(settings)}
     gone = sorted(state['settings'].keys() - known - set(FORMER))
     if gone:

@@ -20,11 +20,13 @@ from released import (DEPTH, LATENT, LLAMA, NEOX, OURO, PONDER, TOKENIZER, llama
 
 import sample
 import train
+from engine import checkpoint
 from engine.checkpoint import change_steps, load_checkpoint, model_of
 from engine.files import UserError
 from engine.generate import generate
 from engine.released import FolderTokenizer, describe
 from engine.shards import encode, get_tokenizer, one_tokenizer
+from engine.trained import load_model
 from prepare_data import write_dataset
 from tools import evaluate, hf
 from tools.hf import load_released, save_hf
@@ -272,6 +274,39 @@ def test_another_tokenizer_of_as_many_tokens_is_refused(ouro_folder, tmp_path):
     data_of(own, tmp_path / 'data')
     with pytest.raises(UserError, match='use the data the model was made for'):
         train.main([*run, '--init_from=resume', '--max_steps=2'])
+
+
+@pytest.mark.parametrize('kind', ['safetensors', 'bin'])
+def test_a_model_is_its_own_whatever_is_copied_over_its_files(kind, tmp_path, monkeypatch):
+    weights = random_weights(LLAMA)
+    folder, _ = write_folder(tmp_path / 'theirs', LLAMA, weights, tokenizer=True)
+    path = os.path.join(folder, 'model.safetensors')
+    other = safetensors.torch.save({name: -w for name, w in weights.items()})
+    if kind == 'bin':
+        os.remove(path)
+        path = os.path.join(folder, 'pytorch_model.bin')
+        torch.save({name: -w for name, w in weights.items()}, path)
+        with open(path, 'rb') as f:
+            other = f.read()
+        torch.save(weights, path)
+
+    def write_over():
+        with open(path, 'r+b') as f:        # as cp does: the same file, with other numbers
+            f.write(other)
+
+    readers = (load_model(f'hf:{folder}', 'cpu')[0].state_dict(),
+               load_released(folder).state_dict(), load_checkpoint(f'hf:{folder}')['model'])
+    before = {name: w.clone() for name, w in readers[0].items()}
+    write_over()
+    for reader in readers:
+        for name, weight in before.items():
+            assert torch.equal(weight, reader[name])
+
+    load_weights = checkpoint.load_weights
+    monkeypatch.setattr('engine.checkpoint.load_weights',
+                        lambda *args, **options: (load_weights(*args, **options), write_over()))
+    with pytest.raises(UserError, match=f'{os.path.basename(path)}: written over while it was'):
+        load_released(folder)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

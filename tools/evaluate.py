@@ -180,7 +180,7 @@ def evaluate_text(model, tokenizer, path, s):
     text_bytes, task = about(path)
     lengths = token_lengths(tokenizer).astype(np.int16)
     total, count, read, size, whole = 0.0, 0, 0, 0, 0
-    for tokens in arrays:
+    for tokens in map(np.array, arrays):    # copied: a shard is a map of a file
         whole += int(lengths[tokens].sum(dtype=np.int64))
         if s.tokens is not None:
             tokens = tokens[:s.tokens - read]
