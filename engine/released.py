@@ -315,7 +315,8 @@ class FolderTokenizer:
         self.library.encode_special_tokens = True
         self.name = f'hf:{folder}'
         tokens = sorted(self.library.get_vocab(with_added_tokens=False).items())
-        self.id = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+        self.id = '+'.join(hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+                           for part in (tokens, how_it_reads(self.library.to_str())))
         self.n_vocab = max(self.library.get_vocab().values()) + 1
         self.added = self.library.get_added_tokens_decoder()
         eos = read_config(folder).get('eos_token_id')   # ends a document; there may be a list
@@ -336,6 +337,23 @@ class FolderTokenizer:
             return self.added[token].content.encode()
         letters = self.library.id_to_token(token) or ''
         return bytes(BYTES[letter] for letter in letters)
+
+
+def how_it_reads(text):
+    """
+    What tokenizer.json, as `text`, says of how tokens are found, beside their table. What is left
+    out changes none: lengths, offsets, the frame around a text, and what a version of the library
+    writes where another is silent.
+    """
+    def with_effect(fields):
+        return {name: value for name, value in fields.items()
+                if name != 'trim_offsets' and (value or type(value) is int)}
+
+    c = json.loads(text, object_hook=with_effect)
+    model = {**c['model'], 'vocab': None}
+    model['merges'] = [' '.join(pair) if isinstance(pair, list) else pair
+                       for pair in model.get('merges', ())]
+    return [model, *map(c.get, ('added_tokens', 'normalizer', 'pre_tokenizer'))]
 
 
 def byte_letters():

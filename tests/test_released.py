@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import Evil, make, save
-from released import (DEPTH, LATENT, LLAMA, NEOX, OURO, PONDER, TOKENIZER, llama_trunk, ouro,
+from released import (DEPTH, LATENT, LLAMA, NEOX, OURO, PONDER, TOKENIZER, added, llama_trunk, ouro,
                       random_weights, write_folder, write_json)
 
 import sample
@@ -25,7 +25,7 @@ from engine.checkpoint import change_steps, load_checkpoint, model_of
 from engine.files import UserError
 from engine.generate import generate
 from engine.released import FolderTokenizer, describe
-from engine.shards import encode, get_tokenizer, one_tokenizer
+from engine.shards import encode, get_tokenizer, identity, one_tokenizer
 from engine.trained import load_model
 from prepare_data import write_dataset
 from tools import evaluate, hf
@@ -274,6 +274,59 @@ def test_another_tokenizer_of_as_many_tokens_is_refused(ouro_folder, tmp_path):
     data_of(own, tmp_path / 'data')
     with pytest.raises(UserError, match='use the data the model was made for'):
         train.main([*run, '--init_from=resume', '--max_steps=2'])
+
+
+def with_tokenizer(tmp_path, name, **fields):
+    """The folder of a model whose tokenizer.json has other fields."""
+    folder = str(tmp_path / name)
+    write_folder(folder, OURO, tokenizer=True)
+    model = {**TOKENIZER['model'], **fields.pop('model', {})}
+    write_json(os.path.join(folder, 'tokenizer.json'), {**TOKENIZER, **fields, 'model': model})
+    return f'hf:{folder}'
+
+
+ADDED = TOKENIZER['added_tokens']
+BYTES = TOKENIZER['pre_tokenizer']
+MERGES = TOKENIZER['model']['merges']
+
+
+@pytest.mark.parametrize('fields', [
+    dict(added_tokens=[*ADDED[:-1], added(263, '<|end|>')]),
+    dict(added_tokens=[*ADDED[:-1], added(263, '<|padding|>', special=False)]),
+    dict(added_tokens=[*ADDED[:2], added(262, 'he said'), *ADDED[3:]]),
+    dict(normalizer=None),
+    dict(normalizer=dict(type='Lowercase')),
+    dict(pre_tokenizer=dict(BYTES, add_prefix_space=True)),
+    dict(pre_tokenizer=dict(type='Sequence', pretokenizers=[
+        dict(type='Digits', individual_digits=True), BYTES])),
+    dict(model=dict(merges=[*MERGES[1:2], *MERGES[:1], *MERGES[2:]])),
+    dict(model=dict(ignore_merges=True)),
+])
+def test_a_tokenizer_is_all_that_decides_what_a_number_means(fields, tmp_path):
+    own, other = with_tokenizer(tmp_path, 'own'), with_tokenizer(tmp_path, 'other', **fields)
+    assert not one_tokenizer(*(identity(get_tokenizer(name)) for name in (own, other)))
+
+    # and where a run kept the tokens alone, as older ones did
+    older = {'tokenizer': own, 'tokenizer_id': get_tokenizer(own).id.split('+')[0]}
+    assert one_tokenizer(older, identity(get_tokenizer(own))) and one_tokenizer(older, older)
+    assert not one_tokenizer(older, identity(get_tokenizer(other)))
+    shutil.rmtree(tmp_path / 'own')     # then nobody knows more than the tokens
+    assert one_tokenizer(older, identity(get_tokenizer(other)))
+
+
+@pytest.mark.parametrize('fields', [
+    dict(padding=dict(strategy='BatchLongest', direction='Right', pad_to_multiple_of=None,
+                      pad_id=0, pad_type_id=0, pad_token='<|padding|>')),
+    dict(truncation=dict(direction='Right', max_length=9, strategy='LongestFirst', stride=0)),
+    dict(post_processor=dict(type='ByteLevel', add_prefix_space=True, trim_offsets=True)),
+    dict(pre_tokenizer=dict(BYTES, trim_offsets=False)),
+    dict(pre_tokenizer=dict(BYTES, use_regex=True)),
+    dict(model=dict(merges=[merge.split() for merge in MERGES])),
+    dict(model=dict(unk_token=None, continuing_subword_prefix='', fuse_unk=False)),
+])
+def test_what_changes_no_number_is_the_same_tokenizer(fields, tmp_path):
+    own, other = with_tokenizer(tmp_path, 'own'), with_tokenizer(tmp_path, 'other', **fields)
+    assert one_tokenizer(*(identity(get_tokenizer(name)) for name in (own, other)))
 
 
 @pytest.mark.parametrize('kind', ['safetensors', 'bin'])
