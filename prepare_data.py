@@ -40,7 +40,7 @@ import numpy as np
 
 from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
-from engine.files import UserError, alone, checksum, on_disk, run, whole
+from engine.files import UserError, alone, checksum, on_disk, run, same_folder, whole
 from engine.shards import HEADER_BYTES, KNOWN, MAGIC, VERSION
 from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems, task_of
@@ -111,7 +111,8 @@ def prepare(settings, paths=()):
 def prepare_builtin(folder):
     """Make one of the BUILTIN data sets, if it is missing."""
     path = os.path.join(folder, 'meta.json')
-    if folder not in BUILTIN or os.path.exists(path):
+    folder = next((one for one in BUILTIN if same_folder(one, folder)), None)
+    if folder is None or os.path.exists(path):
         return
     # one after the other: two runs that miss the same set make it once. Not locked in `folder`
     # itself, for which `prepare` asks

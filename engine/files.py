@@ -8,6 +8,7 @@ for what the user can mend, and an exit status that says so.
     with alone(folder):             keeps other processes out of a folder
     with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
     checksum(path)                  SHA-256
+    same_folder(a, b)               however they are spelled
     stamp(path)                     what differs when others wrote the file
     table(header, rows)             for a terminal, or a page
 """
@@ -146,6 +147,11 @@ def checksum(path):
         while block := f.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def same_folder(a, b):
+    """Whether two paths are one place, over links, dots and a slash at the end."""
+    return os.path.realpath(a) == os.path.realpath(b)
 
 
 def stamp(path):

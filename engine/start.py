@@ -16,7 +16,7 @@ import torch
 from configurator import FORMER
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.build import new_model, without_numbers
-from engine.files import UserError, check_whole, stamp
+from engine.files import UserError, check_whole, same_folder, stamp
 from engine.mechanisms import SETTINGS, halts
 from engine.released import describe
 from engine.shards import knows_tokens, one_tokenizer
@@ -168,9 +168,23 @@ def check_data(config, meta, state, settings, ranks):
         check_room(*task_of(meta), config.block_size)
     if state is None or ranks.rank > 0:
         return
-    goes_on = settings.init_from == 'resume' and not settings.eval_only
-    if goes_on or settings.data_dir == state['settings'].get('data_dir'):
+    resumed = settings.init_from == 'resume'
+    checkpoint = settings.out_dir if resumed else settings.init_from
+    goes_on = resumed and not settings.eval_only
+    if goes_on or is_own_data(settings.data_dir, state['settings'], checkpoint):
         say_other_data(settings.data_dir, meta, state)
+
+
+def is_own_data(folder, kept, checkpoint):
+    """
+    Whether `folder` is the data_dir of the settings that a checkpoint kept. That path may begin
+    where the run did: where out_dir begins, which leads from there to the checkpoint.
+    """
+    if 'data_dir' not in kept:      # hf:FOLDER
+        return False
+    began = os.path.abspath(checkpoint).removesuffix(os.path.normpath(kept.get('out_dir', '')))
+    own = kept['data_dir']
+    return same_folder(folder, own) or same_folder(folder, os.path.join(began, own))
 
 
 def say_other_data(folder, meta, kept):
@@ -245,7 +259,8 @@ def say_changes(state, given, ranks):
         stays = name in before and name not in ('out_dir', 'init_from', 'max_seconds',
                                                 'batch_tokens')
         filled_in = value is None and name in state['config']   # which holds what None stood for
-        if stays and before[name] != value and not filled_in:
+        respelled = name == 'data_dir' and same_folder(value, before[name])
+        if stays and before[name] != value and not filled_in and not respelled:
             told.append(f"{name}={value} (was {before[name]})")
     if told and ranks.rank == 0:
         print(f"from here on with {', '.join(told)}")

@@ -420,6 +420,48 @@ def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(
     assert 'a validation set may hold what it was trained on' in capsys.readouterr().err
 
 
+def spellings(folder, tmp_path):
+    """Other paths to a folder below tmp_path, where the program runs."""
+    (tmp_path / 'link').symlink_to(folder, target_is_directory=True)
+    name = folder.name
+    return [name, f'{name}/', f'./{name}', f'out/../{name}', str(folder), 'link']
+
+
+def test_its_own_data_made_anew_is_named_however_it_is_spelled(run_train, other_data, tmp_path,
+                                                               monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    paths = spellings(other_data, tmp_path)
+    train.main([*SHAPE, *QUICK, '--data_dir=other', '--out_dir=out/v', '--max_steps=1'])
+    again = ['--init_from=resume', '--out_dir=out/v', '--max_steps=2']
+    for path in paths:
+        train.main([*QUICK, *again, f'--data_dir={path}', '--eval_only=True'])
+    capsys.readouterr()
+    train.main([*QUICK, *again, f'--data_dir={paths[1]}'])
+    told = capsys.readouterr()
+    assert 'what this model read before' not in told.err
+    assert 'from here on with max_steps=2 (was 1)\n' in told.out
+
+    texts = [b'%d ' % i * 40 for i in range(99)]
+    write_dataset(str(other_data), texts, get_tokenizer('byte'), 0.2, 'test')
+    write_dataset('elsewhere', texts, get_tokenizer('byte'), 0.2, 'test')
+    shard = os.path.join('other', 'val_000000.bin')
+    for path in [*paths, shard, 'elsewhere']:
+        evaluate.main(['out/v', path, '--tokens=50', '--device=cpu'])
+        told = capsys.readouterr().err.count('is not what this model read before')
+        assert told == (0 if path == 'elsewhere' else 2), path
+    starts = [*QUICK, '--init_from=./out/v/', '--max_steps=1']
+    for number, path in enumerate([*paths, 'elsewhere']):
+        for call in (f'--out_dir=new{number}', '--eval_only=True'):
+            train.main([*starts, f'--data_dir={path}', call])
+            told = capsys.readouterr().err.count('is not what this model read before')
+            assert told == (0 if path == 'elsewhere' else 2), (path, call)
+
+    (tmp_path / 'below').mkdir()
+    monkeypatch.chdir(tmp_path / 'below')   # the checkpoint's path to its data begins above
+    evaluate.main(['../out/v', '../other', '--tokens=50', '--device=cpu'])
+    assert 'is not what this model read before' in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not os.path.exists('/proc/self/maps'), reason="Linux")
 def test_a_run_that_goes_on_lets_go_of_its_old_file(out, run_train, monkeypatch):
     """Replaced, it would take disk space as long as it is mapped."""

@@ -17,6 +17,7 @@ from conftest import program, refused
 
 import prepare_data
 from engine.files import UserError, alone, checksum
+from engine.plan import planned_vocabulary
 from engine.shards import encode, get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS
 from engine.windows import Windows
@@ -352,6 +353,16 @@ def test_two_runs_that_miss_the_same_data_make_it_once(tmp_path, monkeypatch, ca
     prepare_data.prepare_builtin('data/addition')
     assert capsys.readouterr().out.count('data/addition is missing') == 1
     prepare_data.check('data/addition')
+
+
+@pytest.mark.parametrize('spelled', ['data/addition/', './data/addition', 'absolute'])
+def test_a_missing_built_in_set_is_made_however_it_is_spelled(spelled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(prepare_data.BUILTIN, 'data/addition', ['addition', '--problems=100'])
+    folder = str(tmp_path / 'data' / 'addition') if spelled == 'absolute' else spelled
+    prepare_data.prepare_builtin(folder)
+    prepare_data.check('data/addition')
+    assert planned_vocabulary('data/trees/', prepare_data.BUILTIN) == (257, 'of data/trees/')
 
 
 # ---- damage --------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from engine.hardware import explained, pick_device
 from engine.mechanisms import halts, iterates
 from engine.score import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
-from engine.start import say_other_data
+from engine.start import is_own_data, say_other_data
 from engine.tasks import TASKS, in_answers, task_of
 from engine.trained import data_dir_of, exam_of_run, load_model
 from prepare_data import is_jsonl, is_utf8
@@ -370,8 +370,8 @@ def main(argv):
             s.answers = 1000
         else:
             texts = [data_dir_of(settings)]
-    for folder in texts:
-        if folder == settings.get('data_dir'):
+    for folder in dict.fromkeys(map(data_folder, texts)):
+        if folder and is_own_data(folder, settings, checkpoint):
             say_other_data(folder, read_meta(folder), settings)
     if iterates(model) and model.mechanism.K > 0:
         how = "token by token" if s.exact else "by iteration (--exact=True: token by token)"
