@@ -163,6 +163,9 @@ def prepare_text(settings, paths, folder):
         with workshop(folder):
             paths = [shakespeare(folder)]
     for path in paths:
+        if is_json(path) and os.path.isfile(path):
+            raise UserError(f"{path}: JSON, whose braces would be the text: write its texts to a "
+                            '.txt file, or as lines {"text": "..."} to a .jsonl')
         if os.path.exists(os.path.join(path, 'meta.json')):
             raise UserError(f"{path}: a data set, no text; to see whether it is whole: "
                             f"--check {path}")
@@ -236,8 +239,8 @@ def python_sources(packages):
 
 def your_texts(files, folder):
     """
-    The documents of your files, but for those with a NUL byte near their beginning, of which a line
-    tells. folder: what is made of them, for the line that says how far it is.
+    The documents of your files, but for JSON and those with a NUL byte near their beginning, of
+    which a line tells. folder: what is made of them, for the line that says how far it is.
     """
     few = len(files) < FEW_FILES and not any(map(is_jsonl, files))
     longest = 0 if few else DOCUMENT_BYTES
@@ -245,7 +248,9 @@ def your_texts(files, folder):
     done, left_out = 0, []
     for path in files:
         with on_disk(path, 'read'), open(path, 'rb') as f:
-            if b'\0' in f.peek(8192):
+            beginning = f.read(8192)
+            f.seek(0)
+            if b'\0' in beginning or is_json(path):
                 left_out.append(path)
             else:
                 for text in documents(f, path, longest):
@@ -253,12 +258,17 @@ def your_texts(files, folder):
                     progress(done + f.tell())
             done += os.path.getsize(path)
     if left_out:
-        print(f"warning: {len(left_out)} of {len(files)} files are left out for their NUL bytes, "
-              f"which UTF-16 has, and what is no text: the first is {left_out[0]}", file=sys.stderr)
+        print(f"warning: {len(left_out)} of {len(files)} files are left out, for NUL bytes, "
+              "which UTF-16 has, and what is no text, or as .json, whose braces would be the text: "
+              f"the first is {left_out[0]}", file=sys.stderr)
 
 
 def is_jsonl(path):
-    return path.lower().endswith('.jsonl')
+    return path.lower().endswith(('.jsonl', '.ndjson'))
+
+
+def is_json(path):
+    return path.lower().endswith('.json')
 
 
 def documents(f, path, longest):
@@ -272,7 +282,7 @@ def documents(f, path, longest):
         try:
             text = json.loads(line)['text'].encode('utf-8', errors='replace')
         except UnicodeDecodeError:
-            raise UserError(f"{path}:{number}: no UTF-8, in which .jsonl files are written; "
+            raise UserError(f"{path}:{number}: no UTF-8, in which records are written; "
                             "convert it, as with iconv") from None
         except (ValueError, TypeError, KeyError, AttributeError):
             form = 'no JSON object with a text field, {"text": "..."}'

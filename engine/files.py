@@ -14,6 +14,7 @@ for what the user can mend, and an exit status that says so.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import sys
@@ -62,7 +63,10 @@ def say(error):
     who = 'error:' if rank is None else f'error: rank {rank}:'
     if rank not in (None, '0'):
         time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
-    print(who, one_line(error), file=sys.stderr)
+    remedy = ''
+    if os.strerror(errno.EMFILE) in str(error):
+        remedy = "; allow more with `ulimit -n 4096`, and give the same command again"
+    print(who, one_line(error) + remedy, file=sys.stderr)
 
 
 def leave(status):

@@ -313,13 +313,16 @@ def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):
     (['CKPT', 'TMP/other.bin'], 'token 1299 of a vocabulary of 257'),
     (['CKPT', 'TMP/words/val_000000.bin'], 'words has tokens of gpt2 that are not those of byte'),
     (['CKPT', 'TMP/records.jsonl'], 'records.jsonl: records.*prepare_data.py'),
+    (['CKPT', 'TMP/records.ndjson'], 'records.ndjson: records.*prepare_data.py'),
+    (['CKPT', 'TMP/records.json'], 'records.json: records or JSON'),
     (['CKPT', 'CKPT'], 'a checkpoint; only the first'),
     (['CKPT', '--ponder_steps=x'], 'give numbers'),
     (['CKPT', '--halt_tau=0.1'], "halting='none'"),
 ])
 def test_refusals(folder, tmp_path, args, words):
     (tmp_path / 'empty.txt').write_text('')
-    (tmp_path / 'records.jsonl').write_text('{"text": "text"}\n')
+    for ending in ('jsonl', 'ndjson', 'json'):
+        (tmp_path / f'records.{ending}').write_text('{"text": "text"}\n')
     (tmp_path / 'words').mkdir()
     (tmp_path / 'words' / 'val_000000.bin').touch()
     meta = dict(tokenizer='gpt2', n_tokens=50257, eot=50256)
