@@ -114,12 +114,9 @@ def prepare_builtin(folder):
     folder = next((one for one in BUILTIN if same_folder(one, folder)), None)
     if folder is None or os.path.exists(path):
         return
-    # one after the other: two runs that miss the same set make it once. Not locked in `folder`
-    # itself, for which `prepare` asks
-    above = os.path.dirname(folder)
-    with on_disk(above, 'written'), alone(above, wait=True):
+    with on_disk('data', 'written'), alone('data', wait=True):  # `prepare` asks for `folder`
         if os.path.exists(path):
-            return
+            return      # another run has made it meanwhile
         what = ' '.join(BUILTIN[folder]) or "the built-in corpus, Python's standard library"
         print(f"{folder} is missing: preparing {what}")
         main(BUILTIN[folder])
@@ -163,7 +160,7 @@ def prepare_text(settings, paths, folder):
         with workshop(folder):
             paths = [shakespeare(folder)]
     for path in paths:
-        if is_json(path) and os.path.isfile(path):
+        if path.lower().endswith('.json') and os.path.isfile(path):
             raise UserError(f"{path}: JSON, whose braces would be the text: write its texts to a "
                             '.txt file, or as lines {"text": "..."} to a .jsonl')
         if os.path.exists(os.path.join(path, 'meta.json')):
@@ -250,7 +247,7 @@ def your_texts(files, folder):
         with on_disk(path, 'read'), open(path, 'rb') as f:
             beginning = f.read(8192)
             f.seek(0)
-            if b'\0' in beginning or is_json(path):
+            if b'\0' in beginning or path.lower().endswith('.json'):
                 left_out.append(path)
             else:
                 for text in documents(f, path, longest):
@@ -258,17 +255,13 @@ def your_texts(files, folder):
                     progress(done + f.tell())
             done += os.path.getsize(path)
     if left_out:
-        print(f"warning: {len(left_out)} of {len(files)} files are left out, for NUL bytes, "
-              "which UTF-16 has, and what is no text, or as .json, whose braces would be the text: "
-              f"the first is {left_out[0]}", file=sys.stderr)
+        print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "
+              f"bytes, which UTF-16 has, and what is no text: the first is {left_out[0]}",
+              file=sys.stderr)
 
 
 def is_jsonl(path):
     return path.lower().endswith(('.jsonl', '.ndjson'))
-
-
-def is_json(path):
-    return path.lower().endswith('.json')
 
 
 def documents(f, path, longest):

@@ -28,9 +28,6 @@ from engine.tasks import TASKS
 from engine.trained import exam_for_prompt, open_as, read_one
 
 
-NEW_DOCUMENT = '<|endoftext|>'  # in a prompt, whatever the tokenizer calls it
-
-
 # ---- settings ------------------------------------------------------------------------------------
 
 @dataclass
@@ -76,17 +73,16 @@ def override(model, s):
 
 def encode_prompt(start, tokenizer, block_size):
     """
-    The tokens to go on from; without `start` the end-of-text token, which documents follow. It may
-    be written in front of one, as for nanoGPT.
-    UserError if they are none, more than the model's context, or in a file that cannot be read.
+    The tokens to go on from; without `start` the end-of-text token, which documents follow, and
+    which may stand in front of it, as <|endoftext|>. UserError if they are none, more than the
+    model's context, or in a file that cannot be read.
     """
     if start is None:
         return [tokenizer.eot_token]
     text = read_start(start)
-    document = text.removeprefix(NEW_DOCUMENT.encode())
-    tokens = encode(tokenizer, document).tolist()[:-1]      # without the end of the text
-    if document != text:
-        tokens.insert(0, tokenizer.eot_token)
+    document = text.removeprefix(b'<|endoftext|>')
+    tokens = [tokenizer.eot_token] * (document != text)
+    tokens += encode(tokenizer, document).tolist()[:-1]             # without the end of the text
     if not tokens:
         raise UserError("--start is empty: give at least one character, or leave it out to start "
                         "a new document")
@@ -144,7 +140,7 @@ def main(argv):
     s, folder = read_one(argv, __doc__, SampleSettings, "python sample.py out/depth_attn")
     model, tokenizer, settings = open_as(s, folder)
     override(model, s)
-    start, exam = None if s.start == NEW_DOCUMENT else s.start, exam_for_prompt(settings)
+    start, exam = None if s.start == '<|endoftext|>' else s.start, exam_for_prompt(settings)
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set
     prompt = encode_prompt(start, tokenizer, model.config.block_size)

@@ -96,8 +96,8 @@ def load_checkpoint(folder, mapped=False):
     settings, tokenizer, model, optimizer and so on. A damaged one is reported and the one before
     it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
 
-    mapped: tensors lie in the file, and many processes share one copy. The file may be written over
-    by anybody: copy what is needed at once, then call check_whole. `files` is for that.
+    mapped: tensors lie in the file, of which many processes share one copy, and which others may
+    write over: copy them at once, then call check_whole with `files`.
     """
     if folder.startswith('hf:'):
         state = load_released(folder.removeprefix('hf:'))
@@ -167,10 +167,7 @@ def model_of(state):
 
 
 def own(model, state):
-    """
-    Copy the weights of model_of(state) out of its files, tensor by tensor: who writes over these
-    does not change the model. Returns it.
-    """
+    """model_of(state) with its weights copied out of the files, one by one; the same object."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == 'cpu':
             tensor.data = tensor.data.clone()

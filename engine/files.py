@@ -8,8 +8,6 @@ for what the user can mend, and an exit status that says so.
     with alone(folder):             keeps other processes out of a folder
     with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
     checksum(path)                  SHA-256
-    same_folder(a, b)               however they are spelled
-    stamp(path)                     what differs when others wrote the file
     table(header, rows)             for a terminal, or a page
 """
 
@@ -63,10 +61,9 @@ def say(error):
     who = 'error:' if rank is None else f'error: rank {rank}:'
     if rank not in (None, '0'):
         time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
-    remedy = ''
     if os.strerror(errno.EMFILE) in str(error):
-        remedy = "; allow more with `ulimit -n 4096`, and give the same command again"
-    print(who, one_line(error) + remedy, file=sys.stderr)
+        error = f"{error}; allow more with `ulimit -n 4096`, and give the same command again"
+    print(who, one_line(error), file=sys.stderr)
 
 
 def leave(status):
@@ -159,19 +156,14 @@ def same_folder(a, b):
 
 
 def stamp(path):
-    """(inode, size, time of the last change) of a file, None if it is missing."""
-    try:
+    """What tells whether a file was written since; None if it is missing."""
+    with contextlib.suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def check_whole(stamps):
-    """
-    UserError if one of the files of {path: stamp} was written over since. One that was replaced is
-    fine: who read the old file has it still.
-    """
+    """UserError if a file of {path: stamp} was written over since, and not replaced by another."""
     for path, before in stamps.items():
         now = stamp(path)
         if now != before and now and before and now[0] == before[0]:

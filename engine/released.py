@@ -341,19 +341,15 @@ class FolderTokenizer:
 
 def how_it_reads(text):
     """
-    What tokenizer.json, as `text`, says of how tokens are found, beside their table. What is left
-    out changes none: lengths, offsets, the frame around a text, and what a version of the library
-    writes where another is silent.
+    What the text of tokenizer.json says of how tokens are found, without what changes none:
+    lengths, offsets, and what is empty, which some versions of the library leave out.
     """
     def with_effect(fields):
         return {name: value for name, value in fields.items()
                 if name != 'trim_offsets' and (value or type(value) is int)}
 
     c = json.loads(text, object_hook=with_effect)
-    model = {**c['model'], 'vocab': None}
-    model['merges'] = [' '.join(pair) if isinstance(pair, list) else pair
-                       for pair in model.get('merges', ())]
-    return [model, *map(c.get, ('added_tokens', 'normalizer', 'pre_tokenizer'))]
+    return [c.get(name) for name in ('added_tokens', 'normalizer', 'pre_tokenizer', 'model')]
 
 
 def byte_letters():

@@ -114,8 +114,8 @@ class Log:
     def open(self, written, read=()):
         """
         Around the run: makes its folder and locks out other runs; settings.json, with what is
-        `written`, and log.jsonl are in it. UserError if the folder cannot be written. read: as in
-        check_unused, which is asked again, as another run may have ended before this lock.
+        `written`, and log.jsonl are in it. UserError if the folder cannot be written, or another
+        run had it until now. read: as in check_unused.
         """
         if self.ranks.rank > 0:
             yield

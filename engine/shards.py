@@ -20,6 +20,7 @@ as uint16. meta.json holds
 
 import json
 import os
+from contextlib import suppress
 
 import numpy as np
 import tiktoken
@@ -130,25 +131,16 @@ def one_tokenizer(*kept):
         return len(names) == 1
     if len(names) == 1 and len({one.get('tokenizer_id') for one in kept}) == 1:
         return True     # also of older ones, which both have none
-    parts = [whole_id(one).split('+') for one in kept]
-    return all(part == others for part, others in zip(*parts))
+    return all(part == other for part, other in zip(*(whole_id(one).split('+') for one in kept)))
 
 
 def whole_id(kept):
-    """
-    The tokenizer_id in a meta.json or checkpoint. Older ones have its first part or none: what lies
-    in the folder now says the rest, unless it is gone or another.
-    """
+    """Of older ones, with a first part or none: of what lies in the folder, if it is the same."""
     known = kept.get('tokenizer_id') or ''
-    if '+' in known:
-        return known
-    try:
-        now = get_tokenizer(kept['tokenizer']).id
-    except UserError:
-        if known:
-            return known
-        raise
-    return now if now.startswith(known) else known
+    with suppress(UserError):
+        if '+' not in known and (now := get_tokenizer(kept['tokenizer']).id).startswith(known):
+            return now
+    return known
 
 
 def open_shard(path, tokens=None):

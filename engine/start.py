@@ -168,23 +168,20 @@ def check_data(config, meta, state, settings, ranks):
         check_room(*task_of(meta), config.block_size)
     if state is None or ranks.rank > 0:
         return
-    resumed = settings.init_from == 'resume'
-    checkpoint = settings.out_dir if resumed else settings.init_from
-    goes_on = resumed and not settings.eval_only
+    goes_on = settings.init_from == 'resume' and not settings.eval_only
+    checkpoint = settings.out_dir if settings.init_from == 'resume' else settings.init_from
     if goes_on or is_own_data(settings.data_dir, state['settings'], checkpoint):
         say_other_data(settings.data_dir, meta, state)
 
 
 def is_own_data(folder, kept, checkpoint):
     """
-    Whether `folder` is the data_dir of the settings that a checkpoint kept. That path may begin
-    where the run did: where out_dir begins, which leads from there to the checkpoint.
+    Whether `folder` is the data_dir in what a checkpoint kept of its settings (hf: folders, none).
+    That path begins here or, as out_dir does, above the checkpoint.
     """
-    if 'data_dir' not in kept:      # hf:FOLDER
-        return False
     began = os.path.abspath(checkpoint).removesuffix(os.path.normpath(kept.get('out_dir', '')))
-    own = kept['data_dir']
-    return same_folder(folder, own) or same_folder(folder, os.path.join(began, own))
+    return 'data_dir' in kept and any(same_folder(folder, os.path.join(above, kept['data_dir']))
+                                      for above in ('', began))
 
 
 def say_other_data(folder, meta, kept):
@@ -269,12 +266,9 @@ def say_changes(state, given, ranks):
 # ---- what is in the folders, before ranks wait for each other ------------------------------------
 
 def check_unused(settings, read=()):
-    """
-    UserError if a run would write over the checkpoint of another. read: {path: stamp} of what it
-    goes on from.
-    """
+    """UserError if a run writes over another's. read: {path: stamp} of what it goes on from."""
     folder = settings.out_dir
-    if read and any(stamp(path) != read[path] for path in read):
+    if any(stamp(path) != read[path] for path in read):
         raise UserError(f"{folder}: another run went on from the same checkpoint meanwhile; give "
                         "the same command again to go on from its own")
     if is_new(settings) and any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):

@@ -41,7 +41,7 @@ from engine.shards import count_tokens, encode, open_shard, read_meta, token_len
 from engine.start import is_own_data, say_other_data
 from engine.tasks import TASKS, in_answers, task_of
 from engine.trained import data_dir_of, exam_of_run, load_model
-from prepare_data import is_json, is_jsonl, is_utf8
+from prepare_data import is_jsonl, is_utf8
 from sample import SampleSettings, override
 
 
@@ -141,7 +141,7 @@ def token_arrays(path, tokenizer):
             shards.append((os.path.join(path, shard['name']), shard['tokens']))
     elif path.endswith('.bin'):
         shards.append((path, None))
-    elif is_jsonl(path) or is_json(path):
+    elif is_jsonl(path) or path.lower().endswith('.json'):
         raise UserError(f"{path}: records or JSON, and this reads text: write their texts to a "
                         ".txt file, or prepare records (prepare_data.py) and name the folder")
 
