@@ -473,8 +473,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # the largest becomes 0, so that a tiny temperature makes neither inf nor NaN
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+    # the largest becomes 0, so that a tiny temperature makes neither inf nor NaN; -inf / inf is one
+    logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, 1e-30), 1e30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)

@@ -40,7 +40,7 @@ import numpy as np
 
 from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
-from engine.files import UserError, alone, checksum, on_disk, run, whole
+from engine.files import UserError, alone, checksum, on_disk, run, same_folder, whole
 from engine.shards import HEADER_BYTES, KNOWN, MAGIC, VERSION
 from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems, task_of
@@ -110,11 +110,16 @@ def prepare(settings, paths=()):
 
 def prepare_builtin(folder):
     """Make one of the BUILTIN data sets, if it is missing."""
-    if folder not in BUILTIN or os.path.exists(os.path.join(folder, 'meta.json')):
+    path = os.path.join(folder, 'meta.json')
+    folder = next((one for one in BUILTIN if same_folder(one, folder)), None)
+    if folder is None or os.path.exists(path):
         return
-    what = ' '.join(BUILTIN[folder]) or "the built-in corpus, Python's standard library"
-    print(f"{folder} is missing: preparing {what}")
-    main(BUILTIN[folder])
+    with on_disk('data', 'written'), alone('data', wait=True):  # `prepare` asks for `folder`
+        if os.path.exists(path):
+            return      # another run has made it meanwhile
+        what = ' '.join(BUILTIN[folder]) or "the built-in corpus, Python's standard library"
+        print(f"{folder} is missing: preparing {what}")
+        main(BUILTIN[folder])
 
 
 def choose_folder(settings, paths):
@@ -155,6 +160,9 @@ def prepare_text(settings, paths, folder):
         with workshop(folder):
             paths = [shakespeare(folder)]
     for path in paths:
+        if path.lower().endswith('.json') and os.path.isfile(path):
+            raise UserError(f"{path}: JSON, whose braces would be the text: write its texts to a "
+                            '.txt file, or as lines {"text": "..."} to a .jsonl')
         if os.path.exists(os.path.join(path, 'meta.json')):
             raise UserError(f"{path}: a data set, no text; to see whether it is whole: "
                             f"--check {path}")
@@ -228,8 +236,8 @@ def python_sources(packages):
 
 def your_texts(files, folder):
     """
-    The documents of your files, but for those with a NUL byte near their beginning, of which a line
-    tells. folder: what is made of them, for the line that says how far it is.
+    The documents of your files, but for JSON and those with a NUL byte near their beginning, of
+    which a line tells. folder: what is made of them, for the line that says how far it is.
     """
     few = len(files) < FEW_FILES and not any(map(is_jsonl, files))
     longest = 0 if few else DOCUMENT_BYTES
@@ -237,7 +245,9 @@ def your_texts(files, folder):
     done, left_out = 0, []
     for path in files:
         with on_disk(path, 'read'), open(path, 'rb') as f:
-            if b'\0' in f.peek(8192):
+            beginning = f.read(8192)
+            f.seek(0)
+            if b'\0' in beginning or path.lower().endswith('.json'):
                 left_out.append(path)
             else:
                 for text in documents(f, path, longest):
@@ -245,12 +255,13 @@ def your_texts(files, folder):
                     progress(done + f.tell())
             done += os.path.getsize(path)
     if left_out:
-        print(f"warning: {len(left_out)} of {len(files)} files are left out for their NUL bytes, "
-              f"which UTF-16 has, and what is no text: the first is {left_out[0]}", file=sys.stderr)
+        print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "
+              f"bytes, which UTF-16 has, and what is no text: the first is {left_out[0]}",
+              file=sys.stderr)
 
 
 def is_jsonl(path):
-    return path.lower().endswith('.jsonl')
+    return path.lower().endswith(('.jsonl', '.ndjson'))
 
 
 def documents(f, path, longest):
@@ -264,7 +275,7 @@ def documents(f, path, longest):
         try:
             text = json.loads(line)['text'].encode('utf-8', errors='replace')
         except UnicodeDecodeError:
-            raise UserError(f"{path}:{number}: no UTF-8, in which .jsonl files are written; "
+            raise UserError(f"{path}:{number}: no UTF-8, in which records are written; "
                             "convert it, as with iconv") from None
         except (ValueError, TypeError, KeyError, AttributeError):
             form = 'no JSON object with a text field, {"text": "..."}'

@@ -73,12 +73,16 @@ def override(model, s):
 
 def encode_prompt(start, tokenizer, block_size):
     """
-    The tokens to go on from; without `start` the end-of-text token, which documents follow.
-    UserError if they are none, more than the model's context, or in a file that cannot be read.
+    The tokens to go on from; without `start` the end-of-text token, which documents follow, and
+    which may stand in front of it, as <|endoftext|>. UserError if they are none, more than the
+    model's context, or in a file that cannot be read.
     """
     if start is None:
         return [tokenizer.eot_token]
-    tokens = encode(tokenizer, read_start(start)).tolist()[:-1]     # without the end of the text
+    text = read_start(start)
+    document = text.removeprefix(b'<|endoftext|>')
+    tokens = [tokenizer.eot_token] * (document != text)
+    tokens += encode(tokenizer, document).tolist()[:-1]             # without the end of the text
     if not tokens:
         raise UserError("--start is empty: give at least one character, or leave it out to start "
                         "a new document")
@@ -90,7 +94,7 @@ def encode_prompt(start, tokenizer, block_size):
 
 def as_question(prompt, exam):
     """A made task's problem as in training: its question has an end, and a file's line has none."""
-    text = bytes(prompt).strip()
+    text = bytes(token for token in prompt if token != exam['eot']).strip()
     end = TASKS[exam['task']].end.encode()
     return list(text if end in text else text + end)
 
@@ -136,7 +140,7 @@ def main(argv):
     s, folder = read_one(argv, __doc__, SampleSettings, "python sample.py out/depth_attn")
     model, tokenizer, settings = open_as(s, folder)
     override(model, s)
-    start, exam = s.start, exam_for_prompt(settings)
+    start, exam = None if s.start == '<|endoftext|>' else s.start, exam_for_prompt(settings)
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set
     prompt = encode_prompt(start, tokenizer, model.config.block_size)

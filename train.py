@@ -159,6 +159,7 @@ class Trainer:
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
+        self.read = state['files'] if state and s.init_from == 'resume' else ()
         # where the weights first came from: never 'resume'
         self.origin = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
@@ -382,7 +383,7 @@ class Trainer:
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
         settings.pop('variant', None)   # of released models: it comes with their weights
         settings.pop('max_seconds')     # of this call
-        with self.log.open(settings), self.stop.on_signals():
+        with self.log.open(settings, self.read), self.stop.on_signals():
             self.loop()
         if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
             self.log.sample(self.val_data, self.meta, self.autocast)

@@ -4,6 +4,7 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
     save_checkpoint(folder, state)      folder/ckpt.pt; what was there is now ckpt_prev.pt
     state = load_checkpoint(folder)     the newest one that can be read
     model = model_of(state)             its model, with these weights
+    own(model, state)                   which lie in the file no longer
     load_weights(model, weights)        weights, into a model of the same shape
     load_optimizer(optimizer, scaler, state)    AdamW's moments; `optimizer_state` for saving
     change_steps(model, K)              it is to take K pondering steps
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from engine.build import shapes_only, without_numbers
-from engine.files import UserError, whole
+from engine.files import UserError, check_whole, stamp, whole
 from engine.mechanisms import halts
 from engine.released import load_released
 from engine.variant import ReleasedConfig, config_of
@@ -98,24 +99,31 @@ def optimizer_state(optimizer):
 
 # ---- loading -------------------------------------------------------------------------------------
 
-def load_checkpoint(folder):
+def load_checkpoint(folder, mapped=False):
     """
     The newest readable checkpoint of a folder: what train.py saved, a dict of step, config,
     settings, tokenizer, model, optimizer and so on. A damaged one is reported and the one before
     it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
+
+    mapped: tensors lie in the file, of which many processes share one copy, and which others may
+    write over: copy them at once, then call check_whole with `files`.
     """
     if folder.startswith('hf:'):
-        return load_released(folder.removeprefix('hf:'))
+        state = load_released(folder.removeprefix('hf:'))
+        if not mapped:
+            state['model'] = {name: w.clone() for name, w in state['model'].items()}
+            check_whole(state.pop('files'))
+        return state
     if os.path.isfile(folder):
         where = os.path.dirname(folder) or '.'
         raise UserError(f"{folder} is a file: name the folder it is in, {where}")
     problems = []
-    for name in CHECKPOINTS:
-        path = os.path.join(folder, name)
-        if not os.path.exists(path):
+    files = {path: stamp(path) for path in (os.path.join(folder, name) for name in CHECKPOINTS)}
+    for path, there in files.items():
+        if there is None:
             continue
         try:
-            state = read_checkpoint(path)
+            state = read_checkpoint(path, mapped)
         except Exception as error:
             reason = ' '.join(str(error).split())[:120] or type(error).__name__
             problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
@@ -123,7 +131,7 @@ def load_checkpoint(folder):
         for problem in problems:
             print(f"warning: {problem}; using {path}", file=sys.stderr)
         warn_of_unknown(state['config'], path)
-        return state
+        return {**state, 'files': files} if mapped else state
     nothing = f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}"
     raise UserError('; '.join(problems) or nothing)
 
@@ -137,12 +145,11 @@ def warn_of_unknown(config, path):
               file=sys.stderr)
 
 
-def read_checkpoint(path):
+def read_checkpoint(path, mapped):
     """The dict in one file; on a damaged or foreign one, nearly any error. Executes nothing."""
     with zipfile.ZipFile(path) as archive:  # torch.load does not compare checksums
         require(archive.testzip() is None, "a checksum is wrong")
-    # mapped, not read: many processes share one copy; but Windows cannot rename a mapped file
-    mapped = sys.platform != 'win32'
+    mapped = mapped and sys.platform != 'win32'     # which cannot rename a mapped file
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:  # PyTorch's own text advises to trust the file
@@ -165,6 +172,15 @@ def model_of(state):
         if buffer.is_meta:
             raise UserError(f"the checkpoint lacks {name}, which a changed model.py asks for: "
                             "register that buffer without persistent=False, and train again")
+    return model
+
+
+def own(model, state):
+    """model_of(state) with its weights copied out of the files, one by one; the same object."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == 'cpu':
+            tensor.data = tensor.data.clone()
+    check_whole(state['files'])
     return model
 
 

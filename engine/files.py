@@ -12,6 +12,7 @@ for what the user can mend, and an exit status that says so.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import sys
@@ -60,6 +61,8 @@ def say(error):
     who = 'error:' if rank is None else f'error: rank {rank}:'
     if rank not in (None, '0'):
         time.sleep(5)  # rank 0 says the same, or torchrun ends this one before it repeats it
+    if os.strerror(errno.EMFILE) in str(error):
+        error = f"{error}; allow more with `ulimit -n 4096`, and give the same command again"
     print(who, one_line(error), file=sys.stderr)
 
 
@@ -145,6 +148,26 @@ def checksum(path):
         while block := f.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def same_folder(a, b):
+    """Whether two paths are one place, over links, dots and a slash at the end."""
+    return os.path.realpath(a) == os.path.realpath(b)
+
+
+def stamp(path):
+    """What tells whether a file was written since; None if it is missing."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_whole(stamps):
+    """UserError if a file of {path: stamp} was written over since, and not replaced by another."""
+    for path, before in stamps.items():
+        now = stamp(path)
+        if now != before and now and before and now[0] == before[0]:
+            raise UserError(f"{path}: written over while it was read; start again when it is whole")
 
 
 def table(header, rows):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.build import new_model, without_numbers
 from engine.cpu import tune_cpu
+from engine.files import same_folder
 from engine.flops import flops_per_token
 from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
 from engine.prepare import recompute_blocks
@@ -179,7 +180,7 @@ def planned_vocabulary(data_dir, builtin):
     """(tokens of the data set, or None, and where that is known from)."""
     if os.path.exists(os.path.join(data_dir, 'meta.json')):
         return read_meta(data_dir)['n_tokens'], f'of {data_dir}'
-    if data_dir in builtin:
+    if any(same_folder(data_dir, one) for one in builtin):
         return 257, f'of {data_dir}'
     return None, f'{data_dir} is not there: the default'
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.build import without_numbers
-from engine.files import UserError
+from engine.files import UserError, stamp
 from engine.variant import Variant, config_of, rope_theta, variant_of
 
 INSTALL = "this needs more packages: pip install -r requirements-hf.txt"
@@ -214,15 +214,16 @@ def their_names(ours, table):
 def load_released(folder):
     """
     A Hugging Face folder as `load_checkpoint` gives a checkpoint: a dict of config, model (weights
-    as they are stored, mapped into memory), step, settings, tokenizer, optimizer. UserError if the
-    folder is missing, damaged or not supported.
+    as they are stored, mapped into memory), step, settings, tokenizer, optimizer, files (the stamps
+    of its files of weights). UserError if the folder is missing, damaged or not supported.
     """
     config = describe(folder)
+    files = {path: stamp(path) for path in weight_files(folder)}
     weights = read_weights(folder, config_of(config))
     has_its_file = os.path.exists(os.path.join(folder, 'tokenizer.json'))
     named = None if has_its_file else read_config(folder).get(TOKENIZER)
     return dict(config=config, model=weights, step=0, settings={},
-                tokenizer=named or f'hf:{folder}', optimizer={})
+                tokenizer=named or f'hf:{folder}', optimizer={}, files=files)
 
 
 def read_weights(folder, config):
@@ -314,7 +315,8 @@ class FolderTokenizer:
         self.library.encode_special_tokens = True
         self.name = f'hf:{folder}'
         tokens = sorted(self.library.get_vocab(with_added_tokens=False).items())
-        self.id = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+        self.id = '+'.join(hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+                           for part in (tokens, how_it_reads(self.library.to_str())))
         self.n_vocab = max(self.library.get_vocab().values()) + 1
         self.added = self.library.get_added_tokens_decoder()
         eos = read_config(folder).get('eos_token_id')   # ends a document; there may be a list
@@ -335,6 +337,19 @@ class FolderTokenizer:
             return self.added[token].content.encode()
         letters = self.library.id_to_token(token) or ''
         return bytes(BYTES[letter] for letter in letters)
+
+
+def how_it_reads(text):
+    """
+    What the text of tokenizer.json says of how tokens are found, without what changes none:
+    lengths, offsets, and what is empty, which some versions of the library leave out.
+    """
+    def with_effect(fields):
+        return {name: value for name, value in fields.items()
+                if name != 'trim_offsets' and (value or type(value) is int)}
+
+    c = json.loads(text, object_hook=with_effect)
+    return [c.get(name) for name in ('added_tokens', 'normalizer', 'pre_tokenizer', 'model')]
 
 
 def byte_letters():

@@ -24,6 +24,7 @@ from engine.flops import flops_per_token
 from engine.generate import check_pieces
 from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
+from engine.start import check_unused
 from engine.tasks import task_of
 
 SILENCE = 20    # seconds without a line, after which a run says how far it is
@@ -110,10 +111,11 @@ class Log:
         self.passes = []            # of each micro-batch: shares of the tokens in each pass
 
     @contextlib.contextmanager
-    def open(self, written):
+    def open(self, written, read=()):
         """
         Around the run: makes its folder and locks out other runs; settings.json, with what is
-        `written`, and log.jsonl are in it. UserError if the folder cannot be written.
+        `written`, and log.jsonl are in it. UserError if the folder cannot be written, or another
+        run had it until now. read: as in check_unused.
         """
         if self.ranks.rank > 0:
             yield
@@ -121,6 +123,7 @@ class Log:
         folder, closing = self.settings.out_dir, contextlib.ExitStack()
         try:
             closing.enter_context(alone(folder))
+            check_unused(self.settings, read)
             with whole(os.path.join(folder, 'settings.json')) as f:
                 json.dump(written, f, indent=1)
             path = os.path.join(folder, 'log.jsonl')

@@ -12,13 +12,15 @@ writes both. A shard is 256 int32 (magic 20240520, version 1, token count, zeros
 as uint16. meta.json holds
 
     tokenizer, n_tokens, eot    the tokenizer's name, its tokens, which of them is end-of-text
-    tokenizer_id                of hf:FOLDER, a checksum of the tokens; null: the name says it all
+    tokenizer_id                of hf:FOLDER, checksums of the tokens + of how they are found; null:
+                                the name says it all
     source                      what the data was made of
     train, val                  each bytes (of text), tokens, shards: a list of name, tokens, sha256
 """
 
 import json
 import os
+from contextlib import suppress
 
 import numpy as np
 import tiktoken
@@ -122,15 +124,23 @@ def identity(tokenizer):
 def one_tokenizer(*kept):
     """
     Whether two meta.json or checkpoints have the same tokens. A family of models has them in
-    several folders, and another tokenizer may lie in a folder now. Older ones kept the name alone.
+    several folders, and another tokenizer may lie in a folder now.
     """
     names = {one['tokenizer'] for one in kept}
-    ids = [one.get('tokenizer_id') for one in kept]
     if not all(name.startswith('hf:') for name in names):
         return len(names) == 1
-    if len(names) == 1 and ids[0] == ids[1]:
+    if len(names) == 1 and len({one.get('tokenizer_id') for one in kept}) == 1:
         return True     # also of older ones, which both have none
-    return len({i or get_tokenizer(one['tokenizer']).id for i, one in zip(ids, kept)}) == 1
+    return all(part == other for part, other in zip(*(whole_id(one).split('+') for one in kept)))
+
+
+def whole_id(kept):
+    """Of older ones, with a first part or none: of what lies in the folder, if it is the same."""
+    known = kept.get('tokenizer_id') or ''
+    with suppress(UserError):
+        if '+' not in known and (now := get_tokenizer(kept['tokenizer']).id).startswith(known):
+            return now
+    return known
 
 
 def open_shard(path, tokens=None):

@@ -16,7 +16,7 @@ import torch
 from configurator import FORMER
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.build import new_model, without_numbers
-from engine.files import UserError
+from engine.files import UserError, check_whole, same_folder, stamp
 from engine.mechanisms import SETTINGS, halts
 from engine.released import describe
 from engine.shards import knows_tokens, one_tokenizer
@@ -40,7 +40,7 @@ def start_model(settings, given, meta, state, ranks, device):
     """
     asked = asked_of_model(given)
     if settings.init_from != 'scratch':
-        state = state or load_checkpoint(settings.init_from)
+        state = state or load_checkpoint(settings.init_from, mapped=True)
     elif settings.eval_only:
         raise UserError("eval_only needs a trained model: add --init_from=resume or "
                         "--init_from=FOLDER")
@@ -54,6 +54,7 @@ def start_model(settings, given, meta, state, ranks, device):
             own = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
             weights = {**own, **weights}
         load_weights(model, weights)
+        check_whole(state['files'])
         steps = asked.get('ponder_steps')
         if settings.eval_only and steps not in (None, model.config.ponder_steps):
             change_steps(model, steps)
@@ -115,7 +116,7 @@ def old_config(init_from, state):
         return None
     if init_from.startswith('hf:'):
         return describe(init_from.removeprefix('hf:'))
-    return (state or load_checkpoint(init_from))['config']
+    return (state or load_checkpoint(init_from, mapped=True))['config']
 
 
 # ---- what must fit together ----------------------------------------------------------------------
@@ -168,8 +169,19 @@ def check_data(config, meta, state, settings, ranks):
     if state is None or ranks.rank > 0:
         return
     goes_on = settings.init_from == 'resume' and not settings.eval_only
-    if goes_on or settings.data_dir == state['settings'].get('data_dir'):
+    checkpoint = settings.out_dir if settings.init_from == 'resume' else settings.init_from
+    if goes_on or is_own_data(settings.data_dir, state['settings'], checkpoint):
         say_other_data(settings.data_dir, meta, state)
+
+
+def is_own_data(folder, kept, checkpoint):
+    """
+    Whether `folder` is the data_dir in what a checkpoint kept of its settings (hf: folders, none).
+    That path begins here or, as out_dir does, above the checkpoint.
+    """
+    began = os.path.abspath(checkpoint).removesuffix(os.path.normpath(kept.get('out_dir', '')))
+    return 'data_dir' in kept and any(same_folder(folder, os.path.join(above, kept['data_dir']))
+                                      for above in ('', began))
 
 
 def say_other_data(folder, meta, kept):
@@ -244,7 +256,8 @@ def say_changes(state, given, ranks):
         stays = name in before and name not in ('out_dir', 'init_from', 'max_seconds',
                                                 'batch_tokens')
         filled_in = value is None and name in state['config']   # which holds what None stood for
-        if stays and before[name] != value and not filled_in:
+        respelled = name == 'data_dir' and same_folder(value, before[name])
+        if stays and before[name] != value and not filled_in and not respelled:
             told.append(f"{name}={value} (was {before[name]})")
     if told and ranks.rank == 0:
         print(f"from here on with {', '.join(told)}")
@@ -252,9 +265,12 @@ def say_changes(state, given, ranks):
 
 # ---- what is in the folders, before ranks wait for each other ------------------------------------
 
-def check_unused(settings):
-    """UserError if a new run would write over the checkpoint of another."""
+def check_unused(settings, read=()):
+    """UserError if a run writes over another's. read: {path: stamp} of what it goes on from."""
     folder = settings.out_dir
+    if any(stamp(path) != read[path] for path in read):
+        raise UserError(f"{folder}: another run went on from the same checkpoint meanwhile; give "
+                        "the same command again to go on from its own")
     if is_new(settings) and any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):
         raise UserError(f"{folder} holds a checkpoint: go on with --init_from=resume, or choose "
                         "another --out_dir")
@@ -271,7 +287,7 @@ def checkpoint_of(settings):
         folder = settings.out_dir
     elif not settings.eval_only or folder == 'scratch' or folder.startswith('hf:'):
         return None, {}
-    state = load_checkpoint(folder)
+    state = load_checkpoint(folder, mapped=True)
     known = {field.name: field.default for field in fields(settings)}
     gone = sorted(state['settings'].keys() - known - set(FORMER))
     if gone:

@@ -8,7 +8,7 @@ import torch
 
 from configurator import build, read
 from engine.answers import KEPT, exam_of_data
-from engine.checkpoint import load_checkpoint, model_of, with_halting
+from engine.checkpoint import load_checkpoint, model_of, own, with_halting
 from engine.files import UserError
 from engine.generate import check_pieces
 from engine.hardware import check_causal, expect_new_lengths, pick_device
@@ -23,7 +23,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None):
     """
     device = torch.device(device)
     check_causal(device, dtype)
-    state = load_checkpoint(folder)
+    state = load_checkpoint(folder, mapped=True)
     if halting is not None:
         state = with_halting(state, halting)
     model = model_of(state)
@@ -38,7 +38,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None):
                         "trained with: put its own there")
     kept = {name: state[name] for name in ('train_data', 'val_data', 'exam', 'precision')
             if name in state}
-    model = model.to(device, dtype).eval()
+    model = own(model.to(device, dtype), state).eval()
     check_pieces(model)
     return model, tokenizer, {**state['settings'], **kept}
 

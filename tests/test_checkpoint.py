@@ -10,14 +10,16 @@ import shutil
 import pytest
 import test_train
 import torch
-from conftest import TOGGLES, Evil, make, save
+from conftest import TOGGLES, Evil, make, program, save
 from test_train import QUICK, SHAPE, log_of, same_weights
 
 import sample
 import train
+from engine import checkpoint
 from engine.checkpoint import load_checkpoint, model_of, save_checkpoint
 from engine.files import UserError, alone, whole
 from engine.shards import get_tokenizer
+from engine.trained import load_model
 from model import GPT, MLP
 from prepare_data import write_dataset
 from tools import evaluate
@@ -187,6 +189,63 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, toggle):
         assert torch.equal(weight, loaded.state_dict()[name])
 
 
+# ---- files that others write over ----------------------------------------------------------------
+
+SAVED_OVER = """
+import sys, torch
+from engine.checkpoint import load_checkpoint
+path = sys.argv[1] + '/ckpt.pt'
+torch.save({**load_checkpoint(sys.argv[1]), 'optimizer': {}}, path)
+torch.save({**load_checkpoint(sys.argv[1]), 'step': 9}, path)
+"""
+
+
+def test_what_is_loaded_may_be_saved_in_the_same_place(out):
+    """A mapped file, cut to be written anew, ends the program with a bus error."""
+    before = load_checkpoint(str(out))['model']
+    program('-c', SAVED_OVER, out)
+    state = load_checkpoint(str(out))
+    assert state['step'] == 9 and not state['optimizer']
+    for name, weight in before.items():
+        assert torch.equal(weight, state['model'][name])
+
+
+def write_over(path, other):
+    """As cp does: the same file, with other numbers."""
+    content = other.read_bytes()
+    with open(path, 'r+b') as f:
+        f.write(content)
+
+
+def test_a_model_is_its_own_whatever_is_copied_over_its_file(out, tmp_path):
+    for halving in (None, torch.bfloat16):
+        here = shutil.copytree(out, tmp_path / str(halving))
+        if halving:
+            state = torch.load(here / 'ckpt.pt', weights_only=True)
+            rewrite(here, model={n: w.to(halving) for n, w in state['model'].items()})
+        other = tmp_path / 'other.pt'
+        state = torch.load(here / 'ckpt.pt', weights_only=True)
+        torch.save({**state, 'model': {n: -w for n, w in state['model'].items()}}, other)
+        model, *_ = load_model(str(here), 'cpu', halving or torch.float32)
+        write_over(here / 'ckpt.pt', other)
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, state['model'][name])
+
+
+@pytest.mark.parametrize('reads', ['load_model', 'start'])
+def test_a_file_that_is_written_over_while_it_is_read(reads, out, run_train, monkeypatch):
+    def meanwhile(*args, load=checkpoint.load_weights, **options):
+        load(*args, **options)
+        write_over(out / 'ckpt.pt', out / 'ckpt_prev.pt')
+    monkeypatch.setattr('engine.checkpoint.load_weights', meanwhile)
+    monkeypatch.setattr('engine.start.load_weights', meanwhile)
+    with pytest.raises(UserError, match='ckpt.pt: written over while it was read; start again'):
+        if reads == 'load_model':
+            load_model(str(out), 'cpu')
+        else:
+            run_train('new', f'--init_from={out}', '--max_steps=1')
+
+
 # ---- saving --------------------------------------------------------------------------------------
 
 def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
@@ -260,6 +319,30 @@ def test_no_run_overwrites_another(out, run_train, tmp_path):
     (tmp_path / 'file').write_text('in the way')
     with pytest.raises(UserError, match='cannot be written'):
         run_train(os.path.join('file', 'out'))
+
+
+def while_it_waits_for_the_lock(monkeypatch, happens):
+    """`happens()` when the next run has looked at everything, and asks for the lock."""
+    def asked(folder):
+        monkeypatch.setattr('engine.run.alone', alone)
+        happens()
+        return alone(folder)
+    monkeypatch.setattr('engine.run.alone', asked)
+
+
+def test_two_runs_that_begin_together(run_train, tmp_path, monkeypatch):
+    """The one that gets the lock after the other has ended would train over its checkpoint."""
+    while_it_waits_for_the_lock(monkeypatch, lambda: run_train('new', '--max_steps=3'))
+    with pytest.raises(UserError, match='new holds a checkpoint.*--init_from=resume'):
+        run_train('new', '--max_steps=2')
+    assert load_checkpoint(str(tmp_path / 'new'))['step'] == 3
+
+    more = ['new', '--init_from=resume']
+    while_it_waits_for_the_lock(monkeypatch, lambda: run_train(*more, '--max_steps=5'))
+    with pytest.raises(UserError, match='another run went on from the same checkpoint.*again'):
+        run_train(*more, '--max_steps=4')
+    assert load_checkpoint(str(tmp_path / 'new'))['step'] == 5
+    assert run_train(*more, '--max_steps=6')['step'] == 6
 
 
 # ---- numbers that are not finite -----------------------------------------------------------------
@@ -344,6 +427,48 @@ def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(
     tuned = other_data.parent / 'tuned'
     run_train('more', f'--init_from={tuned}', f'--data_dir={other_data}', '--max_steps=1')
     assert 'a validation set may hold what it was trained on' in capsys.readouterr().err
+
+
+def spellings(folder, tmp_path):
+    """Other paths to a folder below tmp_path, where the program runs."""
+    (tmp_path / 'link').symlink_to(folder, target_is_directory=True)
+    name = folder.name
+    return [name, f'{name}/', f'./{name}', f'out/../{name}', str(folder), 'link']
+
+
+def test_its_own_data_made_anew_is_named_however_it_is_spelled(run_train, other_data, tmp_path,
+                                                               monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    paths = spellings(other_data, tmp_path)
+    train.main([*SHAPE, *QUICK, '--data_dir=other', '--out_dir=out/v', '--max_steps=1'])
+    again = ['--init_from=resume', '--out_dir=out/v', '--max_steps=2']
+    for path in paths:
+        train.main([*QUICK, *again, f'--data_dir={path}', '--eval_only=True'])
+    capsys.readouterr()
+    train.main([*QUICK, *again, f'--data_dir={paths[1]}'])
+    told = capsys.readouterr()
+    assert 'what this model read before' not in told.err
+    assert 'from here on with max_steps=2 (was 1)\n' in told.out
+
+    texts = [b'%d ' % i * 40 for i in range(99)]
+    write_dataset(str(other_data), texts, get_tokenizer('byte'), 0.2, 'test')
+    write_dataset('elsewhere', texts, get_tokenizer('byte'), 0.2, 'test')
+    shard = os.path.join('other', 'val_000000.bin')
+    for path in [*paths, shard, 'elsewhere']:
+        evaluate.main(['out/v', path, '--tokens=50', '--device=cpu'])
+        told = capsys.readouterr().err.count('is not what this model read before')
+        assert told == (0 if path == 'elsewhere' else 2), path
+    starts = [*QUICK, '--init_from=./out/v/', '--max_steps=1']
+    for number, path in enumerate([*paths, 'elsewhere']):
+        for call in (f'--out_dir=new{number}', '--eval_only=True'):
+            train.main([*starts, f'--data_dir={path}', call])
+            told = capsys.readouterr().err.count('is not what this model read before')
+            assert told == (0 if path == 'elsewhere' else 2), (path, call)
+
+    (tmp_path / 'below').mkdir()
+    monkeypatch.chdir(tmp_path / 'below')   # the checkpoint's path to its data begins above
+    evaluate.main(['../out/v', '../other', '--tokens=50', '--device=cpu'])
+    assert 'is not what this model read before' in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/maps'), reason="Linux")

@@ -1,5 +1,6 @@
 """tools/choices.py: told what to take, a model is the one that took it by itself."""
 import json
+import os
 from statistics import fmean
 
 import prepare_data
@@ -157,9 +158,10 @@ def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsy
     old = save(tmp_path / 'c', make(**{**TOGGLES['exit'], **size}), data_dir=small_data)
     state = torch.load(f'{old}/ckpt.pt', weights_only=True)
     torch.save({**state, 'val_data': 'other'}, f'{old}/ckpt.pt')
-    choices.main([old, f'--data_dir={small_data}', '--tokens=100', '--lots=1', '--taus=0.2',
-                  '--device=cpu'])
-    assert 'validation set in' in capsys.readouterr().err
+    for spelled in (small_data, small_data + '/', os.path.relpath(small_data)):
+        choices.main([old, f'--data_dir={spelled}', '--tokens=100', '--lots=1', '--taus=0.2',
+                      '--device=cpu'])
+        assert 'validation set in' in capsys.readouterr().err
     plain = save(tmp_path / 'b', make(**size), data_dir=small_data)
     with pytest.raises(UserError, match="ponder='none'"):
         choices.main([plain])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from conftest import program, refused
 
 import prepare_data
 from engine.files import UserError, alone, checksum
+from engine.plan import planned_vocabulary
 from engine.shards import encode, get_tokenizer, open_shard, read_meta
 from engine.tasks import TASKS
 from engine.windows import Windows
@@ -336,6 +338,83 @@ def test_two_at_once_take_turns(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == 0
     prepare_data.check(str(tmp_path / 'data' / 'addition'))
+
+
+def test_two_runs_that_miss_the_same_data_make_it_once(tmp_path, monkeypatch, capsys):
+    """Made twice, it would be taken away from the one that reads it already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(prepare_data.BUILTIN, 'data/addition', ['addition', '--problems=100'])
+
+    def asked(folder, wait):
+        monkeypatch.setattr(prepare_data, 'alone', alone)
+        prepare_data.prepare_builtin('data/addition')
+        return alone(folder, wait)
+
+    monkeypatch.setattr(prepare_data, 'alone', asked)
+    prepare_data.prepare_builtin('data/addition')
+    assert capsys.readouterr().out.count('data/addition is missing') == 1
+    prepare_data.check('data/addition')
+
+
+@pytest.mark.parametrize('spelled', ['data/addition/', './data/addition', 'absolute'])
+def test_a_missing_built_in_set_is_made_however_it_is_spelled(spelled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(prepare_data.BUILTIN, 'data/addition', ['addition', '--problems=100'])
+    folder = str(tmp_path / 'data' / 'addition') if spelled == 'absolute' else spelled
+    prepare_data.prepare_builtin(folder)
+    prepare_data.check('data/addition')
+    assert planned_vocabulary('data/trees/', prepare_data.BUILTIN) == (257, 'of data/trees/')
+
+
+# ---- which files are text ------------------------------------------------------------------------
+
+def test_records_have_two_endings(tmp_path):
+    for name in ('a.jsonl', 'a.ndjson', 'a.NDJSON'):
+        (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+        assert list(prepare_data.your_texts([str(tmp_path / name)], 'mine')) == [b'one', b'two']
+
+
+def test_json_is_no_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(50):
+        (tmp_path / f'{number}.txt').write_text(f'a text {number}\n' * 9)
+    (tmp_path / 'all.JSON').write_text('[{"text": "one"}]')
+    refused(program(PROGRAM, 'all.JSON', '--name=mine', cwd=tmp_path, ok=False), 'all.JSON: JSON',
+            'braces', '.jsonl')
+    prepare_data.main(['.', '--name=mine'])     # in a folder there may be others
+    assert '1 of 51 files are left out' in (said := capsys.readouterr().err) and 'all.JSON' in said
+    tokens = np.concatenate([open_shard(f'data/mine/{split}_000000.bin')
+                             for split in ('train', 'val')])
+    assert ord('{') not in tokens
+
+
+@pytest.mark.parametrize('place', [0, 5000, 8191])
+def test_a_nul_byte_is_looked_for_in_8192_bytes(place, tmp_path, capsys, monkeypatch):
+    text = bytearray(b'x' * 9000)
+    text[place] = 0
+    (tmp_path / 'a').write_bytes(text)
+    with monkeypatch.context() as small:        # as on disks with blocks of 4,096
+        small.setattr('builtins.open', partial(open, buffering=4096))
+        assert list(prepare_data.your_texts([str(tmp_path / 'a')], 'mine')) == []
+    assert 'NUL bytes' in capsys.readouterr().err
+
+
+FEW_OPEN = """
+import resource, sys
+import train
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+train.run(train.main)
+"""
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason="needs limits on open files")
+def test_too_many_open_files_name_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_data, 'SHARD_TOKENS', 300)
+    prepare_data.main(['addition', '--problems=2000', '--size=2'])
+    done = program('-c', FEW_OPEN, '--data_dir=data/addition', '--block_size=32', '--device=cpu',
+                   cwd=tmp_path, ok=False)
+    refused(done, 'Too many open files', 'ulimit -n 4096', 'same command again')
 
 
 # ---- damage --------------------------------------------------------------------------------------

@@ -118,6 +118,24 @@ def test_a_shard_and_a_folder(model, folder, small_data, capsys):
     assert float(bits_per_byte) == pytest.approx(want / size / math.log(2), abs=6e-5)
 
 
+def test_a_shard_that_is_written_over_while_it_is_read(model, small_data, tmp_path, capsys,
+                                                       monkeypatch):
+    """It is a map of the file: the loss would be that of half of either."""
+    data = shutil.copytree(small_data, tmp_path / 'data')
+    [shard] = data.glob('val*.bin')
+    folder = save(tmp_path / 'ckpt', model, data_dir=str(data))
+    want = run(capsys, folder, '--tokens=100')
+
+    def meanwhile(*args, nats=evaluate.nats, **options):
+        with open(shard, 'r+b') as f:       # as cp does
+            f.seek(1024)
+            f.write(bytes(200))
+        return nats(*args, **options)
+
+    monkeypatch.setattr(evaluate, 'nats', meanwhile)
+    assert run(capsys, folder, '--tokens=100') == want
+
+
 def test_another_validation_set_in_the_place_of_its_own_is_refused(model, tmp_path, small_data,
                                                                    capsys):
     other = shutil.copytree(small_data, tmp_path / 'other')
@@ -295,13 +313,16 @@ def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):
     (['CKPT', 'TMP/other.bin'], 'token 1299 of a vocabulary of 257'),
     (['CKPT', 'TMP/words/val_000000.bin'], 'words has tokens of gpt2 that are not those of byte'),
     (['CKPT', 'TMP/records.jsonl'], 'records.jsonl: records.*prepare_data.py'),
+    (['CKPT', 'TMP/records.ndjson'], 'records.ndjson: records.*prepare_data.py'),
+    (['CKPT', 'TMP/records.json'], 'records.json: records or JSON'),
     (['CKPT', 'CKPT'], 'a checkpoint; only the first'),
     (['CKPT', '--ponder_steps=x'], 'give numbers'),
     (['CKPT', '--halt_tau=0.1'], "halting='none'"),
 ])
 def test_refusals(folder, tmp_path, args, words):
     (tmp_path / 'empty.txt').write_text('')
-    (tmp_path / 'records.jsonl').write_text('{"text": "text"}\n')
+    for ending in ('jsonl', 'ndjson', 'json'):
+        (tmp_path / f'records.{ending}').write_text('{"text": "text"}\n')
     (tmp_path / 'words').mkdir()
     (tmp_path / 'words' / 'val_000000.bin').touch()
     meta = dict(tokenizer='gpt2', n_tokens=50257, eot=50256)

@@ -261,3 +261,14 @@ def test_a_tiny_temperature_takes_the_likeliest():
     logits[:, 250:] = -math.inf
     drawn = generate.sample(logits, 1e-45, None, None, torch.Generator().manual_seed(0))
     assert torch.equal(drawn, logits.argmax(-1))
+
+
+@pytest.mark.parametrize('temperature', [1e39, 1e300, math.inf])
+def test_a_huge_temperature_takes_every_token_alike_and_none_that_is_impossible(temperature):
+    """As a float32 it is infinite, and -inf / inf not a number."""
+    logits = torch.tensor([-math.inf, 3.0, -math.inf, 1.0, -9.0])
+    drawn = shares(logits, temperature)
+    assert torch.allclose(drawn, torch.tensor([0, 1, 0, 1, 1]) / 3, atol=0.03)
+    assert shares(logits, temperature, top_k=2)[4] == 0
+    model = make(vocab_size=64, n_tokens=50)        # 14 rows that no token has
+    assert model.generate(torch.tensor([[3]] * 50), 9, temperature).unique().numel() > 40

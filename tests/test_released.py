@@ -15,16 +15,18 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import Evil, make, save
-from released import (DEPTH, LATENT, LLAMA, NEOX, OURO, PONDER, TOKENIZER, llama_trunk, ouro,
+from released import (DEPTH, LATENT, LLAMA, NEOX, OURO, PONDER, TOKENIZER, added, llama_trunk, ouro,
                       random_weights, write_folder, write_json)
 
 import sample
 import train
+from engine import checkpoint
 from engine.checkpoint import change_steps, load_checkpoint, model_of
 from engine.files import UserError
 from engine.generate import generate
 from engine.released import FolderTokenizer, describe
-from engine.shards import encode, get_tokenizer, one_tokenizer
+from engine.shards import encode, get_tokenizer, identity, one_tokenizer
+from engine.trained import load_model
 from prepare_data import write_dataset
 from tools import evaluate, hf
 from tools.hf import load_released, save_hf
@@ -271,6 +273,92 @@ def test_another_tokenizer_of_as_many_tokens_is_refused(ouro_folder, tmp_path):
     data_of(own, tmp_path / 'data')
     with pytest.raises(UserError, match='use the data the model was made for'):
         train.main([*run, '--init_from=resume', '--max_steps=2'])
+
+
+def with_tokenizer(tmp_path, name, **fields):
+    """The folder of a model whose tokenizer.json has other fields."""
+    folder = str(tmp_path / name)
+    write_folder(folder, OURO, tokenizer=True)
+    model = {**TOKENIZER['model'], **fields.pop('model', {})}
+    write_json(os.path.join(folder, 'tokenizer.json'), {**TOKENIZER, **fields, 'model': model})
+    return f'hf:{folder}'
+
+
+ADDED = TOKENIZER['added_tokens']
+BYTES = TOKENIZER['pre_tokenizer']
+MERGES = TOKENIZER['model']['merges']
+
+
+@pytest.mark.parametrize('fields', [
+    dict(added_tokens=[*ADDED[:-1], added(263, '<|end|>')]),
+    dict(added_tokens=[*ADDED[:-1], added(263, '<|padding|>', special=False)]),
+    dict(added_tokens=[*ADDED[:2], added(262, 'he said'), *ADDED[3:]]),
+    dict(normalizer=None),
+    dict(normalizer=dict(type='Lowercase')),
+    dict(pre_tokenizer=dict(BYTES, add_prefix_space=True)),
+    dict(pre_tokenizer=dict(type='Sequence', pretokenizers=[
+        dict(type='Digits', individual_digits=True), BYTES])),
+    dict(model=dict(merges=[*MERGES[1:2], *MERGES[:1], *MERGES[2:]])),
+    dict(model=dict(ignore_merges=True)),
+])
+def test_a_tokenizer_is_all_that_decides_what_a_number_means(fields, tmp_path):
+    own, other = with_tokenizer(tmp_path, 'own'), with_tokenizer(tmp_path, 'other', **fields)
+    assert not one_tokenizer(*(identity(get_tokenizer(name)) for name in (own, other)))
+
+    # and where a run kept the tokens alone, as older ones did
+    older = {'tokenizer': own, 'tokenizer_id': get_tokenizer(own).id.split('+')[0]}
+    assert one_tokenizer(older, identity(get_tokenizer(own))) and one_tokenizer(older, older)
+    assert not one_tokenizer(older, identity(get_tokenizer(other)))
+    shutil.rmtree(tmp_path / 'own')     # then nobody knows more than the tokens
+    assert one_tokenizer(older, identity(get_tokenizer(other)))
+
+
+@pytest.mark.parametrize('fields', [
+    dict(padding=dict(strategy='BatchLongest', direction='Right', pad_to_multiple_of=None,
+                      pad_id=0, pad_type_id=0, pad_token='<|padding|>')),
+    dict(truncation=dict(direction='Right', max_length=9, strategy='LongestFirst', stride=0)),
+    dict(post_processor=dict(type='ByteLevel', add_prefix_space=True, trim_offsets=True)),
+    dict(pre_tokenizer=dict(BYTES, trim_offsets=False)),
+    dict(pre_tokenizer=dict(BYTES, use_regex=True)),
+    dict(model=dict(merges=[merge.split() for merge in MERGES])),
+    dict(model=dict(unk_token=None, continuing_subword_prefix='', fuse_unk=False)),
+])
+def test_what_changes_no_number_is_the_same_tokenizer(fields, tmp_path):
+    own, other = with_tokenizer(tmp_path, 'own'), with_tokenizer(tmp_path, 'other', **fields)
+    assert one_tokenizer(*(identity(get_tokenizer(name)) for name in (own, other)))
+
+
+@pytest.mark.parametrize('kind', ['safetensors', 'bin'])
+def test_a_model_is_its_own_whatever_is_copied_over_its_files(kind, tmp_path, monkeypatch):
+    weights = random_weights(LLAMA)
+    folder, _ = write_folder(tmp_path / 'theirs', LLAMA, weights, tokenizer=True)
+    path = os.path.join(folder, 'model.safetensors')
+    other = safetensors.torch.save({name: -w for name, w in weights.items()})
+    if kind == 'bin':
+        os.remove(path)
+        path = os.path.join(folder, 'pytorch_model.bin')
+        torch.save({name: -w for name, w in weights.items()}, path)
+        with open(path, 'rb') as f:
+            other = f.read()
+        torch.save(weights, path)
+
+    def write_over():
+        with open(path, 'r+b') as f:        # as cp does: the same file, with other numbers
+            f.write(other)
+
+    readers = (load_model(f'hf:{folder}', 'cpu')[0].state_dict(),
+               load_released(folder).state_dict(), load_checkpoint(f'hf:{folder}')['model'])
+    before = {name: w.clone() for name, w in readers[0].items()}
+    write_over()
+    for reader in readers:
+        for name, weight in before.items():
+            assert torch.equal(weight, reader[name])
+
+    load_weights = checkpoint.load_weights
+    monkeypatch.setattr('engine.checkpoint.load_weights',
+                        lambda *args, **options: (load_weights(*args, **options), write_over()))
+    with pytest.raises(UserError, match=f'{os.path.basename(path)}: written over while it was'):
+        load_released(folder)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

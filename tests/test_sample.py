@@ -75,6 +75,18 @@ def test_show_steps(tmp_path, capsys):
 
 # ---- text in -------------------------------------------------------------------------------------
 
+def test_nanogpts_way_to_ask_for_a_new_document(folder, capsys):
+    texts = []
+    for start in ([], ['--start=<|endoftext|>'], ['--start=<|endoftext|>def '], ['--start=def ']):
+        sample.main([folder, *start, '--max_new_tokens=20', '--device=cpu'])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[2].startswith('<|endoftext|>def ')
+    assert texts[2].removeprefix('<|endoftext|>') != texts[3], "the model reads the token"
+    for prompt, tokens in (('<|endoftext|>a', [256, ord('a')]), ('<|endoftext|>', [256])):
+        assert encode_prompt(prompt, get_tokenizer('byte'), 9) == tokens
+
+
 def test_start_from_a_file(folder, tmp_path, capsys):
     path = tmp_path / 'prompt.txt'
     path.write_text('import os\n')
@@ -113,7 +125,8 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     assert '\n1999+8001=' in said.out
     assert 'behind solved problems' in said.err
     (tmp_path / 'q').write_text('1999+8001\n')     # without its end, and with that of a line
-    sample.main([folder, '--start=FILE:q', '--max_new_tokens=5', '--device=cpu'])
+    for start in ('<|endoftext|>1999+8001=', 'FILE:q'):
+        sample.main([folder, f'--start={start}', '--max_new_tokens=5', '--device=cpu'])
     assert asked.pop() == [prompt]
     for block_size, solved in (31, 0), (32, 1), (48, 2):    # 16 tokens each; room for the answer
         behind = behind_solved([256, *b'1999+8001='], exam, block_size)

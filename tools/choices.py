@@ -44,7 +44,7 @@ from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
 from engine.mechanisms import halts
 from engine.shards import read_meta
-from engine.start import say_other_data
+from engine.start import is_own_data, say_other_data
 from engine.trained import data_dir_of, exam_of_run, open_as, read_one
 from engine.windows import Windows
 from model import some_rows_at_once
@@ -176,21 +176,21 @@ class Text:
         return f"{result:.1%}" if self.answers else f"{result:.4f}"
 
 
-def open_text(model, tokenizer, settings, s):
-    """The Text of the validation set of --data_dir, or else of the model's training."""
+def open_text(model, tokenizer, settings, s, folder):
+    """The Text of the validation set of --data_dir, or else of the training of `folder`'s model."""
     device = model.wte.weight.device
     if s.data_dir is None:
         exam = exam_of_run(settings, s.problems)
     else:
-        read_meta(s.data_dir, tokenizer)    # UserError if its tokens are others
+        meta = read_meta(s.data_dir, tokenizer)     # UserError if its tokens are others
+        if is_own_data(s.data_dir, settings, folder):
+            say_other_data(s.data_dir, meta, settings)
         exam = exam_of_data(s.data_dir, s.problems)
     if exam is not None:
         inputs, targets = read_answers(model, exam, s.problems)
         return Text(inputs.to(device), targets.to(device), True, exam['eot'])
     data_dir = s.data_dir or data_dir_of(settings)
     meta = read_meta(data_dir, tokenizer)
-    if s.data_dir == settings.get('data_dir'):
-        say_other_data(data_dir, meta, settings)
     windows = Windows(data_dir, 'val', meta, model.config.block_size)
     chosen = windows.spread(math.ceil(s.tokens / model.config.block_size))
     return Text(*windows.get(chosen, device), False)
@@ -312,7 +312,7 @@ def main(argv):
     if model.mechanism.K == 0:
         raise UserError(f"ponder={config.ponder!r}: this model takes one pass for each token; name "
                         "one with several")
-    text = open_text(model, tokenizer, settings, s)
+    text = open_text(model, tokenizer, settings, s, folder)
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
     losses, right = after_each_pass(model, text)

@@ -251,7 +251,7 @@ def train(label, args, folder, settings):
     """Run train.py to its end, from where it is; UserError if it fails."""
     paths = [os.path.join(folder, name) for name in CHECKPOINTS]
     checkpoints = [path for path in paths if os.path.exists(path)]
-    if checkpoints and load_checkpoint(folder)['step'] >= settings['max_steps']:
+    if checkpoints and load_checkpoint(folder, mapped=True)['step'] >= settings['max_steps']:
         # killed in the last evaluation: the steps since the checkpoint before come out equal
         os.remove(checkpoints.pop(0))
     command = [sys.executable, '-u', os.path.join(ROOT, 'train.py'), *args]

@@ -38,7 +38,7 @@ from engine.hardware import explained, pick_device
 from engine.mechanisms import halts, iterates
 from engine.score import read as read_tokens, token_nats
 from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
-from engine.start import say_other_data
+from engine.start import is_own_data, say_other_data
 from engine.tasks import TASKS, in_answers, task_of
 from engine.trained import data_dir_of, exam_of_run, load_model
 from prepare_data import is_jsonl, is_utf8
@@ -141,9 +141,9 @@ def token_arrays(path, tokenizer):
             shards.append((os.path.join(path, shard['name']), shard['tokens']))
     elif path.endswith('.bin'):
         shards.append((path, None))
-    elif is_jsonl(path):
-        raise UserError(f"{path}: records, and this reads text: write their texts to a .txt file, "
-                        "or prepare them (prepare_data.py) and name the folder")
+    elif is_jsonl(path) or path.lower().endswith('.json'):
+        raise UserError(f"{path}: records or JSON, and this reads text: write their texts to a "
+                        ".txt file, or prepare records (prepare_data.py) and name the folder")
 
     for shard, _ in shards:
         count_tokens(shard, tokenizer.n_vocab)  # UserError for a token that the model has not
@@ -180,7 +180,7 @@ def evaluate_text(model, tokenizer, path, s):
     text_bytes, task = about(path)
     lengths = token_lengths(tokenizer).astype(np.int16)
     total, count, read, size, whole = 0.0, 0, 0, 0, 0
-    for tokens in arrays:
+    for tokens in map(np.array, arrays):    # copied: a shard is a map of a file
         whole += int(lengths[tokens].sum(dtype=np.int64))
         if s.tokens is not None:
             tokens = tokens[:s.tokens - read]
@@ -370,8 +370,8 @@ def main(argv):
             s.answers = 1000
         else:
             texts = [data_dir_of(settings)]
-    for folder in texts:
-        if folder == settings.get('data_dir'):
+    for folder in dict.fromkeys(map(data_folder, texts)):
+        if folder and is_own_data(folder, settings, checkpoint):
             say_other_data(folder, read_meta(folder), settings)
     if iterates(model) and model.mechanism.K > 0:
         how = "token by token" if s.exact else "by iteration (--exact=True: token by token)"

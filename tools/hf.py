@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
 from configurator import read
 from engine import released
-from engine.checkpoint import load_checkpoint, model_of
+from engine.checkpoint import load_checkpoint, model_of, own
 from engine.files import UserError, on_disk, run, whole
 from engine.generate import generate
 from engine.shards import get_tokenizer
@@ -59,7 +59,8 @@ class ReleasedGPT(GPT):
 
 def load_released(folder, dtype=torch.float32):
     """A ReleasedGPT in eval mode with the weights of a Hugging Face folder, in `dtype`."""
-    model = model_of(released.load_released(folder)).to(dtype).eval()
+    state = released.load_released(folder)
+    model = own(model_of(state).to(dtype), state).eval()
     model.__class__ = ReleasedGPT
     return model
 
@@ -140,8 +141,8 @@ def main(argv):
         raise UserError("name a checkpoint folder and a folder to write: python tools/hf.py "
                         "out/vanilla exported/vanilla")
     checkpoint, exported = folders
-    state = load_checkpoint(checkpoint)
-    save_hf(model_of(state).float(), exported, state['tokenizer'])
+    state = load_checkpoint(checkpoint, mapped=True)
+    save_hf(own(model_of(state).float(), state), exported, state['tokenizer'])
     print(f"wrote {exported}")
 
 
