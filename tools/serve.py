@@ -25,7 +25,6 @@ import webbrowser
 from dataclasses import dataclass, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Optional, get_args
-from urllib.parse import urlsplit
 
 import torch
 
@@ -130,7 +129,7 @@ class Served:
         self.model.config.ponder_steps = self.ponder_steps
         self.model.config.halt_tau = self.halt_tau
         override(self.model, side)
-        changed = [f"{name}={getattr(side, name)}" for name in ('ponder_steps', 'halt_tau')
+        changed = [f"{name}={getattr(side, name):g}" for name in ('ponder_steps', 'halt_tau')
                    if getattr(side, name) not in (None, getattr(self, name))]
         return ', '.join([self.name, *changed])
 
@@ -157,8 +156,8 @@ class Served:
         try:
             truth = task.answer(question + mark)
         except (ValueError, IndexError):
-            return f"no problem of {self.exam['task']}, which it was trained on"
-        return "right" if answer == truth else f"wrong: it is {truth}"
+            return f"{answer} (no problem of {self.exam['task']}, which it was trained on)"
+        return f"{answer} is right" if answer == truth else f"{answer} is wrong: it is {truth}"
 
 
 def answer(served, question, side, look, top, stopped):
@@ -257,7 +256,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_by(self, methods):
         try:
             self.check_sender()
-            path = urlsplit(self.path).path
+            path, _, _ = self.path.partition('?')
             if path not in methods:
                 raise Refused(404, "there is nothing here; the page is at /")
             methods[path]()
@@ -356,12 +355,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_event(side=i, error=f"{line} (more in the terminal)")
 
     def stopped(self):
-        return self.server.stop.is_set() or self.left()
-
-    def left(self):
-        """Whether the client is gone: then there is an end to what it sends."""
+        """Whether an answer was stopped; OSError if who asked is gone, and so has ended to send."""
         readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b''
+        if readable and self.connection.recv(1, socket.MSG_PEEK) == b'':
+            raise ConnectionAbortedError
+        return self.server.stop.is_set()
 
     def send_event(self, **event):
         self.wfile.write(json.dumps(event, separators=(',', ':')).encode() + b'\n')
