@@ -379,6 +379,7 @@ def test_a_client_that_leaves_ends_its_answer(server):
 
 
 def test_many_at_once(server):
+    """Each is answered, or told that another is."""
     statuses = []
     threads = [threading.Thread(target=lambda: statuses.append(
         server.start(text='a', max_new_tokens=3, sides=TEXT).status)) for _ in range(20)]
@@ -386,7 +387,7 @@ def test_many_at_once(server):
         thread.start()
     for thread in threads:
         thread.join()
-    assert statuses == [200] * 20
+    assert len(statuses) == 20 and {200} <= set(statuses) <= {200, 409}
 
 
 def test_ctrl_c_ends_it_in_one_line(tmp_path):

@@ -227,6 +227,7 @@ class Refused(Exception):
 class Server(ThreadingHTTPServer):
     """Listens on the loopback address alone."""
     daemon_threads = True
+    request_queue_size = 64     # requests that wait until they are looked at
 
     def __init__(self, port, served, look, top):
         super().__init__(('127.0.0.1', port), Handler)
