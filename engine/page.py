@@ -18,6 +18,8 @@ template page.html. T tokens were read; n is the most steps that one of them too
     a reading   {likeliest (T,top), p (T,top), loss (T), entropy (T)}: the best guesses, their
                 probabilities, and in nats the loss of the token that came next (null for the last
                 token) and the entropy
+
+tools/serve.py sends the same of each model by itself, as each writes a text of its own.
 """
 
 import codecs

@@ -506,6 +506,13 @@ def test_stop_and_a_second_tab_and_a_bad_question(server, browser):
     wait_for_end(browser)
     assert texts(browser, '.ends')[0].endswith('stopped')
 
+    browser.mouse('[type=submit]', click=True)      # in the middle of it, another question
+    wait_for(browser, "/[1-9] of at most/.test(document.querySelector('.progress').innerText)")
+    type_in(browser, '[name=max_new_tokens]', '3')
+    browser.mouse('[type=submit]', click=True)
+    wait_for_end(browser)
+    assert texts(browser, '.ends')[0].startswith('slow: 3 tokens')
+
     response = begin(server)    # another tab
     browser.mouse('[type=submit]', click=True)
     wait_for_end(browser)

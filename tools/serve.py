@@ -15,8 +15,6 @@ import codecs
 import json
 import os
 import re
-import select
-import socket
 import sys
 import threading
 import time
@@ -338,29 +336,22 @@ class Handler(BaseHTTPRequestHandler):
             server.asking.release()
 
     def answer_all(self, question):
-        server = self.server
+        server, stopped = self.server, self.server.stop.is_set
         try:
             for i, side in enumerate(question.sides):
-                if self.stopped():
+                if stopped():
                     break
                 served = server.served[side.model]
-                for event in answer(served, question, side, server.look, server.top, self.stopped):
+                for event in answer(served, question, side, server.look, server.top, stopped):
                     self.send_event(side=i, **event)
         except UserError as error:
             self.send_event(side=i, error=one_line(error)[:MOST_LETTERS])
-        except OSError:
+        except OSError:     # nobody reads any more
             raise
         except Exception as error:      # in model.py, which readers edit
             traceback.print_exc()
             line = one_line(f"{type(error).__name__}: {error}")[:MOST_LETTERS]
             self.send_event(side=i, error=f"{line} (more in the terminal)")
-
-    def stopped(self):
-        """Whether an answer was stopped; OSError if who asked is gone, and so has ended to send."""
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        if readable and self.connection.recv(1, socket.MSG_PEEK) == b'':
-            raise ConnectionAbortedError
-        return self.server.stop.is_set()
 
     def send_event(self, **event):
         self.wfile.write(json.dumps(event, separators=(',', ':')).encode() + b'\n')
