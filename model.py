@@ -4,8 +4,8 @@ which needs PyTorch 2.11 or later and nothing else: copy it.
 
     B batch   T tokens   C n_embd   V vocab_size
     nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
-    S vectors that go through the blocks at once; T of them, until part 4 adds some to each token
-    K ponder_steps   k number of a pass, or of a vector among those of its token, 0 .. K
+    S vectors that go through the blocks at once: one for each token, until part 4 adds some
+    K ponder_steps: extra passes, or extra vectors, for each token   k the number of one, 0 .. K
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -22,7 +22,7 @@ gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      values are mixed over layers
-    4  pondering            several passes for each token: Embedding (PonderLM), Loop, Latent
+    4  pondering            several passes for each token: Smear, Embedding (PonderLM), Loop, Latent
                             (PonderLM-2), Feedback, Chain (latent chain of fixed length), Pause
     5  halting              each token takes as many of these as it needs: Gate (AdaPonderLM), Mask
                             (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
@@ -33,7 +33,7 @@ To train with this file alone:
     gpt = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))
     optimizer = torch.optim.AdamW(gpt.parameters())
     for step, (idx, targets) in enumerate(batches):     # tokens (B,T), and their next ones (B,T)
-        gpt.mechanism.begin_step(step, len(batches))    # for halting, and for what is drawn
+        gpt.mechanism.begin_step(step, len(batches))    # parts 4, 5: schedules, random choices
         _, loss = gpt(idx, targets)
         loss.backward()
         optimizer.step()
@@ -41,12 +41,15 @@ To train with this file alone:
     tokens = gpt.eval().generate(prompt, 100)
 
 train.py, sample.py and every tool run these classes, on every device: what you read is what runs.
+(Two methods have a quicker form, which computes the same: Attention.kernel on CPUs, in
+engine/cpu.py, and Router.one_pass in training, in engine/skip.py.)
 """
 
 import math
 import random
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Optional
 
 import torch
@@ -71,7 +74,7 @@ class GPTConfig:
     dataclasses.replace with another n_head would keep head_dim, so make a new config.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
-    n_tokens: Optional[int] = None       # those that are tokens (None: all); no other is predicted
+    n_tokens: Optional[int] = None       # rows that are tokens (None: all); no other is predicted
     block_size: int = 256                # longest context, in tokens
     n_layer: int = 6                     # blocks
     n_head: int = 3                      # query heads
@@ -95,7 +98,7 @@ class GPTConfig:
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
-    ponder: str = 'none'                 # embedding, loop, latent, feedback, chain or pause
+    ponder: str = 'none'                 # smear, embedding, loop, latent, feedback, chain, pause
     ponder_steps: int = 3                # K: extra passes, or vectors, per token (0: one pass)
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
@@ -104,9 +107,9 @@ class GPTConfig:
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
-    halt_lambda: Optional[float] = None  # weight of the halting losses (None: `defaults`, part 5)
-    halt_start: Optional[float] = None   # share of the run at which that begins (None: `defaults`)
-    halt_full: Optional[float] = None    # .. and from which its weight is full (None: `defaults`)
+    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
+    halt_start: Optional[float] = None   # share of the run where it sets in (None: likewise)
+    halt_full: Optional[float] = None    # share of the run where its weight is full (likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -129,7 +132,7 @@ class GPTConfig:
             self.init_std = math.sqrt(0.4 / self.n_embd)    # PonderLM-2's: 0.02 at width 1,000
         if self.embed_scale is None:
             self.embed_scale = 1.0
-            if self.ponder != 'none':           # sqrt(2.5 C) or sqrt(C): part 4
+            if self.ponder != 'none':           # default_embed_scale, part 4: sqrt(2.5 C), sqrt(C)
                 self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
@@ -142,11 +145,37 @@ class GPTConfig:
 
 # -------------------------------------------------------------------------------------------------
 # 2  The plain GPT
+#
+# What later parts hang on it, and what it is here:
+#     Memory.keys_per_token, Memory.loops     1, and ()
+#     weights of keys, in Attention.attend    none
+#     GPT.mechanism                           an object whose begin_step does nothing that counts
 
 
 def at_least_fp32(x):
     """x in fp32, or in float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
+
+
+def some_rows_at_once(function):
+    """
+    Decorator of function(gpt, h, *targets), which makes V logits of each row of h (..,C). If there
+    are more than LOGITS_AT_ONCE, it takes some rows at a time, and backward makes their logits once
+    more: with V = 50,304 the logits of 8 x 2048 tokens would take 3.3 GB.
+    """
+    @wraps(function)
+    def in_parts(gpt, h, *targets):
+        n = max(1, LOGITS_AT_ONCE // gpt.config.vocab_size)
+        if h.shape[:-1].numel() <= n:
+            return function(gpt, h, *targets)
+        rows = [h.flatten(0, -2), *(target.flatten() for target in targets)]
+        parts = zip(*(row.split(n) for row in rows))
+        done = [checkpoint(function, gpt, *part, use_reentrant=False) for part in parts]
+        return torch.cat(done).unflatten(0, h.shape[:-1])
+    return in_parts
 
 
 class RMSNorm(nn.Module):
@@ -190,17 +219,15 @@ class Memory:
 
     In each call of the model: `begin` (in GPT.hidden), then `update` in every layer.
     """
-    # what later parts change: how many keys `update` returns for each token (Chain), and the
-    # memories of the passes before (Loop with Depth-Attention)
-    keys_per_token = 1
-    loops = ()
+    keys_per_token = 1      # that `update` returns; part 4: ChainMemory
+    loops = ()              # memories of earlier passes; part 4: LoopMemory
 
     def __init__(self):
         self.tokens = 0             # read so far, the newest T included
         self.pos = None             # (T,): the positions of the newest
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.N = 0                  # how many keys each layer has, once it has those of the newest
+        self.N = 0                  # keys that each layer will have at the end of this call
 
     def begin(self, x):
         """Before the blocks read tokens x (B,T), or their embeddings (B,T,C)."""
@@ -214,7 +241,8 @@ class Memory:
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
-        assert k.size(2) == self.N, "a memory goes through gpt.trunk once in each call of the model"
+        assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
+                                     "gpt.trunk once after each memory.begin")
         self.keys[layer], self.values[layer] = k, v
         return k, v
 
@@ -254,7 +282,7 @@ class Attention(nn.Module):
         if self.config.depth_attn:                                      # part 3
             sources = depth_sources(self.config, self.layer, memory, x.size(1))
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
-        keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd)
+        keys, values = memory.update(self.layer, k, v)                  # (B, nkv, N, hd); or more
         y = self.attend(q, keys, values, memory.keys_per_token)         # (B, nh, S, hd)
         return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
 
@@ -274,26 +302,16 @@ class Attention(nn.Module):
         and each reads the keys of all tokens up to its own, per_token of each.
         """
         S, N, hd = q.size(2), k.size(2), q.size(3)
-        if k.size(3) > hd:                      # part 4: the weights of keys
+        if k.size(3) > hd:      # part 4: 8 more channels, with log w of each key; 1 in queries
             q = F.pad(q, (0, k.size(3) - hd), value=1.0)
-        shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not every kernel has it
         dropout = self.config.dropout if self.training else 0.0
         attention = partial(self.kernel, dropout_p=dropout, scale=hd ** -0.5)
         if S == 1 or S == N:                    # no mask, which is fastest
+            shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not all kernels have it
             y = attention(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
-            return y[..., :hd]
-
-        # The others take turns, 256 queries each, which read the keys up to the last one's.
-        if shared_keys:                         # no fused kernel has these and a mask
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        parts = []
-        for first in range(0, S, 256):
-            end = min(first + 256, S)
-            n = N - per_token * (S - end)
-            later_tokens = torch.arange(S - 1 - first, S - 1 - end, -1, device=q.device)
-            reads = torch.arange(n, device=q.device) < N - per_token * later_tokens[:, None]
-            parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], reads))
-        return torch.cat(parts, dim=2)[..., :hd]
+        else:                                   # part 4: Chain, and a text that goes on
+            y = attend_in_turns(attention, q, k, v, per_token)
+        return y[..., :hd]
 
 
 class MLP(nn.Module):
@@ -326,27 +344,6 @@ class Block(nn.Module):
         return x
 
 
-LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
-
-
-def some_rows_at_once(function):
-    """
-    For a function of hidden states (..,C) that makes V logits of each: where they are many, some
-    are made at a time, and again in backward. At vocabulary 50,304 the logits of 8 x 2048 tokens
-    would take 3.3 GB, and their gradient as much.
-    """
-    @wraps(function)
-    def in_parts(gpt, h, *targets):
-        n = max(1, LOGITS_AT_ONCE // gpt.config.vocab_size)
-        if h.shape[:-1].numel() <= n:
-            return function(gpt, h, *targets)
-        rows = [h.flatten(0, -2), *(target.flatten() for target in targets)]
-        parts = zip(*(row.split(n) for row in rows))
-        done = [checkpoint(function, gpt, *part, use_reentrant=False) for part in parts]
-        return torch.cat(done).unflatten(0, h.shape[:-1])
-    return in_parts
-
-
 class GPT(nn.Module):
     """embed, trunk and head, as on top of this file, and the mechanism of parts 4 and 5."""
 
@@ -361,7 +358,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; a plain GPT's has nothing to do
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; a plain GPT's makes its Memory
         self.init_weights()
 
     def init_weights(self):
@@ -372,22 +369,22 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None):
         """
-        Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens: (None, loss),
-        the mean cross-entropy in nats where they are not negative; in training mode the mechanism's
-        loss in its place. (nanoGPT returns the logits too.)
+        Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens, negative where
+        none is to be predicted: (None, the mean cross-entropy in nats); in training mode the
+        mechanism's loss in its place. (nanoGPT returns the logits too.)
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if self.training and self.config.ponder != 'none':
-            return None, self.mechanism.loss(self, h, targets)          # part 5 adds to self.loss
+        if self.training:                       # part 5 adds to self.loss
+            return None, self.mechanism.loss(self, h, targets)
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
         """
         Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens: embed and trunk, or
         a mechanism in the place of the trunk.
-        memory      from new_memory: idx goes on where it ends. None: idx is the whole text
+        memory      from new_memory; idx follows what it has read. None: idx is the whole text
         ValueError for more tokens than block_size.
         """
         if memory is None:
@@ -487,8 +484,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         beyond = torch.zeros_like(beyond).scatter(1, order, beyond)     # in the table's order again
         logits = logits.masked_fill(beyond, -math.inf)
     p = logits.softmax(-1)
-    # torch.multinomial without its check for NaN, for which the host waits: with E drawn from
-    # Exp(1), p / E is largest at token i with probability p_i.
+    # torch.multinomial looks for NaN, so the CPU would wait for the GPU. The same draw without it:
+    # with E drawn from Exp(1), p / E is largest at token i with probability p_i.
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
@@ -496,34 +493,36 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 # 3  Depth-Attention: Cross-Layer Value Mixing for Language Models (arXiv 2606.05014)
 #
 # Before layer l attends over the sequence, it attends over depth, at one position: its query scores
-# its own key and those of a few earlier layers j in S(l), and the softmax of the scores mixes their
-# values into the layer's value. Attention over the sequence then reads the mixed values.
+# its own key and the keys of a few earlier layers j, and the softmax of the scores mixes the values
+# of these layers into its own value. Attention over the sequence then reads the mixed values. The
+# sources of layer l, J(l), are the layers below it that are multiples of depth_stride; layer 0 has
+# none. (The paper calls them S(l); here S counts vectors.)
 #
-#     a_{l,j} = softmax_j( q_l . k_j / sqrt(hd) )              j in S(l), and l itself      (Eq. 2)
-#     v~_l    = a_{l,l} v_l + sum_{j in S(l)} a_{l,j} v~_j     earlier ones mixed already   (Eq. 3)
+#     a_{l,j} = softmax_j( q_l . k_j / sqrt(hd) )              j in J(l), and l itself      (Eq. 2)
+#     v~_l    = a_{l,l} v_l + sum_{j in J(l)} a_{l,j} v~_j     earlier ones mixed already   (Eq. 3)
 #     o_l     = causal attention of (q_l, k_l, v~_l)           keys stay as they are        (Eq. 4)
 #
-# S(l) is every layer below l that is a multiple of the stride s (depth_stride), so that layer 0 has
-# no source. q and k are those of sequence attention, after norm and rotation: at one position both
-# are turned alike, so the rotation cancels.
+# q and k are the same as in sequence attention, after norm and rotation: at one position both are
+# turned alike, so the rotation cancels.
 #
-# Cost: 4 (|S(l)| + 1) nkv hd FLOPs per token and layer that has a source, 0.03 % of the 360M model;
-# no parameter. The KV cache holds v~ in the place of v, so it does not grow.
-# Unlike in the authors' code, keys are normed before they are rotated (the paper's order), not
-# after, so that the weights a depend on no absolute position; and the cache holds v~, not v, so
+# Cost: 4 (|J(l)| + 1) nkv hd FLOPs per token and layer that has a source: 0.03 % of a forward pass
+# of config/size/360m.py. No parameter. The KV cache holds v~ in the place of v: it does not grow.
+#
+# Three choices. Keys are normed before they are rotated, as in the paper (the authors' code: after
+# it), so that the weights a depend on no absolute position. The cache holds v~ (their code: v), so
 # that decoding reads what training reads. Sources are counted from layer 0, as in their code; a
 # sentence of the paper counts them back from layer l.
 
 
 def source_layers(config, layer):
-    """S(l): whose values are mixed into those of `layer`."""
+    """J(l): the layers whose values are mixed into the values of `layer`."""
     return range(0, layer, config.depth_stride)
 
 
 def depth_sources(config, layer, memory, S):
     """
-    [(k_j, v~_j), ..] of the layers j in S(l), from this pass over S slots. In a Loop (part 4) those
-    of layer l itself from each earlier loop come first, so that there even layer 0 has sources.
+    [(k_j, v~_j), ..] of the layers j in J(l), for the newest S vectors. A Loop (part 4) puts what
+    layer l itself made in its earlier loops in front, so that there even layer 0 has sources.
     """
     loops = [loop.newest(layer, S) for loop in memory.loops]
     return loops + [memory.newest(j, S) for j in source_layers(config, layer)]
@@ -532,7 +531,7 @@ def depth_sources(config, layer, memory, S):
 def depth_attention(q, k, v, sources, mode='softmax'):
     """
     The mixed values v~ (B, nkv, S, hd) of a layer with q (B, nh, S, hd) and k, v (B, nkv, S, hd).
-    sources: from depth_sources. Queries that share a key head are averaged, as it has one value.
+    sources: from depth_sources. Where query heads share a key head, their mean scores it.
     """
     if not sources:
         return v
@@ -557,9 +556,9 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 #
 # A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts. A
 # mechanism takes the place of the one call of the trunk in GPT.hidden. Attention is causal in every
-# one of them; what else a slot reads is said by the memory that its pass gets:
+# one of them. What else a slot reads is said by the memory that its pass gets:
 #
-#     Smear                       a WeightedMemory: as in the plain GPT
+#     Smear                       a WeightedMemory: a token reads what it reads in the plain GPT
 #     Embedding, Loop             one for each pass: a pass reads its own keys
 #     Chain                       a ChainMemory for each pass: a pass reads earlier ones, too
 #     Latent, Feedback, Pause     one SlotMemory: all slots of all tokens in a row
@@ -571,9 +570,9 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 class Mechanism(nn.Module):
     """
     What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk. It has its own weights, its memory, its loss. gpt is an argument of each method: kept
-    in an attribute, it would become a part of its own mechanism. A plain GPT has this class itself,
-    and calls neither `forward` nor `loss`.
+    gpt.trunk; it has its own weights, its memory, its loss. gpt is an argument of each method: a
+    module that is kept in an attribute becomes a part of its owner, and its weights would be there
+    twice. A plain GPT has this class itself.
     """
     passes = None       # (B,T), if tokens halt: how many passes each took in the last call
 
@@ -583,53 +582,7 @@ class Mechanism(nn.Module):
         self.progress = None    # both are set by begin_step
         self.drawn = None
 
-    @property
-    def K(self):
-        return self.config.ponder_steps if self.config.ponder != 'none' else 0
-
-    @staticmethod
-    def default_embed_scale(C):
-        """
-        The default of GPTConfig.embed_scale: with the default init_std, embeddings begin with RMS
-        1, like hidden states.
-        """
-        return math.sqrt(2.5 * C)       # 1 / init_std, by default sqrt(0.4 / C)
-
-    def init_weights(self, gpt):
-        """
-        Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
-        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.init_weights drew.
-        """
-        if self.config.ponder == 'none':
-            return
-        for block in gpt.h:
-            block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
-            block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    def draws(self):
-        """
-        What a training step draws from, evenly; first what costs most. Most mechanisms have nothing
-        to draw.
-        """
-        return [None]
-
-    def begin_step(self, step, steps, seed=0):
-        """
-        To be called before each of a training run's optimizer steps, number 0, 1, .. steps - 1. It
-        says what share of the run is done, which schedules of halting ask for; and it draws, by
-        (seed, step), so that all ranks and a resumed run draw the same.
-        """
-        self.progress = step / steps
-        self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
-
-    def of_step(self, value):
-        """self.progress or self.drawn; ValueError if no begin_step has set it."""
-        require(value is not None, "training: call gpt.mechanism.begin_step(step, steps) before "
-                                   "each optimizer step")
-        return value
+    # ---- what a subclass says
 
     def new_memory(self, pad):
         """An empty memory, as GPT.new_memory: the one that `forward` gets."""
@@ -646,13 +599,107 @@ class Mechanism(nn.Module):
         """What training minimises; h (B,T,C) is what `forward` returned."""
         return gpt.loss(h, targets)
 
+    def draws(self):
+        """The values that begin_step chooses from, equally likely; the costliest first."""
+        return [None]
 
-HIDDEN = -1e3   # the log of a weight of 0: a softmax makes 0 of it, also in fp16
+    @staticmethod
+    def default_embed_scale(C):
+        """
+        The default of GPTConfig.embed_scale: with the default init_std, embeddings begin with RMS
+        1, like hidden states.
+        """
+        return math.sqrt(2.5 * C)       # 1 / init_std, by default sqrt(0.4 / C)
+
+    # ---- what all have
+
+    @property
+    def K(self):
+        return self.config.ponder_steps if self.config.ponder != 'none' else 0
+
+    def init_weights(self, gpt):
+        """
+        Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
+        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.init_weights drew.
+        """
+        if self.config.ponder == 'none':
+            return
+        for block in gpt.h:
+            block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
+            block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def begin_step(self, step, steps, seed=0):
+        """
+        To be called before each of a training run's optimizer steps, number 0, 1, .. steps - 1. It
+        says what share of the run is done, which the schedules of halting ask for; and it draws, by
+        (seed, step), so that all ranks and a resumed run draw the same.
+        """
+        self.progress = step / steps
+        self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
+
+    @staticmethod
+    def begun(value):
+        """self.progress or self.drawn; ValueError if no begin_step has set it."""
+        require(value is not None, "in training mode: call gpt.mechanism.begin_step(step, steps) "
+                                   "before each optimizer step (to generate: gpt.eval())")
+        return value
 
 
-def hide(hidden, log_w=None):
-    """log_w (None: 0), but HIDDEN where hidden (B,S)."""
-    return torch.where(hidden, HIDDEN, 0.0 if log_w is None else log_w)
+def shift(x, first):
+    """x (B,T,C) one token later, behind `first` (B,1,C). None: zeros, where a text begins."""
+    if first is None:
+        first = torch.zeros_like(x[:, :1])
+    return torch.cat((first, x[:, :-1]), dim=1)
+
+
+class Smear(Mechanism):
+    """
+    Smear, as in modded-nanogpt and nanochat: the embedding of the token before joins the input.
+    (There a gate, or a weight, says how much; here all of it joins.)
+
+        h_t     = trunk(x_t + x_{t-1})                                                   x_{-1} = 0
+
+    One vector is carried on to the next token. Cost: one pass, as the plain GPT.
+    """
+    K = 0       # whatever ponder_steps says
+
+    def new_memory(self, pad):
+        return WeightedMemory(pad)
+
+    def forward(self, gpt, x, memory):
+        x = x.where(memory.is_token[..., None], 0.0)        # padding is not handed on
+        before = shift(x, memory.carried)                               # x_{t-1}
+        memory.carried = x[:, -1:]
+        return gpt.trunk(x + before, memory)
+
+
+def attend_in_turns(attention, q, k, v, per_token):
+    """
+    Attention.attend where some keys are of tokens behind a query's own: 256 queries at a time read
+    the keys up to those of the last of them, so that masks are small and no work is done twice.
+    """
+    S, N = q.size(2), k.size(2)
+    if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    parts = []
+    for first in range(0, S, 256):
+        end = min(first + 256, S)
+        n = N - per_token * (S - end)                       # keys up to those of the last query
+        later_tokens = torch.arange(S - 1 - first, S - 1 - end, -1, device=q.device)
+        reads = torch.arange(n, device=q.device) < N - per_token * later_tokens[:, None]
+        parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], reads))
+    return torch.cat(parts, dim=2)                          # (B, nh, S, ..)
+
+
+LOG_ZERO = -1e3     # stands for log 0: a softmax makes 0 of it, also in fp16
+
+
+def log_weight(counts, log_w=None):
+    """(B,S): log_w, the log of keys' weights (None: all weigh 1), where `counts`; else log 0."""
+    return torch.where(counts, 0.0 if log_w is None else log_w, LOG_ZERO)
 
 
 class WeightedMemory(Memory):
@@ -661,8 +708,9 @@ class WeightedMemory(Memory):
     softmax counts it w times. Padding has weight 0, so nobody reads it. (A query of padding reads
     padding alone; what comes out of it is not used.)
 
-    No mask says this, so attention stays as fast: a weight lies with its key, as 8 more channels.
-    Attention.attend gives each query ones there. (8, as fast kernels want multiples of 8.)
+    No mask says this, so attention stays as fast: the weight lies with its key, in 8 more channels.
+    There a query has 1 (Attention.attend) and a key log w sqrt(hd) / 8, so that a score becomes
+    q . k / sqrt(hd) + log w. (8, as fast kernels want multiples of 8.)
     """
 
     def __init__(self, pad=None, earlier=None):
@@ -671,14 +719,14 @@ class WeightedMemory(Memory):
         self.pad = pad
         self.earlier = earlier
         self.is_token = None        # (B,T): False for padding
-        self.log_w = None           # (B,S): of the keys to come. None: no key has a weight
-        self.carried = None         # Smear, Feedback: what the newest token hands on, (B,1,C)
+        self.log_w = None           # (B,S): of the next keys; in one memory always, or never
+        self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
 
     def begin(self, x):
         super().begin(x)
         pad = 0 if self.pad is None else self.pad[:, None]
         self.is_token = (self.pos >= pad).expand(len(x), -1)
-        self.log_w = None if self.pad is None else hide(~self.is_token)
+        self.log_w = None if self.pad is None else log_weight(self.is_token)
 
     def next_pass(self, n=1, log_w=None):
         """
@@ -687,7 +735,7 @@ class WeightedMemory(Memory):
         """
         self.log_w = log_w
         if self.pad is not None:
-            self.log_w = hide(~self.is_token.repeat_interleave(n, dim=1), log_w)
+            self.log_w = log_weight(self.is_token.repeat_interleave(n, dim=1), log_w)
         return self
 
     def update(self, layer, k, v):
@@ -696,8 +744,8 @@ class WeightedMemory(Memory):
         return super().update(layer, k, v)
 
     def weighted(self, k, v):
-        """k and v (B, nkv, S, hd) with 8 more channels, of which those of k hold log_w."""
-        eighth = self.log_w * k.size(-1) ** 0.5 / 8                     # scores divide by sqrt(hd)
+        """k and v (B, nkv, S, hd) with 8 more channels each, which hold log_w in k, 0 in v."""
+        eighth = self.log_w * k.size(-1) ** 0.5 / 8
         channels = eighth.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 8)
         return torch.cat((k, channels), dim=-1), F.pad(v, (0, 8))
 
@@ -707,7 +755,10 @@ class WeightedMemory(Memory):
 
 
 class Memories(list):
-    """A memory for each of K + 1 passes, each of which knows that of the pass before."""
+    """
+    A memory for each of K + 1 passes, each of which knows the one of the pass before. GPT.hidden
+    treats the list as a Memory; a mechanism gives memory[k] to the trunk in pass k.
+    """
 
     def __init__(self, kind, n, pad):
         super().__init__()
@@ -727,48 +778,20 @@ class Memories(list):
             memory.begin(x)
 
 
-def shift(x, first):
-    """x (B,T,C) one token later, behind `first` (B,1,C). None: zeros, where a text begins."""
-    if first is None:
-        first = torch.zeros_like(x[:, :1])
-    return torch.cat((first, x[:, :-1]), dim=1)
-
-
-class Smear(Mechanism):
-    """
-    Smear, as in modded-nanogpt and nanochat: the last token's embedding joins the input. (There a
-    gate, or a weight, says how much; here all of it joins.)
-
-        h_t     = trunk(x_t + x_{t-1})                                                   x_{-1} = 0
-
-    One vector is carried on to the next token. Cost: one pass, as the plain GPT.
-    """
-    K = 0       # whatever ponder_steps says
-
-    def new_memory(self, pad):
-        return WeightedMemory(pad)
-
-    def forward(self, gpt, x, memory):
-        x = x.where(memory.is_token[..., None], 0.0)        # padding is nobody's last token
-        last = shift(x, memory.carried)                                 # x_{t-1}
-        memory.carried = x[:, -1:]
-        return gpt.trunk(x + last, memory)
-
-
 class Embedding(Mechanism):
     """
     PonderLM: Pretraining Language Models to Ponder in Continuous Space (arXiv 2505.20674)
 
     The mean embedding of the next token is added to the input, and the trunk runs again:
 
-        P_j     = softmax(head(trunk(E_j)))     what the model would say after j steps      (B,T,V)
-        E_{j+1} = E_j + P_j W,  E_0 = x         W: the table of embeddings, scaled          (B,T,C)
+        P_k     = softmax(head(trunk(E_k)))     what the model would say after pass k       (B,T,V)
+        E_{k+1} = E_k + P_k W,  E_0 = x         W: the table of embeddings, scaled          (B,T,C)
         logits  = head(trunk(E_K))              the loss reads the last pass only
 
     Cost: K + 1 passes, and K times 4 V C more FLOPs forward: the head, and a matmul to mix.
-    Unlike in the authors' code, the softmax is fp32, padding in the vocabulary gets no mass, and
-    the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens are
-    mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
+    Unlike in the authors' code, the softmax is fp32, rows that are no tokens get no probability,
+    and the input is not multiplied by K (a flag of theirs that the paper does not have). All tokens
+    are mixed, as in their code; the paper's text mixes only the 100 likeliest (ponder_topk).
     """
 
     @staticmethod
@@ -779,8 +802,8 @@ class Embedding(Mechanism):
         return Memories(WeightedMemory, self.K + 1, pad)
 
     def forward(self, gpt, x, memory):
-        for j in range(self.K):
-            h = gpt.trunk(x, memory[j])
+        for k in range(self.K):
+            h = gpt.trunk(x, memory[k])
             x = x + self.mixture(gpt, h)
         return gpt.trunk(x, memory[self.K])
 
@@ -794,8 +817,8 @@ class Embedding(Mechanism):
             p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
             mean = p @ table.to(p.dtype)
             return mean * config.embed_scale        # cheaper than to scale the table
-        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # n rows: (n,k)
-        p = top.values.softmax(-1).to(table.dtype)                          # (n,k)
+        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # of n rows
+        p = top.values.softmax(-1).to(table.dtype)                          # (n, ponder_topk)
         mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
         return mean.view_as(h) * config.embed_scale
 
@@ -832,10 +855,10 @@ class SlotMemory(WeightedMemory):
     """
 
     def begin(self, x):
-        N = self.N
+        slots = self.N
         super().begin(x)
         self.token_pos = self.pos
-        self.N = self.N_before = N      # slots, until next_pass says how many come
+        self.N = self.N_before = slots      # until next_pass says how many come
 
     def next_pass(self, n=1, log_w=None):
         """As in WeightedMemory. The slots of a token share its position."""
@@ -874,7 +897,7 @@ class Latent(Mechanism):
         sweeps 2 .. R + 1   x_t  z_1  z_2       renew both
         sweep R + 2         x_t  z_1  z_2       gives the output, at the slot of z_2
 
-    z_{t,k} is exact after t K + k sweeps.
+    z_{t,k} is exact after t K + k sweeps, the output at token t after (t + 1) K + 1.
 
     Cost (K > 0): K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the
     keys; in decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each
@@ -889,7 +912,7 @@ class Latent(Mechanism):
 
     @property
     def R(self):
-        return self.of_step(self.drawn) if self.training else self.config.jacobi_iters
+        return self.begun(self.drawn) if self.training else self.config.jacobi_iters
 
     def new_memory(self, pad):
         return SlotMemory(pad)
@@ -902,7 +925,7 @@ class Latent(Mechanism):
 
         h = ()                          # h[k], out of slot k, is the next guess of z_{k+1}
         for n in self.slots_of_sweeps():
-            slots = [x, *h][:n]         # x_t, z_1, z_2, ..
+            slots = [x, *h][:n]         # x_t, z_1, ..; what comes out of slot K is no thought
             h = self.sweep(gpt, slots, memory)
         return h[self.K]
 
@@ -936,11 +959,11 @@ class Feedback(Mechanism):
     pass and leaves one slot, as in the plain model. Computed exactly, this is sequential. Training,
     and a text that is read at once, solve it by iteration, as Latent does:
 
-        h^(0)   = trunk(x)              (where a text goes on: with the h before it at its first x)
+        h^(0)   = trunk(x)              (the first x gets the h before it, if it is known)
         h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
 
     h^(k)_t is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
-    that is K or K - 1: with K alone, generation by the first equation fails.
+    that is K or K - 1: trained with K alone, models generated badly (docs/results.md).
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
@@ -955,10 +978,10 @@ class Feedback(Mechanism):
         return SlotMemory(pad)          # one slot a token, which the next pass replaces
 
     def forward(self, gpt, x, memory):
-        steps = self.of_step(self.drawn) if self.training else self.K
+        steps = self.begun(self.drawn) if self.training else self.K
         is_token = memory.is_token[..., None]                           # (B,T,1)
         carried = memory.carried                            # h of the token before these
-        shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, where it is known
+        shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, so far: carried, 0, 0, ..
         for _ in range(min(steps + 1, x.size(1))):          # T passes are always exact
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + shifted, memory.next_pass())
@@ -980,10 +1003,14 @@ class ChainMemory(WeightedMemory):
         self.keys_per_token = len(self.earlier_passes) + 1
 
     def update(self, layer, k, v):
-        super().update(layer, k, v)
+        k, v = super().update(layer, k, v)
+        if not self.earlier_passes:
+            return k, v
         passes = [*self.earlier_passes, self]
         keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
         values = torch.stack([memory.values[layer] for memory in passes], dim=3)
+        if torch.is_grad_enabled():     # a view of what backward keeps, not a second copy
+            self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
         return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
 
 
@@ -1045,6 +1072,14 @@ PONDER = {'none': Mechanism, 'smear': Smear, 'embedding': Embedding, 'latent': L
 
 # -------------------------------------------------------------------------------------------------
 # 5  Halting: five classes over four of these mechanisms; each token takes the passes it needs
+#
+#               score, compared      who may stop        keys of a token     its output
+#               with halt_tau        in training         that stopped
+#     Gate      gate                 from halt_start on  of its last pass    of its last pass
+#     Mask      thought is needed    nobody              log w               weighted mean of slots
+#     Router    pass is reached      from the beginning  none                weighted mean of passes
+#     Exit      doubt                from halt_full on   of its last pass    of its last pass
+#     Ouro      nobody left yet      nobody              of its last pass    of its last pass
 
 
 class Halting(Mechanism):
@@ -1052,12 +1087,12 @@ class Halting(Mechanism):
     A mechanism whose tokens stop by themselves. Each subclass is a loop over the passes, in the
     order of its paper; here is what the loops share. In the docstrings tau is halt_tau.
 
-    Tokens that stopped go through the blocks all the same, and the keys that they make there are
-    not read. So stopping saves time once all have stopped: in generation, where the tokens of a
-    batch are few. (In training the router saves more: engine/skip.py.)
+    Tokens that stopped still go through the blocks; what comes out of them there is thrown away.
+    Time is saved once all have stopped and the loop ends: in generation. (For Router in training
+    see engine/skip.py.)
 
-    Each also inherits from the mechanism that it stops. Halting is named first: its methods come
-    before theirs.
+    Each subclass also inherits from the mechanism that it stops. Halting is named first: its
+    methods come before the other's.
     """
     works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
@@ -1065,16 +1100,12 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         self.taken = []     # (B,T) of each pass of the last call: who took it
+        self.kept = None    # what the loop keeps of each pass: for the loss, and for tools to show
 
     @property
     def passes(self):
-        """(B,T): how many passes each token took in the last call."""
-        return torch.stack(self.taken).sum(0)
-
-    def __getstate__(self):
-        """For copies of a model: without the scores of the last call, which may hold its graph."""
-        scores = ('s', 'w', 'z', 'g', 'reach', 'h', 'doubt', 'S')
-        return {name: value for name, value in self.__dict__.items() if name not in scores}
+        """(B,T): how many passes each token took in the last call; None before the first."""
+        return torch.stack(self.taken).sum(0) if self.taken else None
 
     def goes_on(self, score):
         """(B,T): whose score is high enough for another pass. Each class has its own score."""
@@ -1086,7 +1117,7 @@ class Halting(Mechanism):
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
-        progress = self.of_step(self.progress)
+        progress = self.begun(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
             return 1.0
@@ -1095,10 +1126,15 @@ class Halting(Mechanism):
         return (progress - start) / (full - start)
 
     def loss(self, gpt, h, targets):
-        return gpt.loss(h, targets) + self.penalty(gpt, targets)
+        loss = self.predictions_loss(gpt, h, targets) + self.penalty(gpt, targets)
+        self.kept = None    # it holds the graph: memory, and no copy of the model could be made
+        return loss
+
+    def predictions_loss(self, gpt, h, targets):
+        return gpt.loss(h, targets)
 
     def penalty(self, gpt, targets):
-        """What `loss` adds, after `forward`; targets (B,T) as in GPT.forward."""
+        """What the loss of predictions gains; targets (B,T) as in GPT.forward."""
         raise NotImplementedError
 
 
@@ -1110,7 +1146,7 @@ def mean_where(chosen, values):
 def without_autocast(module, h):
     """module(h) in the precision of its weights, the result at least in fp32: halt_tau is small."""
     device = h.device.type
-    if not torch.amp.is_autocast_available(device):     # on shapes without numbers
+    if not torch.amp.is_autocast_available(device):     # the meta device: shapes, no numbers
         device = 'cpu'
     with torch.autocast(device, enabled=False):
         weight_dtype = next(module.parameters()).dtype
@@ -1119,16 +1155,17 @@ def without_autocast(module, h):
 
 def catch_up(memory, stand_in):
     """
-    Before a pass: earlier tokens of which none came as far as this pass get keys and values in its
-    memory, stand_in(k, v) of those that they have in the pass before.
+    In generation, before a pass. If all tokens of an earlier call stopped before this pass, its
+    memory has no keys of theirs. This fills the gap, with stand_in(k, v) of what the memory of the
+    pass before has there.
     """
-    first = memory.tokens - len(memory.pos)     # of the newest tokens
+    n_earlier = memory.tokens - len(memory.pos)     # tokens before the newest
     for layer in memory.earlier.keys:
         N = memory.keys[layer].size(2) if layer in memory.keys else 0
-        if N == first:
+        if N == n_earlier:
             continue
-        k = memory.earlier.keys[layer][:, :, N:first]
-        v = memory.earlier.values[layer][:, :, N:first]
+        k = memory.earlier.keys[layer][:, :, N:n_earlier]
+        v = memory.earlier.values[layer][:, :, N:n_earlier]
         k, v = stand_in(k, v)
         if N > 0:
             k = torch.cat((memory.keys[layer], k), dim=2)
@@ -1141,15 +1178,16 @@ class FrozenMemory(WeightedMemory):
 
     def only(self, taken):
         """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
-        self.taken = taken[:, None, :, None]                            # (B,1,T,1)
+        self.takes_pass = taken[:, None, :, None]                       # (B,1,T,1)
         if self.earlier is not None:
             catch_up(self, lambda k, v: (k, v))
         return self
 
     def update(self, layer, k, v):
-        if self.earlier is not None:
-            last_k, last_v = self.earlier.newest(layer, k.size(2))
-            k, v = torch.where(self.taken, k, last_k), torch.where(self.taken, v, last_v)
+        if self.earlier is not None:    # whose keys of a token may be those of a pass before, too
+            frozen_k, frozen_v = self.earlier.newest(layer, k.size(2))
+            k = torch.where(self.takes_pass, k, frozen_k)
+            v = torch.where(self.takes_pass, v, frozen_v)
         return super().update(layer, k, v)
 
 
@@ -1157,17 +1195,17 @@ class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's passes i = 0 .. K, with a gate after each that scales the next step, or ends the
-    token's pondering:
+    PonderLM's passes, with a gate after each that scales what joins the input, or ends the token's
+    pondering (the paper numbers passes by i):
 
-        s^i     = sigmoid(MLP_i(h^i))            a gate after every pass but the last      (2), (3)
-        m^{i+1} = m^i and s^i >= tau, m^0 = 1    who takes another pass                    (4), (5)
-        E^{i+1} = E^i + m^{i+1} s^i P^i W        PonderLM's step, scaled by the gate     (6) to (9)
-        a token with m^i = 0 keeps the keys and values of its last pass, in every layer        (10)
+        s^k     = sigmoid(MLP_k(h^k))            a gate after every pass but the last      (2), (3)
+        m^{k+1} = m^k and s^k >= tau, m^0 = 1    who takes another pass                    (4), (5)
+        E^{k+1} = E^k + m^{k+1} s^k P^k W        as in PonderLM, scaled by the gate      (6) to (9)
+        a token with m^k = 0 keeps the keys and values of its last pass, in every layer        (10)
 
-    The loss gains halt_lambda times the mean of the lowest gates (13): how many, as a share of all,
-    grows from 0 at halt_start to halt_share at halt_full (14). Before halt_start nobody halts in
-    training: otherwise cross-entropy alone would shut the gates for good.
+    The loss gains halt_lambda times the mean of the lowest gates (13). The share of all gates that
+    counts as lowest grows from 0 at halt_start to halt_share at halt_full (14). Before halt_start
+    nobody halts in training: otherwise cross-entropy alone would shut the gates for good.
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
@@ -1181,7 +1219,7 @@ class Gate(Halting, Embedding):
         super().__init__(config)
         C = config.n_embd
         self.gates = nn.ModuleList()
-        for _ in range(config.ponder_steps):
+        for _ in range(self.K):
             self.gates.append(nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, 1)))
 
     def init_weights(self, gpt):
@@ -1194,30 +1232,30 @@ class Gate(Halting, Embedding):
 
     def forward(self, gpt, x, memory):
         m, out = memory.is_token, torch.zeros_like(x)                   # (B,T), (B,T,C)
-        self.taken, self.s = [], []
-        for i in range(self.K + 1):
-            h = gpt.trunk(x, memory[i].only(m))                         # h^i, (10)
+        self.taken, self.kept = [], SimpleNamespace(s=[])
+        for k in range(self.K + 1):
+            h = gpt.trunk(x, memory[k].only(m))                         # h^k, (10)
             out = torch.where(m[..., None], h, out)
             self.taken.append(m)
-            if i == self.K:
+            if k == self.K:
                 break
-            s = without_autocast(self.gates[i], h).squeeze(-1).sigmoid()            # (2), (3)
-            self.s.append(s)                                            # (B,T)
+            s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()            # (2), (3)
+            self.kept.s.append(s)                                       # (B,T)
             if self.may_stop():
                 m = m & self.goes_on(s)                                 # (4), (5)
             if self.all_stopped(m):
                 break
-            step = (m * s)[..., None] * self.mixture(gpt, h)
-            x = x + step.to(x.dtype)                                    # (6) to (9)
+            joins = (m * s)[..., None] * self.mixture(gpt, h)
+            x = x + joins.to(x.dtype)                                   # (6) to (9)
         return out.to(x.dtype)
 
     def may_stop(self):
-        return not self.training or self.of_step(self.progress) >= self.config.halt_start
+        return not self.training or self.begun(self.progress) >= self.config.halt_start
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
         is_target = targets >= 0                                        # (B,T)
-        gates = torch.stack(self.s)                                     # (K,B,T)
+        gates = torch.stack(self.kept.s)                                # (K,B,T)
         gates = gates.masked_fill(~is_target, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
@@ -1253,7 +1291,7 @@ class Mask(Halting, Latent):
 
     def __init__(self, config):
         super().__init__(config)
-        self.router = nn.Linear(config.n_embd, config.ponder_steps + 1)
+        self.router = nn.Linear(config.n_embd, self.K + 1)
 
     def route(self, h):
         """Hidden states (B,T,C) of the tokens' own slots -> s and log w, each (B,T,K+1)."""
@@ -1272,8 +1310,8 @@ class Mask(Halting, Latent):
         log_w = at_least_fp32(x.new_zeros(len(x), 1, self.K + 1))       # w = 1
         self.taken = []
         for k in range(self.K + 1):
-            h = gpt.trunk(h, memory.next_pass(log_w=hide(~go_on, log_w[..., k])))
-            if k == 0:                                                  # the router is asked once
+            h = gpt.trunk(h, memory.next_pass(log_w=log_weight(go_on, log_w[..., k])))
+            if k == 0:              # the router is asked once; log w of its own slot is always 0
                 s, log_w = self.route(h)
             out = out + (s[..., k] * go_on)[..., None] * h
             self.taken.append(go_on)
@@ -1281,7 +1319,7 @@ class Mask(Halting, Latent):
                 go_on = go_on & self.goes_on(log_w[..., k + 1].exp())
             if self.all_stopped(go_on):
                 break
-        self.s, self.w = s, log_w.exp()
+        self.kept = SimpleNamespace(s=s, w=log_w.exp())
         return out.to(x.dtype)
 
     def by_sweeps(self, gpt, x, memory):
@@ -1292,14 +1330,14 @@ class Mask(Halting, Latent):
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
         # slots all the same, as the next one may want them again.
         for n in self.slots_of_sweeps():
-            of_slots = log_w[..., :n].flatten(1)                        # (B, T n)
+            slot_log_w = log_w[..., :n].flatten(1)                        # (B, T n)
             if not self.training:
-                of_slots = hide(~needed[..., :n].flatten(1), of_slots)
-            h = self.sweep(gpt, [x, *h][:n], memory, of_slots)
+                slot_log_w = log_weight(needed[..., :n].flatten(1), slot_log_w)
+            h = self.sweep(gpt, [x, *h][:n], memory, slot_log_w)
             s, log_w = self.route(h[0])
             needed = self.goes_on(log_w.exp()) & is_token
 
-        self.s, self.w = s, log_w.exp()     # for penalty
+        self.kept = SimpleNamespace(s=s, w=log_w.exp())
         self.taken = needed.unbind(-1)      # in training, those that it would take
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
@@ -1308,24 +1346,24 @@ class Mask(Halting, Latent):
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean of the thoughts expected, sum_k k s_{t,k}."""
         is_target = targets >= 0                                        # (B,T)
-        expected = (self.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
+        expected = (self.kept.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
         return self.config.halt_lambda * self.onset() * mean_where(is_target, expected)
 
 
 class RouterMemory(ChainMemory):
-    """A ChainMemory in which a token has hidden keys in the passes that it does not take."""
+    """A ChainMemory; in the passes that a token does not take, its keys have weight 0."""
 
     def only(self, taken):
         """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
         if self.earlier is not None:
-            catch_up(self, self.hidden)
-        return self.next_pass(log_w=hide(~taken))
+            catch_up(self, self.weightless)
+        return self.next_pass(log_w=log_weight(taken))
 
     @staticmethod
-    def hidden(k, v):
-        """Keys and values (B, nkv, n, hd + 8) with the weight 0."""
+    def weightless(k, v):
+        """Keys and values of the same shapes (B, nkv, n, hd + 8); the keys have weight 0."""
         k, v = torch.zeros_like(k), torch.zeros_like(v)
-        k[..., -8:] = HIDDEN
+        k[..., -8:] = LOG_ZERO      # which adds 8 LOG_ZERO / sqrt(hd) to scores: enough
         return k, v
 
 
@@ -1344,8 +1382,8 @@ class Router(Halting, Chain):
         loss     += halt_lambda mean_t sum_{k <= K*, k < K} g^(k) p_k^beta                 (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
 
-    halt_start > 0 delays the last term, not that tokens leave; the paper has both from the first
-    optimizer step on.
+    halt_start > 0 delays the last term alone; tokens leave from the first optimizer step on, as in
+    the paper, which has that term then, too.
 
     Cost: the passes of Chain that are taken, in training too with engine/skip.py, and there a head
     for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
@@ -1364,32 +1402,34 @@ class Router(Halting, Chain):
     def forward(self, gpt, x, memory):
         z, go_on, out = x, memory.is_token, 0.0
         reach = at_least_fp32(x.new_ones(go_on.shape))                  # (B,T)
-        self.taken, self.z, self.g, self.reach = [], [], [], []
+        self.taken, self.kept = [], SimpleNamespace(z=[], g=[], reach=[])
         for k in range(self.K + 1):
             z = self.one_pass(gpt, z, memory[k], go_on)                 # z^(k), (B,T,C)
             self.taken.append(go_on)
             g = without_autocast(self.router, z).squeeze(-1).sigmoid()              # (3)
             next_reach = reach * g                                                  # (4)
-            on = go_on & self.goes_on(next_reach) if k < self.K else go_on & False  # (6)
-            weight = torch.where(on, reach * (1 - g), reach)                        # (5), (7)
+            another = go_on & self.goes_on(next_reach)                              # (6)
+            if k == self.K:
+                another = torch.zeros_like(go_on)
+            weight = torch.where(another, reach * (1 - g), reach)                   # (5), (7)
             out = out + (weight * go_on)[..., None] * z                             # (8)
-            self.z.append(z)
-            self.g.append(g)
-            self.reach.append(next_reach)
-            reach, go_on = next_reach, on
+            self.kept.z.append(z)
+            self.kept.g.append(g)
+            self.kept.reach.append(next_reach)
+            reach, go_on = next_reach, another
             if self.all_stopped(go_on):
                 break
         return out.to(x.dtype)
 
     @staticmethod
     def one_pass(gpt, z, memory, go_on):
-        """What pass k makes of z (B,T,C); of tokens that stopped before, nothing that is used."""
+        """What pass k makes of z (B,T,C). What it makes of tokens that stopped is not used."""
         return gpt.trunk(z, memory.only(go_on))
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
-        for z, g, taken in list(zip(self.z, self.g, self.taken))[:self.K]:
+        for z, g, taken in list(zip(self.kept.z, self.kept.g, self.taken))[:self.K]:
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
                 p = gpt.token_losses(z, counted).neg().exp()
@@ -1398,7 +1438,22 @@ class Router(Halting, Chain):
         return self.config.halt_lambda * self.onset() * mean            # (9), (10)
 
 
-class Exit(Halting, Loop):
+class LoopExit(Halting, Loop):
+    """What Exit and Ouro share."""
+    works_on = 'loop'
+    defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
+
+    def new_memory(self, pad):
+        return Memories(FrozenMemory, self.K + 1, pad)
+
+    def one_pass(self, gpt, x, memory, go_on):
+        """x (B,T,C) -> (x for the next pass, h^k)."""
+        x = gpt.trunk(x, memory.only(go_on), norm=self.config.loop_norm)
+        h = x if self.config.loop_norm else gpt.ln_f(x)
+        return x, h
+
+
+class Exit(LoopExit):
     """
     Exits from the looped Transformer by confidence (arXiv 2607.20519)
 
@@ -1416,8 +1471,8 @@ class Exit(Halting, Loop):
 
     Three things are ours:
 
-        late        uniform and ramp begin late: before halt_start the prior is that of 'last', from
-                    halt_full on theirs
+        late        before halt_start the prior is that of 'last'; from there to halt_full it turns
+                    into that of exit_loss
         leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
                     a token took: later tokens learn to read the keys of those that left
         staying     tokens with negative targets (those of a question: they are given, and nothing
@@ -1425,43 +1480,34 @@ class Exit(Halting, Loop):
                     loss pulls their predictions towards equal probabilities, with a weight that
                     grows from 0 at halt_start to halt_lambda at halt_full
 
-    Cost: K + 1 passes, in generation those that are taken. After each a head; in training only for
-    uniform and ramp, from halt_start on, and those that it takes to leave and to stay.
+    Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
+    there are heads after earlier passes for uniform and ramp (from halt_start on), for leaving
+    (from halt_full on) and for staying.
     The authors' code takes all passes and then picks one. Unlike in Loop, earlier loops are no
     sources of Depth-Attention.
     """
-    works_on = 'loop'
-    defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
-
-    def new_memory(self, pad):
-        return Memories(FrozenMemory, self.K + 1, pad)
 
     def forward(self, gpt, x, memory):
         go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
-        self.taken, self.h, self.doubt = [], [], []
+        self.taken, self.kept = [], SimpleNamespace(h=[], doubt=[])
         for k in range(self.K + 1):
             x, h = self.one_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
             self.taken.append(go_on)
-            self.h.append(out)
+            self.kept.h.append(out)
             if k == self.K:
                 break
-            if self.may_leave():
+            if self.may_stop():
                 with torch.no_grad():
                     doubt = 1 - self.confidence(gpt, out)
-                self.doubt.append(doubt)
+                self.kept.doubt.append(doubt)
                 go_on = go_on & self.goes_on(doubt)
             if self.all_stopped(go_on):
                 break
         return out
 
-    def one_pass(self, gpt, x, memory, go_on):
-        """x (B,T,C) -> (x for the next pass, h^k)."""
-        x = gpt.trunk(x, memory.only(go_on), norm=self.config.loop_norm)
-        return x, x if self.config.loop_norm else gpt.ln_f(x)
-
-    def may_leave(self):
-        return not self.training or self.of_step(self.progress) >= self.config.halt_full
+    def may_stop(self):
+        return not self.training or self.begun(self.progress) >= self.config.halt_full
 
     @staticmethod
     @some_rows_at_once
@@ -1477,10 +1523,10 @@ class Exit(Halting, Loop):
         total = sum(chosen)
         return [(1 - onset) * old + onset * new / total for old, new in zip(last, chosen)]
 
-    def loss(self, gpt, h, targets):
-        prior = self.prior(len(self.h))                                 # the last of self.h is h
-        losses = sum(p * gpt.loss(h, targets) for p, h in zip(prior, self.h) if p > 0)
-        return losses + self.penalty(gpt, targets)
+    def predictions_loss(self, gpt, h, targets):
+        hs = self.kept.h                                                # h is the last of them
+        prior = self.prior(len(hs))
+        return sum(p * gpt.loss(h_k, targets) for p, h_k in zip(prior, hs) if p > 0)
 
     def penalty(self, gpt, targets):
         """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
@@ -1489,7 +1535,7 @@ class Exit(Halting, Loop):
         if weight == 0 or not question.any():
             return 0.0
         total = 0.0
-        for h, taken in list(zip(self.h, self.taken))[:self.K]:
+        for h, taken in list(zip(self.kept.h, self.taken))[:self.K]:
             nats = self.uniform_nats(gpt, h)
             total = total + mean_where(question & taken, nats)
         return weight * total / self.K
@@ -1502,17 +1548,17 @@ class Exit(Halting, Loop):
         return logits.logsumexp(-1) - logits.mean(-1)
 
 
-class Ouro(Exit):
+class Ouro(LoopExit):
     """
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
     Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True, as
-    config/halting_ouro.py has. exit_loss has no effect here. (From Exit it has its passes.)
+    config/halting_ouro.py has.
 
         lam_k = sigmoid(w h^k + b)              one gate for all passes
         S_k   = prod_{j <= k} (1 - lam_j)       probability of another pass after k
         p_k   = lam_k S_{k-1},  p_K = S_{K-1}   probability of leaving after k; S_{-1} = 1       (3)
 
-    A token leaves when S_k is below halt_tau; in the paper when p_0 + .. + p_k = 1 - S_k reaches q.
+    A token leaves when S_k is below halt_tau, which is 1 - q of the paper.
     It is trained in two stages, ouro_stage, in which nobody leaves:
 
         1   all weights     sum_k p_k L^k - halt_lambda H(p)                                     (4)
@@ -1542,32 +1588,31 @@ class Ouro(Exit):
     def forward(self, gpt, x, memory):
         go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
         S = 1.0
-        self.taken, self.h, self.S = [], [], []
+        self.taken, self.kept = [], SimpleNamespace(h=[], S=[])
         for k in range(self.K + 1):
             x, h = self.one_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
             self.taken.append(go_on)
-            self.h.append(out)
+            self.kept.h.append(out)
             if k == self.K:
                 break
             if not self.training:
                 S = S * (1 - self.lam(out))                             # S_k, (B,T)
-                self.S.append(S)
+                self.kept.S.append(S)
                 go_on = go_on & self.goes_on(S)
             if self.all_stopped(go_on):
                 break
         return out
 
-    def loss(self, gpt, h, targets):
+    def predictions_loss(self, gpt, h, targets):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
-        lams = [self.lam(h) for h in self.h[:self.K]]
+        lams = [self.lam(h) for h in self.kept.h[:self.K]]
         p = self.leaving(lams)                                          # (3)
-        nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.h, p))     # (B,T)
+        nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.kept.h, p))    # (B,T)
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        loss = mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
-        return loss + self.stay(lams, targets)          # in the place of Exit.penalty
+        return mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
 
     @staticmethod
     def leaving(lams):
@@ -1578,23 +1623,26 @@ class Ouro(Exit):
             S = S * (1 - lam)
         return [*p, S]
 
-    def stay(self, lams, targets):
+    def penalty(self, gpt, targets):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""
+        if self.config.ouro_stage == 2:
+            return 0.0
+        lams = [self.lam(h) for h in self.kept.h[:self.K]]
         nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in lams)    # (B,T)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
 
     def gate_loss(self, gpt, targets):
         """What the gate alone learns: whether the next pass gains."""
-        hs = [h.detach() for h in self.h]                               # h^k, (B,T,C) each
+        hs = [h.detach() for h in self.kept.h]                             # h^k, (B,T,C) each
         with torch.no_grad():
             nats = [gpt.token_losses(h, targets) for h in hs]           # L^k, (B,T) each
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
-            goes_on = torch.sigmoid(50 * (gain - 0.005))
-            goes_on = goes_on.masked_fill(targets < 0, 1.0)             # a question's token stays
+            wanted = torch.sigmoid(50 * (gain - 0.005))                 # another pass
+            wanted = wanted.masked_fill(targets < 0, 1.0)               # a question's token stays
             lam = self.lam(hs[k]).clamp(1e-6, 1 - 1e-6)
-            surprise = -goes_on * (1 - lam).log() - (1 - goes_on) * lam.log()
+            surprise = -wanted * (1 - lam).log() - (1 - wanted) * lam.log()
             total = total + surprise.mean()                             # (6)
         return total / (self.K + 1)     # K terms over K + 1 passes, as in the paper
 

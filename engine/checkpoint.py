@@ -16,9 +16,9 @@ import sys
 import zipfile
 from dataclasses import fields, replace
 from functools import partial
-from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from engine.build import shapes_only, without_numbers
 from engine.files import UserError, whole
@@ -72,19 +72,28 @@ def check_finite(state):
 def optimizer_state(optimizer):
     """
     For a checkpoint, on all ranks together: the state in one piece, also where ranks share it out
-    (ZeroRedundancyOptimizer).
+    (ZeroRedundancyOptimizer, which would send it as one Python number per byte).
     """
-    if hasattr(optimizer, 'consolidate_state_dict'):
-        with mock.patch.object(torch, 'ByteTensor', bytes_as_tensor):
-            optimizer.consolidate_state_dict()
-        if torch.distributed.get_rank() > 0:
-            return None
-    return optimizer.state_dict()
+    if not hasattr(optimizer, 'optim'):
+        return optimizer.state_dict()
+    number = {}     # of each parameter, as in state_dict
+    for group in optimizer.param_groups:
+        for p in group['params']:
+            number[p] = len(number)
+    own = {}        # this rank's part
+    for p, held in optimizer.optim.state.items():
+        own[number[p]] = {name: moment.cpu() for name, moment in held.items()}
 
-
-def bytes_as_tensor(data):
-    """In the place of torch.ByteTensor, which would make every byte a Python number first."""
-    return torch.frombuffer(data, dtype=torch.uint8)
+    state, rank = {}, dist.get_rank()
+    for owner in range(dist.get_world_size()):
+        part = [own if rank == owner else None]
+        dist.broadcast_object_list(part, src=owner)     # one after the other: it takes memory
+        if rank == 0:
+            state.update(part[0])
+    if rank > 0:
+        return None
+    groups = torch.optim.Optimizer.state_dict(optimizer)['param_groups']
+    return {'state': dict(sorted(state.items())), 'param_groups': groups}
 
 
 # ---- loading -------------------------------------------------------------------------------------

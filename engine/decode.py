@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from engine.hardware import explained
 from engine.mechanisms import iterates
-from model import HIDDEN, LoopMemory, Memories, Memory, SlotMemory, WeightedMemory
+from model import LOG_ZERO, LoopMemory, Memories, Memory, SlotMemory, WeightedMemory
 
 
 def compile_decoding(model, tokens=None):
@@ -51,7 +51,7 @@ class Places(Memory):
         if layer not in self.keys:
             B, nkv, S, width = k.shape
             keys = k.new_zeros(B, nkv, self.places, width - 8)
-            self.keys[layer] = F.pad(keys, (0, 8), value=HIDDEN)
+            self.keys[layer] = F.pad(keys, (0, 8), value=LOG_ZERO)
             self.values[layer] = v.new_zeros(B, nkv, self.places, width)
         keys = self.keys[layer].index_copy_(2, self.here, k)
         values = self.values[layer].index_copy_(2, self.here, v)
@@ -85,7 +85,7 @@ class FixedSlots(SlotMemory, Places):
     def rewind(self):
         self.used = self.used_before
         for keys in self.keys.values():
-            keys[:, :, self.used:, -8:] = HIDDEN
+            keys[:, :, self.used:, -8:] = LOG_ZERO
 
 
 class CompiledTrunk:

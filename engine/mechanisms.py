@@ -3,11 +3,11 @@ What programs ask about a model's mechanism, and model.py need not know. One of 
 entry here: it is taken to use all settings of its kind, and to read a text at once.
 """
 
-from model import HALTING, Feedback, Halting, Latent, Smear
+from model import HALTING, PONDER, Feedback, Halting, Latent, Smear
 
 # beginnings of names of settings, or whole names: which mechanisms they belong to
 SETTINGS = {
-    'ponder_steps': ('embedding', 'loop', 'latent', 'feedback', 'chain', 'pause'),
+    'ponder_steps': tuple(PONDER.keys() - {'none', 'smear'}),
     'ponder_topk': ('embedding',),
     'jacobi_iters': ('latent',),
     'loop_norm': ('loop',),
@@ -18,7 +18,7 @@ SETTINGS = {
     'ouro_': ('ouro',),
 }
 
-# what halting compares with halt_tau: the name of the list that its forward leaves, and in words
+# what halting compares with halt_tau: its name in `kept`, and in words
 SCORES = {
     'gate': ('s', 'gate'),
     'mask': ('w', 'probability of another thought'),

@@ -11,7 +11,6 @@ GB), scratch memory of kernels, fragmentation, and the heads of earlier passes i
 halt_start on. Leave a tenth of the card free.
 """
 
-import contextlib
 import os
 import weakref
 from dataclasses import replace
@@ -19,7 +18,6 @@ from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +28,7 @@ from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
 from engine.prepare import recompute_blocks
 from engine.shards import read_meta
 from engine.start import asked_of_model, old_config, start_config
+from model import RMSNorm
 
 WORLDS = (1, 8, 64)  # numbers of GPUs to plan for
 DAY = 24 * 60 * 60
@@ -76,7 +75,7 @@ class NormOnGPU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, shape, weight, eps):
+    def forward(ctx, x, weight):
         x = x.float()
         ctx.save_for_backward(x, weight)
         return torch.empty_like(x)
@@ -84,16 +83,12 @@ class NormOnGPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, weight = ctx.saved_tensors
-        return torch.empty_like(x), None, torch.empty_like(weight), None
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
-class NormsOnGPU(TorchFunctionMode):
-    """NormOnGPU in the place of F.rms_norm."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.rms_norm:
-            return NormOnGPU.apply(*args)
-        return function(*args, **(kwargs or {}))
+def norm_as_on_gpu(weight, x):
+    """RMSNorm.forward of model.py, with NormOnGPU."""
+    return NormOnGPU.apply(x, weight.to(x.dtype)).to(x.dtype)
 
 
 def activations(config, settings, dtype, accumulates):
@@ -101,9 +96,11 @@ def activations(config, settings, dtype, accumulates):
     Bytes on top of weights and optimizer state at the worst moment of a micro-batch. With
     `accumulates` gradients are there before it starts, and are not counted.
     """
-    norms = contextlib.nullcontext() if settings.device == 'cpu' else NormsOnGPU()
-    with FakeTensorMode(), LiveBytes() as live, norms:
+    with FakeTensorMode(), LiveBytes() as live:
         model = new_model(config).train()
+        for module in model.modules():
+            if isinstance(module, RMSNorm) and settings.device != 'cpu':
+                module.forward = partial(norm_as_on_gpu, module.weight)
         model.mechanism.begin_step(-1, 1)       # when nobody halts, whatever halt_start is
         model.mechanism.drawn = model.mechanism.draws()[0]  # what costs most
         if settings.checkpoint_activations:

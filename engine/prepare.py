@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.cpu import tune_cpu
 from engine.hardware import expect_new_lengths, pick_compile
 from engine.skip import skip_stopped_tokens
+from model import LoopMemory, Memory, SlotMemory, WeightedMemory, source_layers
 
 
 def prepare(model, settings, device):
@@ -45,8 +46,8 @@ def compile_blocks(model):
 
 def recompute_blocks(model):
     """Let the blocks of a model run again in backward: less memory, a third more compute."""
-    for block in model.h:
-        block.forward = RunsAgain(block.forward)
+    for layer, block in enumerate(model.h):
+        block.forward = RunsAgain(block.forward, model.config, layer)
 
 
 class RunsAgain:
@@ -55,16 +56,28 @@ class RunsAgain:
     again in backward it finds a memory as it was before, and what it leaves there is for nobody.
     """
 
-    def __init__(self, forward):
+    def __init__(self, forward, config, layer):
         self.forward = forward
+        self.layers = {layer}       # whose keys and values it reads
+        self.one_pass = [Memory, WeightedMemory, SlotMemory]    # read by no later pass
+        self.is_source = False      # whether a later block reads them
+        if config.depth_attn:
+            self.layers.update(source_layers(config, layer))
+            self.is_source = layer % config.depth_stride == 0
+        else:
+            self.one_pass.append(LoopMemory)
 
     def __call__(self, x, rope, memory):
-        before, memories = with_own_dicts(memory), [memory]
+        if not torch.is_grad_enabled():
+            return self.forward(x, rope, memory)
+        before, memories = part_of(memory, self.layers), []
+        if self.is_source or type(memory) not in self.one_pass:
+            memories.append(memory)
         run = partial(self.run, before, memories)
         return checkpoint(run, x, rope, use_reentrant=False)
 
     def run(self, before, memories, x, rope):
-        memory = memories.pop() if memories else with_own_dicts(before)
+        memory = memories.pop() if memories else part_of(before, self.layers)
         return self.forward(x, rope, memory)
 
 
@@ -72,4 +85,21 @@ def with_own_dicts(memory):
     """A copy of a memory that can be written to; the tensors in it are the same."""
     twin = copy.copy(memory)
     twin.keys, twin.values = dict(memory.keys), dict(memory.values)
+    return twin
+
+
+def part_of(memory, layers, of_pass_before=False):
+    """
+    The same with the keys and values of some layers alone, in it and in the memories of passes
+    before that it reads: all others may be freed.
+    """
+    twin = with_own_dicts(memory)
+    for layer in memory.keys.keys() - layers:
+        del twin.keys[layer], twin.values[layer]
+    alone = of_pass_before or type(memory) is WeightedMemory
+    for name, value in vars(memory).items():
+        if isinstance(value, Memory):
+            setattr(twin, name, None if alone else part_of(value, layers, True))
+        elif isinstance(value, list):       # of memories
+            setattr(twin, name, [] if alone else [part_of(m, layers, True) for m in value])
     return twin

@@ -262,7 +262,8 @@ class Log:
         if self.ranks.rank > 0:
             return
         if not self.checked:
-            check_pieces(self.model)
+            with torch.compiler.set_stance('force_eager'):     # it has lengths of its own
+                check_pieces(self.model)
             self.checked = True
         s = self.settings
         per_byte, unit = loss, "nats per answer character"  # a character is a byte there
@@ -279,7 +280,7 @@ class Log:
             text += f", {passes:.3f} passes per token"
         right = None
         if exam is not None:
-            with autocast():
+            with autocast(), torch.compiler.set_stance('force_eager'):  # lengths of all kinds
                 self.outcomes = answer_problems(self.model, exam, PROBLEMS)
             n_right = sum(outcome.right for outcome in self.outcomes)
             text += f", {n_right} of {len(self.outcomes)} answers right"
@@ -301,7 +302,7 @@ class Log:
         if self.outcomes:
             print_answers(self.outcomes)
         else:
-            with autocast():
+            with autocast(), torch.compiler.set_stance('force_eager'):
                 print_sample(self.model, data, meta['tokenizer'], self.settings)
 
 

@@ -6,7 +6,7 @@ same; a step takes less time, and its shapes change from step to step.
 import torch
 import torch.nn.functional as F
 
-from model import Attention, Memories, Router, RouterMemory, hide
+from model import Attention, Memories, Router, RouterMemory, log_weight
 
 
 def skip_stopped_tokens(model):
@@ -41,7 +41,7 @@ class SkippingRouter(Router):
 
 
 class SparseMemory(RouterMemory):
-    """A RouterMemory of a text; tokens that were left out of a pass have hidden keys in it."""
+    """A RouterMemory of a text; tokens that were left out of a pass have keys of weight 0."""
     place = None        # (B,n): which tokens go through
 
     def at(self, place, taken):
@@ -50,7 +50,7 @@ class SparseMemory(RouterMemory):
         fill up the rectangle. Returns this memory.
         """
         self.place = self.pos = place
-        self.log_w = hide(~taken)
+        self.log_w = log_weight(taken)
         self.keys_per_token = (place + 1) * self.keys_per_token     # (B,n): what each query reads
         return self
 
@@ -60,7 +60,8 @@ class SparseMemory(RouterMemory):
         if self.place is None:
             return k, v
         place = self.place[:, None, :, None].expand_as(k)               # (B, nkv, n, hd + 8)
-        all_k, all_v = self.hidden(*(x.new_empty(*x.shape[:2], self.N, x.size(3)) for x in (k, v)))
+        everybody = k.new_empty(*k.shape[:2], self.N, k.size(3))        # (B, nkv, T, hd + 8)
+        all_k, all_v = self.weightless(everybody, everybody)
         return all_k.scatter(2, place, k), all_v.scatter(2, place, v)
 
     def newest(self, layer, S):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import close
 
 from engine.cpu import two_matmuls
-from model import HIDDEN, Attention, GPTConfig, WeightedMemory
+from model import LOG_ZERO, Attention, GPTConfig, WeightedMemory
 
 B, HD = 2, 6
 
@@ -80,7 +80,7 @@ def test_attend_equals_plain_attention(S, T, per_token, nkv, weights):
     log_w = 0.0
     if weights:
         log_w = torch.randn(B, T * per_token, generator=torch.Generator().manual_seed(1)).double()
-        log_w[0, 1:4] = HIDDEN
+        log_w[0, 1:4] = LOG_ZERO
 
     def got(q, k, v):
         k, v = weighted(log_w)(k, v) if weights else (k, v)
@@ -98,7 +98,7 @@ def test_a_hidden_key_has_no_weight_in_any_precision():
     for dtype in torch.float16, torch.bfloat16, torch.float32, torch.float64:
         q, k, v = (x.to(dtype) for x in random_qkv(4, 4, 1, 7))
         log_w = torch.zeros(B, 7)
-        log_w[:, 3] = HIDDEN
+        log_w[:, 3] = LOG_ZERO
         v[:, :, 3] = 1e4
         assert attention().attend(q, *weighted(log_w)(k, v)).abs().max() < 10
 

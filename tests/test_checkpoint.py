@@ -127,6 +127,15 @@ def test_checkpoints_of_another_program(out, run_train, capsys):
     assert 'no longer settings: min_lr' in capsys.readouterr().err
 
 
+def test_a_setting_of_earlier_versions_is_passed_over_by_who_asks_a_model(out, tmp_path, capsys):
+    rewrite(out, settings={**load_checkpoint(str(out))['settings'], 'fast': True})
+    (tmp_path / 'text').write_text('some text')
+    sample.main([str(out), '--device=cpu', '--max_new_tokens=1', '--fast=True'])
+    evaluate.main([str(out), str(tmp_path / 'text'), '--device=cpu', '--fast=False'])
+    told = capsys.readouterr()
+    assert 'fast' not in told.out + told.err and 'warning' not in told.err
+
+
 def test_a_setting_that_model_py_has_not_is_told(out, capsys):
     state = load_checkpoint(str(out))
     assert capsys.readouterr().err == ''

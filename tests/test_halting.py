@@ -43,7 +43,7 @@ def deciders(model):
 def scores(model):
     """What was compared with halt_tau after each pass but the last, (B,T) each."""
     name, _ = SCORES[model.config.halting]
-    left = getattr(model.mechanism, name)
+    left = getattr(model.mechanism.kept, name)
     if model.config.halting == 'mask':      # its first thought is the token itself
         return left.unbind(-1)[1:]
     return left[:model.mechanism.K]
@@ -237,7 +237,7 @@ def test_gate_penalty_is_the_mean_of_the_lowest_share(idx):
     model.mechanism.progress = 0.44     # half of the ramp
 
     def penalty(y):
-        gates = torch.stack(model.mechanism.s)                          # (K,B,T)
+        gates = torch.stack(model.mechanism.kept.s)                          # (K,B,T)
         values = sorted(gates[:, y >= 0].flatten().tolist())
         assert len(values) == 3 * (3 * 13 - 5)
         lowest = values[:math.floor(0.1 * len(values))]
@@ -264,7 +264,7 @@ def test_mask_penalty_is_the_expected_number_of_thoughts(idx):
     model.mechanism.progress = 0.44     # half of the ramp
 
     def penalty(y):
-        expected = sum(k * model.mechanism.s[..., k] for k in range(3))         # (B,T)
+        expected = sum(k * model.mechanism.kept.s[..., k] for k in range(3))         # (B,T)
         return 0.5 * 0.5 * expected[y >= 0].mean()
 
     loss, want = loss_and_penalty(model, idx, penalty)
@@ -282,10 +282,10 @@ def test_router_penalty_by_hand(idx):
     def penalty(y):
         mechanism, total = model.mechanism, 0.0
         for k in range(3):
-            p = model.head(mechanism.z[k]).softmax(-1)                  # (B,T,V)
+            p = model.head(mechanism.kept.z[k]).softmax(-1)                  # (B,T,V)
             for b, t in (y >= 0).nonzero():
                 if mechanism.passes[b, t] > k:
-                    total += mechanism.g[k][b, t] * p[b, t, y[b, t]] ** 2
+                    total += mechanism.kept.g[k][b, t] * p[b, t, y[b, t]] ** 2
         return 0.5 * 0.5 * total / (3 * 13 - 5)
 
     loss, want = loss_and_penalty(model, idx, penalty)
@@ -302,9 +302,9 @@ GAIN = dict(LOOP, halting='ouro', ouro_stage=2, loop_norm=True)
 def each_pass(model, idx):
     """The cross-entropies (B,T) after each pass, and the gates where there are."""
     model.train()
-    model(idx, targets(idx))
+    model.hidden(idx)
     nats, gates = [], []
-    for h in model.mechanism.h:
+    for h in model.mechanism.kept.h:
         logits = model.head(h)
         nats.append(F.cross_entropy(logits.transpose(1, 2), targets(idx), reduction='none'))
         gates.append(model.mechanism.lam(h) if model.config.halting == 'ouro' else None)
@@ -317,7 +317,7 @@ def test_exit_compares_what_the_papers_say(mode, idx):
     model = make_mode(mode)
     model(idx)
     mechanism, survival = model.mechanism, 1.0
-    for taken, h, score in zip(mechanism.taken, mechanism.h, scores(model)):
+    for taken, h, score in zip(mechanism.taken, mechanism.kept.h, scores(model)):
         chance = 1 - model.head(h).softmax(-1).amax(-1)
         if mode == 'ouro':
             chance = survival = survival * (1 - mechanism.gate(h)[..., 0].sigmoid())
@@ -420,9 +420,9 @@ def test_exits_penalty_by_hand(idx):
     y[:, :5] = -1
     for progress, onset in (0.5, 0.5), (0.7, 1.0):
         model.mechanism.progress = progress
-        model(idx, y)
+        model.hidden(idx)
         want = 0.0
-        for taken, h in zip(model.mechanism.taken[:2], model.mechanism.h):
+        for taken, h in zip(model.mechanism.taken[:2], model.mechanism.kept.h):
             nats = -model.head(h).log_softmax(-1)[..., :50].mean(-1)
             want += 0.5 * onset * nats[(y < 0) & taken].mean() / 2
         close(model.mechanism.penalty(model, y), want)
@@ -435,23 +435,18 @@ def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx):
     model = make(**{**toggle, 'halt_tau': 0.0, 'halt_lambda': 0.5}).train()
     mechanism, wanted = model.mechanism, targets(idx)
 
-    def due():
-        if toggle['halting'] == 'exit':
-            return mechanism.penalty(model, wanted)
-        return mechanism.stay([mechanism.lam(h) for h in mechanism.h[:-1]], wanted)
-
-    model(idx, wanted)
-    assert due() == 0
+    model.hidden(idx)
+    assert mechanism.penalty(model, wanted) == 0
     wanted[:, :4] = -1
     stays = []
     for _ in range(2):
-        model(idx, wanted)
-        first = mechanism.h[0]
+        model.hidden(idx)
+        first = mechanism.kept.h[0]
         p = model.head(first).softmax(-1)[..., :model.config.n_tokens]
         # what a gate says, or how near the prediction is to one that knows nothing
         stay = 1 - mechanism.lam(first) if toggle['halting'] == 'ouro' else p.log().mean(-1)
         stays.append(stay[:, :4].mean().item())
-        due().backward()
+        mechanism.penalty(model, wanted).backward()
         for p in model.parameters():
             if p.grad is not None:
                 p.data -= 0.1 * p.grad

@@ -92,7 +92,7 @@ def test_a_copy_computes_with_its_own_weights(toggle, idx):
     if halts(model):
         assert torch.equal(after_a_step.mechanism.passes, model.mechanism.passes)
     loss = model(idx, targets(idx))[1]
-    within_a_step = copy.deepcopy(model)        # there is a graph that no backward has used up
+    within_a_step = copy.deepcopy(model)        # its graph is there until backward
     loss.backward()
     for copied in after_a_step, within_a_step:
         assert torch.equal(copied(idx, targets(idx))[1], loss)

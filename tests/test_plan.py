@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train
 from configurator import build, read
 from engine.files import UserError
-from engine.fast import FastGPT
 from engine.flops import flops_per_token
 from engine.hardware import Ranks
-from engine.loss import recompute_blocks
 from engine.plan import LiveBytes, activations, memory
+from engine.prepare import recompute_blocks
 from model import GPT, GPTConfig
 from train import Settings, Trainer
 
@@ -60,16 +59,15 @@ def test_memory_is_what_the_allocator_says(small_data, tmp_path):
     assert sum(planned.values()) == pytest.approx(max(allocated), rel=0.15)
 
 
-def planned_as_if_run(kind, checkpointed, **settings):
+def planned_as_if_run(checkpointed, **settings):
     """What is planned for a small model is what real tensors take."""
     config = GPTConfig(vocab_size=320, block_size=64, n_head=4, n_embd=64, mlp_hidden=128,
                        **settings)
-    s = Settings(micro_batch=4, batch_tokens=256, device='cpu', checkpoint_activations=checkpointed,
-                 fast=kind is FastGPT)
+    s = Settings(micro_batch=4, batch_tokens=256, device='cpu', checkpoint_activations=checkpointed)
     planned = memory(config, s, torch.bfloat16)['activations']
 
     with LiveBytes() as live:  # real numbers
-        model = kind(config).train()
+        model = GPT(config).train()
         if checkpointed:
             recompute_blocks(model)
         before = live.now
@@ -81,35 +79,50 @@ def planned_as_if_run(kind, checkpointed, **settings):
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
-def test_a_deep_stack_is_planned_as_if_it_were_run(checkpointed, kind):
-    planned_as_if_run(kind, checkpointed, n_layer=10, depth_attn=True)
+def test_a_deep_stack_is_planned_as_if_it_were_run(checkpointed):
+    planned_as_if_run(checkpointed, n_layer=10, depth_attn=True)
+
+
+def of_one_pass_more(ponder, steps, **settings):
+    """What a pass more keeps, in multiples of a block's input."""
+    s = Settings(micro_batch=4, batch_tokens=256, **settings)
+    few = GPTConfig(vocab_size=64, block_size=64, n_layer=8, n_head=4, n_embd=64, mlp_hidden=64,
+                    ponder=ponder, ponder_steps=steps)
+    bytes_of = [activations(config, s, torch.float32, True)
+                for config in (few, replace(few, ponder_steps=steps + 1))]
+    return (bytes_of[1] - bytes_of[0]) / (8 * 4 * 64 * 64 * 4)
+
+
+@pytest.mark.parametrize('ponder', ['loop', 'embedding'])
+def test_blocks_that_run_again_keep_their_inputs_alone(ponder):
+    """The keys and values of a pass, which no other reads, would be four times as much."""
+    assert 1 <= of_one_pass_more(ponder, 4, checkpoint_activations=True) < 1.5
+
+
+def test_a_chain_keeps_its_newest_keys_once():
+    """Those that pass 3 reads, of four passes, and not its own beside them."""
+    assert of_one_pass_more('chain', 2) == pytest.approx(23.2, abs=0.5)
 
 
 def test_norms_on_a_gpu_keep_their_input_alone():
     config = GPTConfig(vocab_size=320, block_size=64, n_layer=4, n_head=4, n_embd=64,
                        mlp_hidden=128)
-    cpu, gpu = [Settings(micro_batch=4, device=device, fast=True) for device in ('cpu', None)]
+    cpu, gpu = [Settings(micro_batch=4, device=device) for device in ('cpu', None)]
     on_cpu, on_gpu = [activations(config, s, torch.float32, True) for s in (cpu, gpu)]
     # numbers per token: x / rms(x), and 1 / rms(x), of the two norms and of 4 queries and 4 keys
     layer = 2 * (64 + 1) + 2 * 4 * (16 + 1)
     assert on_cpu - on_gpu == (config.n_layer * layer + 64 + 1) * 4 * (4 * 64)
 
 
-def peak(kind):
-    """The most bytes that the loss takes forward and backward, at GPT-2's vocabulary."""
+def test_the_loss_takes_less_than_a_third_of_full_logits():
+    """Forward and backward, at GPT-2's vocabulary."""
     with FakeTensorMode(), LiveBytes() as live:
-        model = kind(GPTConfig(vocab_size=50304, n_layer=1, n_head=2, n_embd=64, mlp_hidden=64))
+        model = GPT(GPTConfig(vocab_size=50304, n_layer=1, n_head=2, n_embd=64, mlp_hidden=64))
         h = torch.zeros(8, 2048, 64, requires_grad=True)
         y = torch.zeros(8, 2048, dtype=torch.long)
         before = live.now
         model.loss(h, y).backward()
-    return live.peak - before
-
-
-def test_chunked_loss_takes_less_than_a_quarter_of_full_logits():
-    logits = 8 * 2048 * 50304 * 4  # bytes in fp32
-    assert peak(GPT) > logits  # to begin with
-    assert peak(FastGPT) < logits / 4
+    assert live.peak - before < 8 * 2048 * 50304 * 4 / 3    # bytes in fp32
 
 
 def test_no_step_of_embedding_keeps_its_probabilities():

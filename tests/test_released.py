@@ -173,9 +173,8 @@ def test_ouro_equals_a_slow_loop_pass_by_pass(tied, tmp_path, tokens):
     model = load_released(folder).double()
     close(model(tokens)[0], logits[-1])             # its threshold of 1.0 means all passes
     assert (model.mechanism.passes == 4).all()
-    close(torch.stack([model.head(new.out) for _, new in model.mechanism.trace]),
-          torch.stack(logits))
-    lams = [model.mechanism.lam(new.out) for _, new in model.mechanism.trace[:-1]]
+    close(torch.stack([model.head(h) for h in model.mechanism.kept.h]), torch.stack(logits))
+    lams = [model.mechanism.lam(h) for h in model.mechanism.kept.h[:-1]]
     close(torch.stack(model.mechanism.leaving(lams)), torch.stack(p))
 
 

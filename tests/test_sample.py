@@ -11,6 +11,7 @@ from engine.answers import behind_solved, exam_of_data
 from engine.generate import generate, stream
 from engine.files import UserError
 from engine.shards import get_tokenizer
+from engine.trained import load_model
 from model import HALTING
 from sample import encode_prompt
 
@@ -46,7 +47,7 @@ def test_a_terminal_that_cannot_show_a_character(folder):
 
 
 def test_prints_what_the_model_generates(folder, capsys):
-    model, tokenizer, _ = sample.load_model(folder, 'cpu')
+    model, tokenizer, _ = load_model(folder, 'cpu')
     prompt = tokenizer.encode_ordinary('x = ')
     tokens = generate(model, [prompt], 50, temperature=0, stop_token=256)[0].tolist()
     text = tokenizer.decode_bytes([t for t in tokens if t < 256])
@@ -150,19 +151,19 @@ def test_each_setting_reaches_the_model(tmp_path, monkeypatch):
 def test_a_rule_without_weights_can_be_asked_for(tmp_path):
     """A loop that was trained without leaves early; what the rule needs weights for is refused."""
     loop = make(**SMALL, ponder='loop', ponder_steps=3).float()
-    model, _, _ = sample.load_model(save(tmp_path / 'loop', loop), 'cpu', halting='exit')
+    model, _, _ = load_model(save(tmp_path / 'loop', loop), 'cpu', halting='exit')
     model.config.halt_tau = 1.0     # nobody is that unsure: all leave after the first pass
     idx = torch.tensor([[1, 2, 3]])
-    assert torch.equal(model(idx)[0], model.head(model.trunk(model.embed(idx), torch.arange(3))))
+    assert torch.equal(model(idx)[0], model.head(model.trunk(model.embed(idx))))
     assert model.mechanism.passes.tolist() == [[1, 1, 1]]
     model.config.halt_tau = 0.0
     torch.testing.assert_close(model(idx)[0], loop.eval()(idx)[0])
     deep = make(**SMALL, ponder='loop', depth_attn=True).float()
     with pytest.raises(UserError, match='passes read earlier ones'):
-        sample.load_model(save(tmp_path / 'deep', deep), 'cpu', halting='exit')
+        load_model(save(tmp_path / 'deep', deep), 'cpu', halting='exit')
     ponder = make(**SMALL, ponder='embedding').float()
     with pytest.raises(UserError, match="halting='gate': this model has other weights"):
-        sample.load_model(save(tmp_path / 'ponder', ponder), 'cpu', halting='gate')
+        load_model(save(tmp_path / 'ponder', ponder), 'cpu', halting='gate')
 
 
 @pytest.mark.parametrize('halting', ['gate', 'mask', 'router', 'exit'])
@@ -178,7 +179,7 @@ def test_steps_that_cannot_halt_are_refused(tmp_path, halting):
 
 def test_attention_that_plans_each_length_is_for_training(folder):
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    sample.load_model(folder, torch.device('cpu'))
+    load_model(folder, torch.device('cpu'))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -12,7 +12,7 @@ from conftest import cells, make, save
 import prepare_data
 import sample
 import train
-from engine import answers, tasks
+from engine import answers, tasks, trained
 from engine.answers import exam_of_data
 from engine.files import UserError
 from engine.generate import stream
@@ -407,7 +407,7 @@ def test_older_runs_are_asked_with_their_data_or_say_so(sums, capsys):
 
 
 def test_more_problems_than_a_run_keeps_are_in_its_data(sums, capsys, monkeypatch):
-    monkeypatch.setattr(sample, 'KEPT', 20)
+    monkeypatch.setattr(trained, 'KEPT', 20)
     assert 'to 30 problems' in say(capsys, evaluate, 'out', '--answers=30')[0]
     prepare('addition', size=5)
     with pytest.raises(UserError, match='data/addition is not the data'):

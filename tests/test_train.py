@@ -23,21 +23,20 @@ from conftest import ONE_EACH, ROOT, TOGGLES, make, program
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import prepare_data
-import sample
 import train
 from configurator import build, read
 from engine import hardware, run
 from engine.checkpoint import load_checkpoint, load_optimizer
-from engine.compile import prepare
-from engine.fast import FastGPT
 from engine.files import UserError
 from engine.flops import flops_per_token
 from engine.hardware import Ranks
+from engine.prepare import prepare
 from engine.run import Log, Stop
 from engine.shards import read_meta
 from engine.start import check_memory, check_ranks, check_resume, idle_settings
+from engine.trained import load_model
 from engine.windows import Windows
-from model import GPT, GPTConfig
+from model import GPT, Attention, Block, GPTConfig, Mechanism
 from train import Settings, Trainer
 
 SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
@@ -211,6 +210,31 @@ def test_a_run_keeps_the_precision_it_began_in(run_train, tmp_path, monkeypatch,
         assert json.load(f)['dtype'] is None    # on another machine another may be the quick one
 
 
+def test_a_setting_of_earlier_versions_is_passed_over(run_train, tmp_path, capsys):
+    """In a checkpoint, in the settings.json beside it, and in a command."""
+    few = ['--max_steps=2', '--save_interval=1']
+    straight = run_train('straight', *few)
+    with stopped_at(1):
+        run_train('out', *few)
+    out = tmp_path / 'out'
+    state = torch.load(out / 'ckpt.pt', weights_only=True)
+    torch.save({**state, 'settings': {**state['settings'], 'fast': True}}, out / 'other.pt')
+    os.replace(out / 'other.pt', out / 'ckpt.pt')
+    kept = json.loads((out / 'settings.json').read_text())
+    (out / 'settings.json').write_text(json.dumps({**kept, 'fast': None}))
+    again = tmp_path / 'again'
+    train.main([str(out / 'settings.json'), '--fast=True', f'--out_dir={again}'])
+    same_weights(straight, load_checkpoint(str(again)))
+
+    capsys.readouterr()
+    resumed = run_train('out', *few, '--init_from=resume', '--fast=False')
+    told = capsys.readouterr()
+    assert 'fast' not in told.out + told.err and told.err == ''
+    same_weights(straight, resumed)
+    assert 'fast' not in resumed['settings']
+    assert 'fast' not in json.loads((out / 'settings.json').read_text())
+
+
 # ---- the step ------------------------------------------------------------------------------------
 
 def test_micro_batches_do_not_matter(run_train, tmp_path):
@@ -351,6 +375,101 @@ def test_a_gradient_alone_that_is_not_finite_is_skipped_too(make_trainer, dtype,
     assert trainer.scaler.get_scale() == scale
 
 
+def begun(monkeypatch):
+    """A list of what training steps tell the mechanism, and draw: (step, steps, seed, drawn)."""
+    calls, begin_step = [], Mechanism.begin_step
+
+    def watched(self, step, steps, seed=0):
+        begin_step(self, step, steps, seed)
+        if steps > 1:       # not where FLOPs are counted
+            calls.append((step, steps, seed, self.drawn))
+
+    monkeypatch.setattr(Mechanism, 'begin_step', watched)
+    return calls
+
+
+def test_a_mechanism_is_told_of_each_step_and_a_resumed_run_draws_the_same(run_train, monkeypatch):
+    """Whether a step takes R sweeps of latent thoughts or R - 1 is drawn by (seed, step)."""
+    calls = begun(monkeypatch)
+    few = ['--ponder=latent', '--ponder_steps=1', '--batch_tokens=128', '--eval_tokens=64']
+    run_train('straight', *few, '--seed=5')
+    straight = list(calls)
+    assert [call[:3] for call in straight] == [(step, 10, 5) for step in range(10)]
+    assert {drawn for *_, drawn in straight} == {3, 2}
+
+    calls.clear()
+    with stopped_at(4):
+        run_train('halves', *few, '--seed=5')
+    run_train('halves', *few, '--seed=5', '--init_from=resume')
+    assert calls == straight
+    calls.clear()
+    run_train('other', *few, '--seed=6')
+    assert [drawn for *_, drawn in calls] != [drawn for *_, drawn in straight]
+
+
+def test_all_ranks_draw_the_same(make_trainer, monkeypatch):
+    calls = begun(monkeypatch)
+    monkeypatch.setattr(dist, 'all_reduce', lambda x: None)
+    trainer = make_trainer('--ponder=feedback', '--ponder_steps=3')
+    trainer.accumulation = 1
+    for rank in (0, 1):
+        trainer.ranks = Ranks(rank, 2)
+        trainer.step = 0
+        for _ in range(6):
+            trainer.train_step()
+    assert calls[:6] == calls[6:]
+    assert {drawn for *_, drawn in calls} == {3, 2}
+
+
+def slots_of_blocks(monkeypatch):
+    """A list of how many slots go through a block, of each call in training."""
+    slots, forward = [], Block.forward
+
+    def watched(self, x, *args):
+        if self.training:
+            slots.append(x.size(1))
+        return forward(self, x, *args)
+
+    monkeypatch.setattr(Block, 'forward', watched)
+    return slots
+
+
+OF_ROUTER, _ = read([os.path.join(ROOT, 'config', 'halting_router.py')], '', Settings, GPTConfig)
+# a token of the small models gets further after one pass with about 1/2, after two with 1/4
+ROUTER = [f'--{name}={value}' for name, value in OF_ROUTER.items() if name != 'out_dir']
+ROUTER += ['--halt_tau=0.25', '--init_std=0.3', '--max_steps=4']
+
+
+@pytest.mark.parametrize('depth', ['False', 'True'])
+def test_a_router_skips_stopped_tokens_and_learns_the_same(run_train, tmp_path, monkeypatch, depth):
+    router = [*ROUTER, f'--depth_attn={depth}']
+    slots = slots_of_blocks(monkeypatch)
+    skipping = run_train('skipping', *router)
+    assert set(slots) - {32} and max(slots) == 32
+    slots.clear()
+    monkeypatch.setattr('engine.prepare.skip_stopped_tokens', lambda model: None)
+    plain = run_train('plain', *router)
+    assert set(slots) == {32}
+    same_weights(skipping, plain, 2e-5)
+    for a, b in zip(log_of(tmp_path / 'skipping'), log_of(tmp_path / 'plain'), strict=True):
+        compared = {'loss', 'grad_norm', 'val_loss', 'val_passes', 'passes'} & a.keys()
+        for key in compared:
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+    assert 1 < sum(log_of(tmp_path / 'skipping')[0]['passes']) < 4
+
+
+def test_a_router_that_skips_resumes_exactly(run_train, monkeypatch):
+    router = [*ROUTER, '--dropout=0.1']
+    slots = slots_of_blocks(monkeypatch)
+    straight = run_train('straight', *router)
+    assert set(slots) - {32}
+    with stopped_at(2):
+        run_train('halves', *router)
+    resumed = run_train('halves', *router, '--init_from=resume')
+    same_weights(straight, resumed)
+    same_optimizer(straight, resumed)
+
+
 def test_failures_of_the_machine_say_what_to_do(run_train, monkeypatch):
     with pytest.raises(RuntimeError) as cpu:
         torch.empty(2 ** 60, dtype=torch.uint8)
@@ -367,14 +486,13 @@ def test_failures_of_the_machine_say_what_to_do(run_train, monkeypatch):
 
 def test_compiled_blocks_train_the_same_and_are_not_for_a_sample(run_train, compiler):
     """
-    Each token of a sample reads one key more than the one before: compiled code would be made for
-    each of them.
+    A sample has lengths of its own: compiled code would be made for each of them.
     """
-    plain = run_train('plain', '--max_steps=2', '--fast=True')
-    compiled = run_train('compiled', '--max_steps=2', '--compile=True', '--fast=True',
+    plain = run_train('plain', '--max_steps=2')
+    compiled = run_train('compiled', '--max_steps=2', '--compile=True',
                          '--sample_tokens=12')
     same_weights(plain, compiled, 1e-6)
-    assert 0 < compiler.graphs <= 2, "one to train, one to evaluate"
+    assert 0 < compiler.graphs <= 4, "two to train, two to evaluate"
 
 
 # ---- what is logged ------------------------------------------------------------------------------
@@ -773,7 +891,7 @@ def test_attention_that_reads_ahead_is_refused(make_trainer, monkeypatch):
 
     monkeypatch.setattr(hardware, 'attention_is_right', lambda device, dtype: False)
     for start in (lambda: make_trainer('--dtype=bfloat16', device=mps),
-                  lambda: sample.load_model('nowhere', mps, torch.bfloat16)):
+                  lambda: load_model('nowhere', mps, torch.bfloat16)):
         with pytest.raises(UserError, match='device=mps.* in torch.bfloat16; add --dtype=float32'):
             start()
     with pytest.raises(UserError, match='add --device=cpu'):
@@ -781,33 +899,32 @@ def test_attention_that_reads_ahead_is_refused(make_trainer, monkeypatch):
     hardware.check_causal(torch.device('cuda'), torch.bfloat16)     # asks nothing of a GPU
 
 
-@pytest.mark.parametrize('kind, toggle, off', [
-    (FastGPT, 'plain', False),
-    (FastGPT, 'loop', False),
-    (FastGPT, 'latent', False),
-    (FastGPT, 'exit', False),
-    (FastGPT, 'chain', True),
-    (FastGPT, 'router', True),
-    (GPT, 'plain', False),
-    (GPT, 'mask', True),
-    (GPT, 'ouro', True),
+@pytest.mark.parametrize('toggle, off', [
+    ('plain', False),
+    ('loop', False),
+    ('latent', False),
+    ('mask', False),
+    ('ouro', False),
+    ('chain', True),
+    ('router', True),
 ])
-def test_cudnn_is_not_asked_for_attention_with_a_mask_tensor(kind, toggle, off, monkeypatch):
+def test_cudnn_is_not_asked_for_attention_with_a_mask_tensor(toggle, off, monkeypatch):
     """Its gradients may be NaN. Whether a mask is a tensor is read off the calls themselves."""
-    model, masks = make(kind=kind, **TOGGLES[toggle]).float().train(), []
+    model, masks = make(**TOGGLES[toggle]).float().train(), []
     prepare(model, Settings(device='cpu'), CPU)
     assert torch.backends.cuda.cudnn_sdp_enabled() == (not off)
-    attention = torch.nn.functional.scaled_dot_product_attention
+    attention = Attention.kernel
 
     def watched(q, k, v, attn_mask=None, *args, **kw):
         masks.append(attn_mask)
         return attention(q, k, v, attn_mask, *args, **kw)
 
-    monkeypatch.setattr(hardware.attention, 'kernel', watched)
-    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', watched)
+    monkeypatch.setattr(Attention, 'kernel', staticmethod(watched))
+    model.mechanism.begin_step(0, 1)
     model(torch.arange(20).view(2, 10), torch.arange(20).view(2, 10))
     assert masks
     assert any(mask is not None for mask in masks) == off
+
 
 # ---- several ranks -------------------------------------------------------------------------------
 
@@ -816,6 +933,7 @@ if sys.platform != 'win32':
 
 TWO_RANKS = {name: options(name) for name in MOST}
 TWO_RANKS['trains alone'] = ['--ponder=loop', '--halting=ouro', '--ouro_stage=2']
+TWO_RANKS['config/halting_router.py'] = ROUTER
 
 
 @pytest.fixture

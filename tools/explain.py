@@ -183,7 +183,7 @@ def scores(mechanism):
     if mechanism.config.halting not in SCORES:      # one of your own
         return []
     name, _ = SCORES[mechanism.config.halting]
-    left = getattr(mechanism, name)
+    left = getattr(mechanism.kept, name)
     if isinstance(left, torch.Tensor):      # Mask's w (B,T,K+1), of which the first is always 1
         left = left[..., 1:].unbind(-1)
     return [score[0] for score in left[:mechanism.K]]
