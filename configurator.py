@@ -6,8 +6,9 @@ Settings from config files and the command line.
 
 A dataclass is one block of settings: its fields with their types, defaults and comments are all
 there is to declare. Arguments apply from left to right: FILE.py holds lines `name = value`,
-FILE.json one object, --name=value sets one. Values are literals and + - * / on numbers; nothing is
-ever executed. Bad input is a UserError: one line that says what, where and what to do.
+FILE.json one object, --name=value sets one, --name alone switches it on. Values are literals and
++ - * / on numbers; nothing is ever executed. Bad input is a UserError: one line that says what,
+where and what to do.
 """
 
 import ast
@@ -68,7 +69,9 @@ def read_option(arg, kinds):
     """The assignment of an argument --name=value. Text needs no quotes."""
     name, equals, text = arg[2:].partition('=')
     if not equals:
-        raise UserError(f"{arg}: write it as --name=value")
+        if bool not in kinds.get(name, ()):
+            raise UserError(f"{arg}: write it as --name=value")
+        text = 'True'
     tree = ast.Constant(text)
     if str not in kinds.get(name, ()) or text == 'None':
         try:

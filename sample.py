@@ -86,10 +86,15 @@ def encode_prompt(start, tokenizer, block_size):
     if not tokens:
         raise UserError("--start is empty: give at least one character, or leave it out to start "
                         "a new document")
-    if len(tokens) > block_size:
-        raise UserError(f"--start has {len(tokens)} tokens, the model's context (block_size) is "
-                        f"{block_size}: shorten it")
+    check_length(tokens, block_size, '--start')
     return tokens
+
+
+def check_length(tokens, block_size, name):
+    """UserError for more tokens than the model's context."""
+    if len(tokens) > block_size:
+        raise UserError(f"{name} has {len(tokens)} tokens, the model's context (block_size) is "
+                        f"{block_size}: shorten it")
 
 
 def as_question(prompt, exam):
@@ -97,6 +102,11 @@ def as_question(prompt, exam):
     text = bytes(token for token in prompt if token != exam['eot']).strip()
     end = TASKS[exam['task']].end.encode()
     return list(text if end in text else text + end)
+
+
+def behind_examples(question, exam, block_size):
+    """What a model of a made task reads before it answers: solved problems, then the question."""
+    return behind_solved([exam['eot'], *question], exam, block_size)[-block_size:]
 
 
 def read_start(start):
@@ -149,8 +159,7 @@ def main(argv):
     given = '' if start is None else tokenizer.decode(prompt)
     if exam is not None:
         print("a made task: asked behind solved problems, as in training", file=sys.stderr)
-        block_size = model.config.block_size
-        prompt = behind_solved([exam['eot'], *prompt], exam, block_size)[-block_size:]
+        prompt = behind_examples(prompt, exam, model.config.block_size)
 
     if s.compile:
         compile_decoding(model, min(model.config.block_size, len(prompt) + s.max_new_tokens))

@@ -23,7 +23,7 @@ import torch
 
 from engine.generate import stream
 from engine.shards import open_shard, read_meta
-from engine.tasks import TASKS, check_room, task_of
+from engine.tasks import TASKS, check_room, in_answers, task_of
 
 EXAMPLES = 2    # problems and their answers in front of each question
 KEPT = 1000     # problems that a run keeps, so that they can be asked without its data
@@ -112,6 +112,21 @@ def behind_solved(tokens, exam, block_size):
     longest = 1 + TASKS[exam['task']].longest(exam['size'])     # with the end-of-text in front
     answer = max(0, longest - len(tokens))
     return behind(others[:EXAMPLES], tokens, exam['eot'], block_size - answer)
+
+
+def what_counts(tokens, exam, first=0):
+    """
+    Of each token from place `first` on, whether the one behind it is to be predicted: in a text
+    (exam is None) of all, of a made task of the characters of answers.
+    """
+    counts = np.full(len(tokens), True)
+    if exam is not None:
+        eot = exam['eot']
+        answers = in_answers(np.array([tokens]), exam['task'], eot)[0]
+        counts = answers & (np.roll(tokens, -1) != eot)
+    counts[:first] = False
+    counts[-1] = False
+    return counts.tolist()
 
 
 def behind(before, tokens, eot, most_tokens):

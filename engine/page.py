@@ -18,6 +18,8 @@ template page.html. T tokens were read; n is the most steps that one of them too
     a reading   {likeliest (T,top), p (T,top), loss (T), entropy (T)}: the best guesses, their
                 probabilities, and in nats the loss of the token that came next (null for the last
                 token) and the entropy
+
+tools/serve.py sends the same of each model by itself, as each writes a text of its own.
 """
 
 import codecs
@@ -134,13 +136,16 @@ def bytes_of(token, tokenizer):
 
 # ---- the file ------------------------------------------------------------------------------------
 
-def fill_template(data):
-    """The page: the template with data in it, which can hold anything and never becomes markup."""
-    data_json = json.dumps(data, separators=(',', ':'))
-    data_json = data_json.replace('&', '\\u0026').replace('<', '\\u003c').replace('>', '\\u003e')
-    names = ' against '.join(model['name'] for model in data['models'])
+def fill_template(data, names=None, live=''):
+    """
+    The page: the template with data in it, which can hold anything and never becomes markup.
+    names: of the models, if data is None; live: markup in front, which is to bring the data.
+    """
+    data_json = as_script(data)
+    names = names or [model['name'] for model in data['models']]
     parts = dict(
-        TITLE=html.escape(f"What {names} thinks"),
+        TITLE=html.escape(f"What {' against '.join(names)} thinks"),
+        LIVE=live,
         # an id of its own, for two pages in one document
         ROOT='think-' + hashlib.sha256(data_json.encode()).hexdigest()[:8],
         DATA=data_json,
@@ -148,3 +153,9 @@ def fill_template(data):
     with open(TEMPLATE, encoding='utf-8') as f:
         template = f.read()
     return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match[1]], template)
+
+
+def as_script(data):
+    """JSON that can stand in a <script>."""
+    text = json.dumps(data, separators=(',', ':'))
+    return text.replace('&', '\\u0026').replace('<', '\\u003c').replace('>', '\\u003e')

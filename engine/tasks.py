@@ -105,7 +105,8 @@ class Traffic(Task):
 
     def answer(self, question):
         rounds, road = question[:-1].split(':')
-        for _ in range(int(rounds)):
+        standing = len(road) ** 2       # rounds after which no car can move any more
+        for _ in range(min(int(rounds), standing)):
             road = road.replace('>.', '.>')     # no two '>.' overlap: all cars at once
         return road
 

@@ -47,9 +47,14 @@ def read_one(argv, description, block, example):
     """The arguments of a program that asks one checkpoint: (settings of `block`, folder)."""
     given, folders = read(argv, description, block)
     s = build(block, given)
+    return s, only(folders, example)
+
+
+def only(folders, example):
+    """The one folder that is named."""
     if len(folders) != 1:
         raise UserError(f"name one checkpoint folder, such as: {example}")
-    return s, folders[0]
+    return folders[0]
 
 
 def open_as(s, folder):

@@ -76,13 +76,15 @@ class Browser:
         return json.loads(message)
 
     def open(self, path, width=1400, address=''):
-        """Show a file in a window of this width, and wait until it is there."""
+        """Show a file, or what is at an address, and wait until it is there."""
+        path = str(path)
+        url = path if path.startswith('http:') else f"file://{os.path.abspath(path)}"
         self.send('Emulation.setDeviceMetricsOverride', width=width, height=900,
                   deviceScaleFactor=1, mobile=False)
         self.events.clear()
         self.send('Page.navigate', url='about:blank')
         self.wait_for('Page.loadEventFired')
-        self.send('Page.navigate', url=f"file://{os.path.abspath(path)}{address}")
+        self.send('Page.navigate', url=url + address)
         self.wait_for('Page.loadEventFired')
 
     def wait_for(self, method):

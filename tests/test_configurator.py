@@ -41,6 +41,7 @@ def parse(*argv):
     ('--name=3', 'name', '3'),
     ('--name=', 'name', ''),
     ('--flag=True', 'flag', True),
+    ('--flag', 'flag', True),
     ('--limit=None', 'limit', None),
     ('--limit=7', 'limit', 7),
     ('--label=None', 'label', None),

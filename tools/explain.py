@@ -7,6 +7,7 @@ after each, and the layers its values came from.
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
     python tools/explain.py out/loop --html=out/think.html      the beginning of its validation set
     python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=out/think.html
+    python tools/explain.py out/loop out/exit --serve       a page to ask them on, as they answer
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
 Feedback and Smear are read token by token, as in generation: the two steps are with a zero in the
@@ -25,22 +26,22 @@ from dataclasses import dataclass
 from os.path import abspath, dirname
 from typing import Optional
 
-import numpy as np
 import torch
 
 sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
-from configurator import check_range
-from engine.answers import behind_solved
+from configurator import build, check_range, read
+from engine.answers import behind_solved, what_counts
 from engine.files import UserError, run
 from engine.mechanisms import SCORES, halts
 from engine.page import model_data, write_page
 from engine.prepare import with_own_dicts
 from engine.shards import identity, one_tokenizer
-from engine.tasks import TASKS, in_answers
-from engine.trained import data_dir_of, exam_for_prompt, load_model, open_as, read_one
+from engine.tasks import TASKS
+from engine.trained import data_dir_of, exam_for_prompt, load_model, only, open_as
 from model import Feedback, Smear, depth_attention, depth_sources, source_layers
 from sample import encode_prompt, read_start
 from tools.evaluate import token_arrays
+from tools.serve import Served, serve
 
 
 @dataclass
@@ -50,12 +51,17 @@ class ExplainSettings:
     top: Optional[int] = None       # tokens shown after each step (None: 3, on a page 6)
     html: Optional[str] = None      # write a page of up to 512 tokens to this file
     against: Optional[str] = None   # with html: a second checkpoint, on the same text
+    serve: bool = False             # answer what is asked on a page, of one checkpoint or several
+    port: int = 8000                # with serve: where the page is on this machine (0: any)
     device: Optional[str] = None    # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
         if self.top is None:
-            self.top = 3 if self.html is None else 6
+            self.top = 3 if self.html is None and not self.serve else 6
         check_range(self, 1, math.inf, 'top')
+        check_range(self, 0, 2 ** 16 - 1, 'port')
+        if self.serve and (self.start, self.html, self.against) != (None, None, None):
+            raise ValueError("serve: what is asked, and of whom, is said on its page")
         if self.against is not None and self.html is None:
             raise ValueError("against needs a page to show both on, such as --html=out/think.html")
 
@@ -274,10 +280,7 @@ def shares(values):
 # ---- what is read --------------------------------------------------------------------------------
 
 def what_to_read(start, settings, tokenizer, block_size):
-    """
-    (tokens to read, of each whether the one behind it is to be predicted): in a text all, of a made
-    task the characters of answers.
-    """
+    """(tokens to read, of each whether the one behind it is to be predicted)."""
     exam = exam_for_prompt(settings)
     first = 0       # from where on it counts
     if start is None:
@@ -286,14 +289,7 @@ def what_to_read(start, settings, tokenizer, block_size):
         tokens = encode_prompt(start, tokenizer, block_size)
     else:
         tokens, first = problem_tokens(start, exam, block_size)
-    counts = np.full(len(tokens), True)
-    if exam is not None:
-        eot = exam['eot']
-        answers = in_answers(np.array([tokens]), exam['task'], eot)[0]
-        counts = answers & (np.roll(tokens, -1) != eot)
-    counts[:first] = False
-    counts[-1] = False
-    return tokens, counts.tolist()
+    return tokens, what_counts(tokens, exam, first)
 
 
 def problem_tokens(start, exam, block_size):
@@ -348,8 +344,21 @@ def second_model(s, tokenizer, idx):
     return model
 
 
+def serve_page(s, folders):
+    """Answer on a page until Ctrl-C; returns the exit status."""
+    served = []
+    for folder in dict.fromkeys(folders):       # each once
+        model, tokenizer, settings = open_as(s, folder)
+        served.append(Served(folder, model, tokenizer, exam_for_prompt(settings)))
+    return serve(served, look, s.top, s.port)
+
+
 def main(argv):
-    s, folder = read_one(argv, __doc__, ExplainSettings, "python tools/explain.py out/embedding")
+    given, folders = read(argv, __doc__, ExplainSettings)
+    s = build(ExplainSettings, given)
+    if s.serve and folders:
+        return serve_page(s, folders)
+    folder = only(folders, "python tools/explain.py out/embedding")
     model, tokenizer, settings = open_as(s, folder)
     tokens, counts = what_to_read(s.start, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(tokens, device=model.wte.weight.device)      # (T,)
