@@ -23,8 +23,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))   # from here on exercises find the project's modules
+HERE = os.path.dirname(os.path.realpath(__file__))
+sys.path[:0] = [os.path.dirname(HERE), HERE]    # from here on exercises find the project's modules
 from configurator import build, read
 from engine.files import UserError, one_line, run as run_program
 from model import GPT, Embedding, GPTConfig

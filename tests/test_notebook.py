@@ -14,8 +14,13 @@ TINY = ('config/tasks.py --max_steps=2 --n_embd=32 --n_head=2 --mlp_hidden=48 '
         '--batch_tokens=128 --micro_batch=1 --eval_tokens=1024 --dtype=float32 --device=cpu')
 
 
-def test_its_exercise_is_refused_and_then_right(capsys, monkeypatch):
-    monkeypatch.setattr(sys, 'path', [FOLDER, *sys.path])
+def test_its_exercise_is_refused_and_then_right(capsys, monkeypatch, tmp_path):
+    """Other packages of these names are installed."""
+    for name in ('check', 'pondering'):
+        (tmp_path / f'{name}.py').touch()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
+    monkeypatch.chdir(ROOT)
     with open(PATH, encoding='utf-8') as f:
         cells = [cell for cell in json.load(f)['cells'] if cell['cell_type'] == 'code']
     assert not any(cell['outputs'] for cell in cells)

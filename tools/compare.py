@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 import train as train_py

@@ -22,13 +22,13 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from os.path import abspath, dirname
+from os.path import dirname, realpath
 from typing import Optional
 
 import numpy as np
 import torch
 
-sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
+sys.path.insert(0, dirname(dirname(realpath(__file__))))  # from anywhere
 from configurator import check_range
 from engine.answers import behind_solved
 from engine.files import UserError, run

@@ -25,7 +25,7 @@ from typing import Optional
 import numpy as np
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import build, read
 from engine.build import without_numbers
 from engine.files import UserError, run, whole
