@@ -26,7 +26,7 @@ import torch.nn.functional as F
 HERE = os.path.dirname(os.path.realpath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), HERE]    # from here on exercises find the project's modules
 from configurator import build, read
-from engine.files import UserError, one_line, run as run_program
+from engine.files import UserError, one_line, run as run_program, typed
 from model import GPT, Embedding, GPTConfig
 
 NAMES = (
@@ -488,7 +488,7 @@ def main(argv, exercise):
     right, words = verdict_on_file(exercise)
     print(f"right. {words}" if right else f"not yet: {words}")
     if not right:
-        print(f"(python {os.path.relpath(exercise.__file__)} --hint gives a hint)")
+        print(f"({typed('python', os.path.relpath(exercise.__file__))} --hint gives a hint)")
         if changed(exercise):
             print("(a right answer is refused here too: model.py is not what this exercise was "
                   "written for. Check yours in an unchanged copy.)")
