@@ -135,7 +135,7 @@ def save_hf(model, folder, tokenizer=None):
 
 
 def main(argv):
-    _, folders = read(argv, __doc__)
+    _, folders = read(argv, __doc__, files=False)
     if len(folders) != 2:
         raise UserError("name a checkpoint folder and a folder to write: python tools/hf.py "
                         "out/vanilla exported/vanilla")
