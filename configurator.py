@@ -17,6 +17,7 @@ import inspect
 import json
 import math
 import operator
+import os
 import re
 import sys
 from dataclasses import fields
@@ -51,7 +52,7 @@ def read(argv, usage, *blocks, files=True):
             sys.exit()
         if arg.startswith('--'):
             assignments = [read_option(arg, kinds)]
-        elif files and arg.endswith(('.py', '.json')):
+        elif files and arg.endswith(('.py', '.json')) and not is_folder(arg):
             assignments = read_file(arg)
         else:
             assignments = []
@@ -60,6 +61,11 @@ def read(argv, usage, *blocks, files=True):
             if name not in FORMER:
                 given[name] = value_of(name, tree, where, kinds)
     return given, rest
+
+
+def is_folder(arg):
+    """Whether this names a folder, as `out/loop.json` may."""
+    return os.path.isdir(arg.removeprefix('hf:'))
 
 
 # An assignment is (name, the value as a tree that nobody has calculated yet, where it stands).

@@ -40,7 +40,7 @@ import numpy as np
 
 from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
-from engine.files import UserError, alone, checksum, on_disk, run, same_folder, whole
+from engine.files import UserError, alone, checksum, on_disk, run, same_folder, typed, whole
 from engine.shards import HEADER_BYTES, KNOWN, MAGIC, VERSION
 from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems, task_of
@@ -165,7 +165,7 @@ def prepare_text(settings, paths, folder):
                             '.txt file, or as lines {"text": "..."} to a .jsonl')
         if os.path.exists(os.path.join(path, 'meta.json')):
             raise UserError(f"{path}: a data set, no text; to see whether it is whole: "
-                            f"--check {path}")
+                            f"{typed('--check', path)}")
     source = ' '.join(paths) or 'Python source'
     texts = python_sources(settings.packages)
     if paths:

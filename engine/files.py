@@ -8,6 +8,7 @@ for what the user can mend, and an exit status that says so.
     with alone(folder):             keeps other processes out of a folder
     with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
     checksum(path)                  SHA-256
+    typed(word, ..)                 words of a command, as a shell takes them
     table(header, rows)             for a terminal, or a page
 """
 
@@ -15,6 +16,8 @@ import contextlib
 import errno
 import hashlib
 import os
+import shlex
+import subprocess
 import sys
 import time
 
@@ -32,6 +35,11 @@ def one_line(text):
     """Text on one line, without characters that a terminal would obey."""
     words = ' '.join(str(text).split())
     return ''.join(c if c.isprintable() else '?' for c in words)
+
+
+def typed(*words):
+    """Words of a command as they are typed: a path with a space in it has quotes around it."""
+    return subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)
 
 
 def run(main):

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from engine.files import UserError, on_disk, whole
 
-TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
+TEMPLATE = os.path.join(os.path.dirname(os.path.realpath(__file__)), 'page.html')
 END = '∎'           # how the end of a text is shown; the template begins a new line after it
 MOST_TOKENS = 512
 

@@ -10,22 +10,24 @@ Checks exercises, and says in words what is not right yet. You need not read thi
 """
 import ast
 import contextlib
-import importlib.util
 import io
+import math
 import os
 import re
 import sys
 import traceback
+import types
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))   # from here on exercises find the project's modules
+HERE = os.path.dirname(os.path.realpath(__file__))
+sys.path[:0] = [os.path.dirname(HERE), HERE]    # from here on exercises find the project's modules
 from configurator import build, read
-from engine.files import UserError, one_line, run as run_program
-from model import GPT, GPTConfig
+from engine.files import UserError, one_line, run as run_program, typed
+from model import GPT, Embedding, GPTConfig
 
 NAMES = (
     'attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops',
@@ -322,6 +324,7 @@ PROJECT = ('model', 'engine', 'check', 'answers', 'marker', 'attempt', 'sample',
 LIBRARY = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory',   # of a model, and of torch
            'scaled_dot_product_attention', 'multi_head_attention_forward', 'MultiheadAttention')
 THE_CHECK = '\n# the check'
+ABOVE = dict(math=math, torch=torch, F=F, Embedding=Embedding)    # what checks use of above it
 
 
 def text_of(path):
@@ -485,7 +488,7 @@ def main(argv, exercise):
     right, words = verdict_on_file(exercise)
     print(f"right. {words}" if right else f"not yet: {words}")
     if not right:
-        print(f"(python {os.path.relpath(exercise.__file__)} --hint gives a hint)")
+        print(f"({typed('python', os.path.relpath(exercise.__file__))} --hint gives a hint)")
         if changed(exercise):
             print("(a right answer is refused here too: model.py is not what this exercise was "
                   "written for. Check yours in an unchanged copy.)")
@@ -513,11 +516,16 @@ def install(exercise, code):
 
 
 def load(path):
-    """The exercise in the file as a module."""
-    name = 'exercise_' + os.path.basename(path)[:-3]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """The exercise in the file as a module, where nothing of the student's part is run."""
+    module = types.ModuleType('exercise_' + os.path.basename(path)[:-3])
+    vars(module).update(ABOVE, __file__=path)
+    above, line, below = text_of(path).partition(THE_CHECK)
+    try:
+        exec(compile('\n' * above.count('\n') + line + below, path, 'exec'), vars(module))
+        module.PARTS, module.HINTS, module.conclusion
+    except Exception as error:
+        raise UserError(f"{path}: its check does not run ({type(error).__name__}: {error}); put "
+                        "back the line `# the check` and what stands below it") from None
     return module
 
 

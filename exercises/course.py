@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.realpath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), os.path.join(HERE, 'labs')]
 import torch
 from common import own_text, windows

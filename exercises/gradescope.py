@@ -19,9 +19,8 @@ import check
 import marker
 from check import HERE, NAMES, UserError, run_program
 from configurator import build, read
+from marker import FILES, ROOT
 
-ROOT = os.path.dirname(HERE)
-FILES = 'model.py', 'configurator.py', 'requirements.txt', 'engine/*.py', 'exercises/*.py'
 SETUP = '''#!/usr/bin/env bash
 # Gradescope runs this once, when the autograder is built.
 set -euo pipefail
@@ -70,7 +69,7 @@ def write_zip(names, s):
             info = zipfile.ZipInfo(name)
             info.external_attr = 0o755 << 16  # may be executed
             archive.writestr(info, text)
-        for pattern in FILES:
+        for pattern in (*FILES, 'requirements.txt'):
             for path in glob.glob(pattern, root_dir=ROOT):
                 archive.write(os.path.join(ROOT, path), path)
     print(f"{s.out}: {len(names)} exercises, {sum(map(points, names))} points")

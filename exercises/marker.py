@@ -1,18 +1,22 @@
 """
 Marks exercises: `python exercises/check.py FOLDER [FOLDER ..]` runs this.
 
-Each file runs in a process of its own (attempt.py), with limits of time, memory and output. There
-the part above the check is the student's, and the check is this project's. A part counts if the
-check let it pass, and if the numbers that the check looked at are those of a right answer. These
-are computed here, where no student's code runs, and the inputs are drawn anew in each run: leaving
-early, printing "right", or changing torch gains nothing.
+Each file runs in a process of its own (attempt.py), on copies of the file and of the project, with
+limits of time, memory and output: what it does costs its own mark. There the part above the check
+is the student's, and the check is this project's. A part counts if the check let it pass, and if
+the numbers that the check looked at are those of a right answer. These are computed here, where no
+student's code runs, and the inputs are drawn anew in each run: leaving early, printing "right", or
+changing torch gains nothing.
 
 It is no prison, and the answers are public: mark strangers in a container.
 """
 import contextlib
+import glob
 import json
 import os
 import secrets
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,9 +32,12 @@ from check import HERE, NAMES, UserError
 from configurator import build, check_range, read
 from engine.files import one_line, table
 
+ROOT = os.path.dirname(HERE)
+FILES = 'model.py', 'configurator.py', 'engine/*.py', 'exercises/*.py'     # that it takes to mark
 AT_ONCE = 4        # at most so many processes side by side
 OUTPUT = 4_000     # characters of what a student prints that are kept
 SENTENCE = 1_000   # characters of what is said
+running = set()    # the processes of students, which Ctrl-C does not reach
 NUMBERS_WRONG = ("the check let this pass, but the numbers that came back are not those of a right "
                  "answer: does the file change torch, or the check?")
 
@@ -84,11 +91,13 @@ def mark_file(path, truth, seed, seconds):
     """
     exercise = os.path.basename(path)[:-3]
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        ended = run(exercise, os.path.abspath(path), seed, seconds, folder)
-        said = outcomes(os.path.join(folder, 'results'))
-        with open(os.path.join(folder, 'output'), encoding='utf-8', errors='replace') as f:
-            output = f.read(OUTPUT)
+    with (contextlib.suppress(RecursionError),  # of cleaning up folders in folders in folders
+          tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+          tempfile.TemporaryFile() as results, tempfile.TemporaryFile() as printed):
+        ended = run(exercise, path, seed, seconds, folder, results, printed)
+        printed.seek(0)
+        output = printed.read(4 * OUTPUT).decode('utf-8', 'replace')[:OUTPUT]
+        said = outcomes(results)
 
     parts = []
     for name, numbers in truth.items():
@@ -100,33 +109,60 @@ def mark_file(path, truth, seed, seconds):
     return Mark(os.path.dirname(path), exercise, parts, took, output)
 
 
-def run(exercise, path, seed, seconds, folder):
+def run(exercise, path, seed, seconds, folder, results, printed):
     """
-    Run attempt.py on the file, which leaves `results` in the folder, and `output` what it printed.
-    Returns how it ended, in words, if no result came back.
+    Run the attempt.py of a copy of the project on a copy of the file, both in the folder. `results`
+    and `printed` are open files, which nobody can remove. Returns how it ended, in words, if no
+    result came back.
     """
-    command = [sys.executable, os.path.join(HERE, 'attempt.py'), exercise, path, seed, seconds,
-               'results']
-    with open(os.path.join(folder, 'output'), 'wb') as output:
-        try:
-            done = subprocess.run(list(map(str, command)), cwd=folder, stdin=subprocess.DEVNULL,
-                                  stdout=output, stderr=output, timeout=seconds,
-                                  env={**os.environ, 'PYTHONUTF8': '1'})
-        except subprocess.TimeoutExpired:
-            return f"no result after {seconds} s: is there a loop that does not end?"
-    if done.returncode in (-9, -24):  # SIGKILL and SIGXCPU
+    program = copy_project(folder)
+    here, copy = os.path.join(folder, 'here'), os.path.join(folder, exercise + '.py')
+    os.mkdir(here)
+    try:
+        shutil.copyfile(path, copy)
+    except OSError as error:
+        return f"the file cannot be read ({error.strerror})"
+    process = subprocess.Popen([sys.executable, program, exercise, copy, str(seed), str(seconds)],
+                               cwd=here, stdin=subprocess.DEVNULL, stdout=results, stderr=printed,
+                               env={**os.environ, 'PYTHONUTF8': '1'}, start_new_session=True)
+    running.add(process)
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"no result after {seconds} s: is there a loop that does not end?"
+    finally:
+        end(process)
+        running.remove(process)
+    if status in (-9, -24):  # SIGKILL and SIGXCPU
         return "the system ended it: did it take too much memory, or time?"
-    return f"the file ends the program before its check is done, with status {done.returncode}"
+    return f"the file ends the program before its check is done, with status {status}"
 
 
-def outcomes(path):
+def copy_project(folder):
+    """Copy what it takes to mark there; returns the path of its attempt.py."""
+    for pattern in FILES:
+        for path in glob.glob(pattern, root_dir=ROOT):
+            copy = os.path.join(folder, path)
+            os.makedirs(os.path.dirname(copy), exist_ok=True)
+            shutil.copyfile(os.path.join(ROOT, path), copy)
+    return os.path.join(folder, 'exercises', 'attempt.py')
+
+
+def end(process):
+    """End it, and what it started and left behind."""
+    with contextlib.suppress(ProcessLookupError):   # it ended, and left nothing behind
+        os.killpg(process.pid, signal.SIGKILL) if hasattr(os, 'killpg') else process.kill()
+    process.wait()
+
+
+def outcomes(results):
     """{part: Outcome} of the lines that are as attempt.py writes them."""
     found = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        with open(path, encoding='utf-8') as f:
-            for line in f:
-                part, outcome = json.loads(line)
-                found[part] = check.Outcome(**outcome)
+    results.seek(0)
+    with contextlib.suppress(Exception):  # whatever a student's process wrote there
+        for line in results:
+            part, outcome = json.loads(line)
+            found[part] = check.Outcome(**outcome)
     return found
 
 
@@ -145,11 +181,12 @@ def right_numbers(exercise, seed):
 
 
 def agree(got, want):
-    """Whether two lists of lists of numbers are the same, up to rounding."""
-    if [len(one) for one in got] != [len(one) for one in want]:
-        return False
-    return all(check.same(torch.tensor(a).double(), torch.tensor(b).double())
-               for a, b in zip(got, want))
+    """Whether two lists of lists of numbers are the same, up to rounding; got may be anything."""
+    with contextlib.suppress(Exception):
+        return [len(one) for one in got] == [len(one) for one in want] and all(
+            check.same(torch.tensor(a).double(), torch.tensor(b).double())
+            for a, b in zip(got, want))
+    return False
 
 
 # -------------------------------------------------------------------------------------------------
@@ -200,7 +237,9 @@ def mark_names(places, seed, seconds):
         try:
             return [one.result() for one in waiting]
         except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                end(process)
             raise
 
 

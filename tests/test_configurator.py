@@ -176,3 +176,12 @@ def test_what_ends_a_program_is_a_line_and_a_status(error, status, said, capsys)
         run(fail)
     assert leaves.value.code == status
     assert capsys.readouterr() == ('', said)
+
+
+def test_a_folder_is_no_config_file_whatever_it_is_called(tmp_path):
+    """out/loop.json, or a published one: hf:models/v1.py."""
+    names = [str(tmp_path / name) for name in ('loop.json', 'v1.py')]
+    for name in names:
+        os.mkdir(name)
+    folders = [*names, f'hf:{names[1]}']
+    assert parse(*folders) == ({}, folders)

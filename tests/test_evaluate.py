@@ -162,6 +162,8 @@ def test_of_a_made_task_answers_alone_count(task, tmp_path, capsys):
     shards = [os.path.join(data, f'{split}_000000.bin') for split in ('val', 'train')]
     of_folder, of_val, of_train = run(capsys, folder, data, *shards)
     assert of_folder == of_val != of_train
+    os.link(shards[0], os.path.join(data, 'renamed.txt'))
+    assert run(capsys, folder, os.path.join(data, 'renamed.txt')) == [of_val]
     whole = read_meta(data)['val']['tokens']
     assert int(of_folder[1]) < 0.7 * whole
 

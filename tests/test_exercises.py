@@ -5,6 +5,7 @@ starts it, it says what is empty.
 import functools
 import os
 import re
+import shlex
 
 import pytest
 import torch
@@ -242,3 +243,13 @@ def test_the_measurements_of_the_course(tmp_path, small_data, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[2:5]] == ['0', '1', '2']
     assert lines[-1].split()[1:4] == ['560', 'to', '599']
+
+
+def test_a_command_to_copy_is_quoted(tmp_path):
+    """Where a path has a space in it."""
+    folder = tmp_path / 'my exercises'
+    marker.copy_project(str(folder))
+    done = program(folder / 'exercises' / 'rope.py', cwd=tmp_path, ok=False, PYTHONPATH='')
+    [line] = [line for line in done.stdout.splitlines() if 'gives a hint' in line]
+    command = shlex.split(line.removeprefix('(').removesuffix(' gives a hint)'))
+    assert program(*command[1:], cwd=tmp_path, PYTHONPATH='').stdout.startswith('hint 1 of 3')

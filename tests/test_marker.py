@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from conftest import cells, program
+from conftest import cells, program, refused
 from test_exercises import ANSWERS, FOLDER
 
 import check
@@ -64,6 +64,81 @@ def test_a_class_is_one_table(tmp_path):
     assert ben['words'].startswith('the check let this pass, but the numbers')
     assert ben['output'] == 'right\n'
     assert carl['words'] == 'line 1 is not Python (invalid syntax)'
+
+
+AT_HOME = {  # what a file does above a right answer, and whether that costs its mark
+    'files are removed': ('for f in os.listdir("."): os.remove(f)', False),
+    'the folder is removed': ('shutil.rmtree(os.getcwd())', False),
+    'all around is removed': ('shutil.rmtree("..")', None),
+    'the project is removed': (
+        'import check; shutil.rmtree(os.path.dirname(check.__file__))', None),
+    'folders in the way': ('for f in ("output", "results"): os.makedirs(f)', False),
+    'pipes': ('for f in ("output", "results"): os.mkfifo(f)', False),
+    'a folder that nobody may read': ('os.mkdir("x"); os.chmod("x", 0); os.chmod(".", 0)', False),
+    'folders in folders': ('for i in range(1500): os.mkdir("a"); os.chdir("a")', None),
+    'its process': ('os.kill(os.getpid(), 9)', True),
+    'its parent': ('os.kill(os.getppid(), 9)', True),
+    'its group': ('os.killpg(0, 9)', True),
+    'its outputs are closed': ('os.closerange(0, 99)', True),
+    'nothing that is JSON': ('[os.write(f, b"[" * 99999 + b"\\n") for f in range(1, 20)]', None),
+    'notes that are no numbers': (
+        """[os.write(f, b'["angles()", {"right": true, "notes": 5}]\\n') for f in range(3, 20)]""",
+        None),
+}
+
+
+@pytest.mark.parametrize('name', [
+    name if name in ('files are removed', 'pipes', 'its parent')
+    else pytest.param(name, marks=pytest.mark.slow) for name in AT_HOME])
+def test_what_a_file_does_costs_its_own_mark(name, tmp_path):
+    """The others of the class are marked, and their files, the table and the JSON are there."""
+    doing, costs = AT_HOME[name]
+    above = f'import contextlib, os, shutil\nwith contextlib.suppress(OSError):\n    {doing}\n'
+    files = {'anna': above + solution('rope'), 'ben': solution('rope')}
+    for student, source in files.items():
+        (tmp_path / student).mkdir()
+        (tmp_path / student / 'rope.py').write_text(source)
+    done = program(os.path.join(FOLDER, 'check.py'), *files, '--json=marks.json', cwd=tmp_path,
+                   ok=False, PYTHONPATH='')
+    assert done.returncode in (0, 1) and not done.stderr
+    anna, ben = json.loads((tmp_path / 'marks.json').read_text())['marks']
+    assert ben['right'] and cells(done.stdout)[2][:3] == ['ben', '-', '3/3']
+    assert costs is None or anna['right'] != costs, anna
+    assert (tmp_path / 'anna' / 'rope.py').exists() and os.path.exists(marker.__file__)
+
+
+def test_a_file_that_cannot_be_read_costs_its_own_mark(tmp_path):
+    (tmp_path / 'rope.py').mkdir()
+    mark = marker.mark_file(str(tmp_path / 'rope.py'), {'angles()': []}, 7, seconds=60)
+    assert mark.words == 'the file cannot be read (Is a directory)'
+
+
+def own_copy(folder, **above):
+    """A student's copy of the project, with {exercise: what stands on top of it}."""
+    marker.copy_project(str(folder))
+    for name, source in above.items():
+        path = folder / 'exercises' / f'{name}.py'
+        path.write_text(source + path.read_text())
+    return str(folder / 'exercises' / 'check.py')
+
+
+def test_ones_own_files_cost_their_own_marks(tmp_path):
+    """`python exercises/check.py`, where exercises/ itself holds what the student wrote."""
+    path = own_copy(tmp_path, rope='def f(:\n', flops='exit(0)\n', halting='while True: pass\n')
+    done = program(path, '--seconds=10', cwd=tmp_path, ok=False, PYTHONPATH='')
+    assert done.returncode == 1 and not done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert lines['rope'].startswith('not yet: line 1 is not Python')
+    assert 'SystemExit' in lines['flops'] and 'is still empty' in lines['attention']
+    assert 'end' in lines['halting']
+
+
+def test_a_check_that_was_changed_is_named(tmp_path):
+    path = own_copy(tmp_path)
+    rope = tmp_path / 'exercises' / 'rope.py'
+    rope.write_text(rope.read_text().replace('\n# the check', '\n# my check'))
+    refused(program(path, cwd=tmp_path, ok=False, PYTHONPATH=''),
+            'rope.py: its check does not run', 'put back the line `# the check`')
 
 
 PRETENDING = {  # file: (its source, words of the answer)

@@ -2,6 +2,7 @@
 import json
 import os
 import shlex
+import shutil
 import statistics
 
 import pytest
@@ -80,6 +81,40 @@ def test_runs_of_two_places_are_not_one(tmp_path):
     figure = plot.halting([path], PlotSettings(names='exit'))
     words = {text.get_text() for text in figure.legends[0].get_texts()}
     assert words == {'out/text/exit', 'out/text28/exit'}
+
+
+NAMES = ('_base', '$a$', '$\\frac$', r'a\$b', '100%s', 'a\nb')
+
+
+def test_names_are_written_as_they_are(tmp_path):
+    """Those that matplotlib would hide, or read as mathematics: in the legend and the title."""
+    paths = [write_run(tmp_path / name, 5, 4) for name in NAMES]
+    figure = plot.curves(paths, PlotSettings(x='tokens'))
+    texts = figure.axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in texts] == [*NAMES[:-1], 'a b']
+    assert not any(text.get_parse_math() for text in texts)
+    figure.savefig(tmp_path / 'curves.png')
+
+    with open(os.path.join(ROOT, 'docs', 'runs', 'halting-text.jsonl')) as f:
+        record = json.loads(f.readline())
+    lines = [json.dumps({**record, 'checkpoint': name, 'data': '_$\\frac$'}) for name in NAMES]
+    (tmp_path / 'choices.jsonl').write_text('\n'.join(lines))
+    figure = plot.halting([str(tmp_path / 'choices.jsonl')], PlotSettings())
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [word.split(',')[0] for word in words] == [*NAMES[:-1], 'a b']
+    assert figure.axes[0].get_title(loc='left') == '_$\\frac$'
+    figure.savefig(tmp_path / 'halting.svg')
+
+
+def test_records_may_be_called_anything(tmp_path, monkeypatch):
+    """tools/choices.py --json=FILE, and a copy of runs.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    for name in ('x.json', 'x.py', 'x'):
+        shutil.copy(os.path.join(ROOT, 'docs', 'runs', 'halting-text.jsonl'), name)
+        plot.main(['halting', name])
+        shutil.copy(os.path.join(ROOT, 'docs', 'runs', 'addition.jsonl'), name)
+        plot.main(['records', name])
+        compare.main([name])
 
 
 def test_records_of_earlier_days(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ import requests, tiktoken, torch.nn.parallel, torch.utils.flop_counter
 
 for path in sys.argv[1:]:
     if os.fork() == 0:
-        sys.path[0] = os.path.dirname(path)
+        sys.path[0] = os.path.dirname(os.path.realpath(path))   # as Python does
         sys.argv, status = [path, '--help'], 0
         try:
             runpy.run_path(path, run_name='__main__')
@@ -50,19 +50,34 @@ def files(*folder, having=''):
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='fork')
-def test_each_program_says_what_it_does(tmp_path):
-    """In a shell, from another folder, which nobody has set up."""
+@pytest.mark.parametrize('linked', [False, True])
+def test_each_program_says_what_it_does(linked, tmp_path):
+    """
+    In a shell, from another folder, which nobody has set up; and through a link, where other
+    packages have the names of all that is ours.
+    """
     programs = []
     for folder in ('.', 'tools', 'exercises', os.path.join('exercises', 'labs')):
         programs += files(folder, having="if __name__ == '__main__':")
     programs = [path for path in programs if not path.endswith('attempt.py')]   # the marker's own
     assert len(programs) > 20
-    done = program('-c', HELP_OF_EACH, *programs, cwd=tmp_path, PYTHONPATH='')
+    if linked:
+        others = [*os.listdir(ROOT), *os.listdir(f'{ROOT}/exercises'),
+                  *os.listdir(f'{ROOT}/exercises/labs')]
+        for name in {name.removesuffix('.py') for name in others}:
+            (tmp_path / 'site' / name).mkdir(parents=True)
+            (tmp_path / 'site' / name / '__init__.py').touch()
+        for i, path in enumerate(programs):
+            programs[i] = tmp_path / str(i) / os.path.basename(path)    # nothing else is there
+            programs[i].parent.mkdir()
+            programs[i].symlink_to(path)
+    site = tmp_path / 'site'
+    done = program('-c', HELP_OF_EACH, *programs, cwd=tmp_path, PYTHONPATH=site if linked else '')
     assert done.stderr == ''
     for path in programs:
         told, _, ended = done.stdout.partition(f'{path} ended with ')
         assert ended.startswith('0\n'), path
-        name = os.path.relpath(path, ROOT).replace(os.sep, '/')
+        name = os.path.relpath(os.path.realpath(path), ROOT).replace(os.sep, '/')
         assert f'python {name}' in told, f"{name} --help has no line to copy"
 
 

@@ -36,7 +36,7 @@ from typing import Optional
 
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, check_range, read
 from engine.answers import Progress, answer_problems, ask, totals

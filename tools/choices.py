@@ -37,7 +37,7 @@ from typing import Optional
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import check_range
 from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps

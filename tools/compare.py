@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 import train as train_py
@@ -217,7 +217,12 @@ def read_lines(path):
         for line in f:
             with contextlib.suppress(ValueError):
                 records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict)]
+
+
+def holds_runs(path):
+    """Whether this is a file with lines of runs, whatever it is called."""
+    return os.path.isfile(path) and any('command' in record for record in read_lines(path))
 
 
 def read_log(folder):
@@ -550,7 +555,7 @@ def plain_of_equal_flops(name, runs, base):
 
 def main(argv):
     names = CompareSettings.__dataclass_fields__
-    files = [arg for arg in argv if arg.endswith('.jsonl')]
+    files = [arg for arg in argv if arg.endswith('.jsonl') or holds_runs(arg)]
     ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     common = [arg for arg in argv if arg not in (*files, *ours)]
     compare = build(CompareSettings, read(ours, __doc__, CompareSettings)[0])

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import build, check_range, read
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
@@ -37,7 +37,9 @@ from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device
 from engine.mechanisms import halts, iterates
 from engine.score import read as read_tokens, token_nats
-from engine.shards import count_tokens, encode, open_shard, read_meta, token_lengths
+from engine.shards import (
+    MAGIC, count_tokens, encode, open_shard, read_meta, token_lengths,
+)
 from engine.start import is_own_data, say_other_data
 from engine.tasks import TASKS, in_answers, task_of
 from engine.trained import data_dir_of, exam_of_run, load_model
@@ -120,12 +122,18 @@ def answers_in(tokens, T, task, eot):
     return in_answers(inputs, task, eot).ravel()[:len(tokens) - 1]
 
 
+def is_shard(path):
+    """By its name, or by what it begins with: read as a text, its bytes would be scored."""
+    return path.endswith('.bin') or (
+        os.path.isfile(path) and np.fromfile(path, np.int32, 1).tolist() == [MAGIC])
+
+
 def data_folder(path):
     """The data folder that `path` is, or that has this shard; None of a text, or a shard alone."""
     if os.path.isdir(path):
         return path
     folder = os.path.dirname(path) or '.'
-    described = path.endswith('.bin') and os.path.exists(os.path.join(folder, 'meta.json'))
+    described = is_shard(path) and os.path.exists(os.path.join(folder, 'meta.json'))
     return folder if described else None
 
 
@@ -139,7 +147,7 @@ def token_arrays(path, tokenizer):
     if folder == path:
         for shard in meta['val']['shards']:
             shards.append((os.path.join(path, shard['name']), shard['tokens']))
-    elif path.endswith('.bin'):
+    elif is_shard(path):
         shards.append((path, None))
     elif is_jsonl(path) or path.lower().endswith('.json'):
         raise UserError(f"{path}: records or JSON, and this reads text: write their texts to a "
@@ -164,7 +172,7 @@ def about(path):
     """(bytes of text in a file, data folder or, not known: None, a shard; its made task or None)"""
     folder = data_folder(path)
     if folder is None:
-        return None if path.endswith('.bin') else os.path.getsize(path), None
+        return None if is_shard(path) else os.path.getsize(path), None
     meta = read_meta(folder)
     made = task_of(meta)
     return meta['val']['bytes'] if folder == path else None, made and made[0]

@@ -23,12 +23,12 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from os.path import abspath, dirname
+from os.path import dirname, realpath
 from typing import Optional
 
 import torch
 
-sys.path.insert(0, dirname(dirname(abspath(__file__))))  # run from anywhere
+sys.path.insert(0, dirname(dirname(realpath(__file__))))  # from anywhere
 from configurator import build, check_range, read
 from engine.answers import behind_solved, what_counts
 from engine.files import UserError, run

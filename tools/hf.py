@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import read
 from engine import released
 from engine.checkpoint import load_checkpoint, model_of, own
@@ -136,7 +136,7 @@ def save_hf(model, folder, tokenizer=None):
 
 
 def main(argv):
-    _, folders = read(argv, __doc__)
+    _, folders = read(argv, __doc__, files=False)
     if len(folders) != 2:
         raise UserError("name a checkpoint folder and a folder to write: python tools/hf.py "
                         "out/vanilla exported/vanilla")

@@ -25,10 +25,10 @@ from typing import Optional
 import numpy as np
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # run from anywhere
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import build, read
 from engine.build import without_numbers
-from engine.files import UserError, run, whole
+from engine.files import UserError, one_line, run, whole
 from engine.flops import flops_of_new_token, flops_per_token
 from engine.hardware import pick_device
 from engine.mechanisms import halts, iterates
@@ -102,13 +102,22 @@ def new_figure(panels=1, size=(7.5, 4.5), most_columns=2):
 
 def add_legend(figure, order=()):
     """Below all panels, each name of a line once: in this order, or as they come."""
-    handles = {}
-    for ax in figure.axes:
-        handles.update(zip(*reversed(ax.get_legend_handles_labels())))
-    names = [name for name in order or handles if name in handles]
     columns = 4 if len(figure.axes) > 1 else 2
-    figure.legend([handles[name] for name in names], names, loc='outside lower center',
-                  ncols=columns, frameon=False, fontsize=TEXT)
+    write_legend(figure, figure.axes, order, loc='outside lower center', ncols=columns)
+
+
+def write_legend(place, axes, order=(), **options):
+    """
+    On a figure or an axes. Names are written as they are: to matplotlib a label that starts with _
+    is hidden, and what stands between two $ is mathematics.
+    """
+    handles = {line.get_label(): line for ax in axes for line in ax.lines
+               if not re.fullmatch(r'_child\d+', line.get_label())}     # matplotlib's for no label
+    names = [name for name in order or handles if name in handles]
+    legend = place.legend([handles[name] for name in names], ['name'] * len(names), frameon=False,
+                          fontsize=TEXT, **options)
+    for text, name in zip(legend.get_texts(), names):
+        text.set(text=one_line(name), parse_math=False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -232,7 +241,8 @@ def draw_records(ax, runs, looks, x):
     ax.set_xlabel(f"{X[x]}, least = 1")
     if answers:
         task = found[0].get('task', 'task')
-        ax.set_title(f"{task} (n of m: seeds that learned it)", loc='left', size=TEXT)
+        ax.set_title(f"{task} (n of m: seeds that learned it)", loc='left', size=TEXT,
+                     parse_math=False)
         ax.set_ylabel('right answers (%), better ↑')
         ax.set_ylim(0, 106)
     else:
@@ -279,7 +289,7 @@ def halting(paths, s):
         if answers:
             ax.set(xlabel='passes per character', ylabel='right answers (%), better ↑')
             ax.set_ylim(0, 106)
-        ax.set_title(data, loc='left', size=TEXT)
+        ax.set_title(one_line(data), loc='left', size=TEXT, parse_math=False)
     add_legend(figure)
     return figure
 
@@ -366,7 +376,7 @@ def curves(paths, s):
             ax.plot(*zip(*run['val_loss']), 'o', color=colour, markersize=5)
     ax.set(xlabel=X[s.x], ylabel='loss (nats per token), better ↓')
     ax.set_title('lines: training loss, marks: validation loss', loc='left', size=TEXT)
-    ax.legend(frameon=False, fontsize=TEXT)
+    write_legend(ax, [ax])
     return figure
 
 
@@ -414,7 +424,7 @@ KINDS = {'records': records, 'halting': halting, 'curves': curves, 'depth': dept
 
 
 def main(argv):
-    given, rest = read(argv, __doc__, PlotSettings)
+    given, rest = read(argv, __doc__, PlotSettings, files=False)    # records may be .json
     s = build(PlotSettings, given)
     kind, *paths = rest or ['']
     if kind not in KINDS or not paths:

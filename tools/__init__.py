@@ -1,0 +1,1 @@
+"""Programs around train.py. A package, so that no installed `tools` comes before it."""
