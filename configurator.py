@@ -50,9 +50,10 @@ def read(argv, usage, *blocks, files=True):
         if arg in ('-h', '--help'):
             print(usage.strip(), *map(describe, blocks), sep='\n\n', flush=True)
             sys.exit()
+        folder = os.path.isdir(arg.removeprefix('hf:'))     # it may be called out/loop.json
         if arg.startswith('--'):
             assignments = [read_option(arg, kinds)]
-        elif files and arg.endswith(('.py', '.json')) and not is_folder(arg):
+        elif files and arg.endswith(('.py', '.json')) and not folder:
             assignments = read_file(arg)
         else:
             assignments = []
@@ -61,11 +62,6 @@ def read(argv, usage, *blocks, files=True):
             if name not in FORMER:
                 given[name] = value_of(name, tree, where, kinds)
     return given, rest
-
-
-def is_folder(arg):
-    """Whether this names a folder, as `out/loop.json` may."""
-    return os.path.isdir(arg.removeprefix('hf:'))
 
 
 # An assignment is (name, the value as a tree that nobody has calculated yet, where it stands).
