@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from engine.build import shapes_only, without_numbers
-from engine.files import UserError, check_whole, stamp, whole
+from engine.files import UserError, check_whole, stamp, typed, whole
 from engine.mechanisms import halts
 from engine.released import load_released
 from engine.variant import ReleasedConfig, config_of
@@ -132,7 +132,8 @@ def load_checkpoint(folder, mapped=False):
             print(f"warning: {problem}; using {path}", file=sys.stderr)
         warn_of_unknown(state['config'], path)
         return {**state, 'files': files} if mapped else state
-    nothing = f"{folder}: no checkpoint here; make one with train.py --out_dir={folder}"
+    command = typed('train.py', f'--out_dir={folder}')
+    nothing = f"{folder}: no checkpoint here; make one with {command}"
     raise UserError('; '.join(problems) or nothing)
 
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 import numpy as np
 import tiktoken
 
-from engine.files import UserError
+from engine.files import UserError, typed
 from engine.tasks import TASKS
 
 MAGIC = 20240520
@@ -102,7 +102,7 @@ def read_meta(folder, tokenizer=None):
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         name = os.path.basename(os.path.normpath(folder))
-        arguments = KNOWN.get(name, f"PATH... --name={name}")
+        arguments = KNOWN.get(name, typed('PATH...', f'--name={name}'))
         command = f"python prepare_data.py {arguments}".rstrip()
         raise UserError(f"{folder}: no data set (no meta.json); make data/{name} with: {command}")
     with open(path, encoding='utf-8') as f:

@@ -16,7 +16,7 @@ import torch
 from configurator import FORMER
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.build import new_model, without_numbers
-from engine.files import UserError, check_whole, same_folder, stamp
+from engine.files import UserError, check_whole, same_folder, stamp, typed
 from engine.mechanisms import SETTINGS, halts
 from engine.released import describe
 from engine.shards import knows_tokens, one_tokenizer
@@ -215,8 +215,9 @@ def check_resume(state, step, settings, ranks, device):
     UserError if ranks are to go on from different steps, or from weights alone.
     """
     if not state['optimizer']:
+        option = typed(f'--init_from={settings.out_dir}')
         raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "
-                        f"from them with --init_from={settings.out_dir} and another --out_dir")
+                        f"from them with {option} and another --out_dir")
     if ranks.world > 1:
         mean = ranks.mean(torch.tensor([float(step)], dtype=torch.float64, device=device))
         if mean != step:

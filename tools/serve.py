@@ -36,7 +36,7 @@ from engine.shards import encode
 from engine.tasks import TASKS
 from sample import as_question, behind_examples, check_length, override
 
-FRAGMENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'serve.html')
+FRAGMENT = os.path.join(os.path.dirname(os.path.realpath(__file__)), 'serve.html')
 MOST_BYTES = 2 ** 16        # of a question
 MOST_STEPS = 100            # of pondering
 MOST_LETTERS = 300          # of a line that says what is wrong
