@@ -687,14 +687,17 @@ def attend_in_turns(attention, q, k, v, per_token):
     S, N = q.size(2), k.size(2)
     if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    # which keys each of the last 256 queries reads; for 256 earlier ones it is the same, shifted
+    later = torch.arange(min(S, 256) - 1, -1, -1, device=q.device)      # queries after each
+    reads = torch.arange(N, device=q.device) < N - per_token * later[:, None]       # (256,N)
     parts = []
     for first in range(0, S, 256):
         end = min(first + 256, S)
-        n = N - per_token * (S - end)                       # keys up to those of the last query
-        later_tokens = torch.arange(S - 1 - first, S - 1 - end, -1, device=q.device)
-        reads = torch.arange(n, device=q.device) < N - per_token * later_tokens[:, None]
-        parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], reads))
-    return torch.cat(parts, dim=2)                          # (B, nh, S, ..)
+        shifted = per_token * (S - end)
+        n = N - shifted
+        mask = reads[first - end:, shifted:]                            # (end - first, n)
+        parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], mask))
+    return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
 
 
 LOG_ZERO = -1e3     # stands for log 0: a softmax makes 0 of it, also in fp16
