@@ -66,7 +66,7 @@ def test_a_class_is_one_table(tmp_path):
     assert carl['words'] == 'line 1 is not Python (invalid syntax)'
 
 
-AT_HOME = {  # what a file does above a right answer, and whether that costs its mark
+AT_HOME = {  # what a file does above a right answer, and whether that costs its mark (None: either)
     'files are removed': ('for f in os.listdir("."): os.remove(f)', False),
     'the folder is removed': ('shutil.rmtree(os.getcwd())', False),
     'all around is removed': ('shutil.rmtree("..")', None),
@@ -77,7 +77,7 @@ AT_HOME = {  # what a file does above a right answer, and whether that costs its
     'a folder that nobody may read': ('os.mkdir("x"); os.chmod("x", 0); os.chmod(".", 0)', False),
     'folders in folders': ('for i in range(1500): os.mkdir("a"); os.chdir("a")', None),
     'its process': ('os.kill(os.getpid(), 9)', True),
-    'its parent': ('os.kill(os.getppid(), 9)', True),
+    'its parent': ('os.kill(os.getppid(), 9)', None),   # it may be done before it is ended
     'its group': ('os.killpg(0, 9)', True),
     'its outputs are closed': ('os.closerange(0, 99)', True),
     'nothing that is JSON': ('[os.write(f, b"[" * 99999 + b"\\n") for f in range(1, 20)]', None),
