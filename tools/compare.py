@@ -180,7 +180,7 @@ def make_plan(name, common):
         args.append(f'--n_layer={int(times) * config.n_layer}')
         s, config = configs_of(args)
     settings = {**asdict(s), **asdict(config)}
-    flops = flops_per_token(without_numbers(config))
+    flops = flops_of(config)
     if like:
         ratio = make_plan(like, common).flops / flops
         settings['max_steps'] = round(s.max_steps * ratio)
@@ -194,6 +194,15 @@ def has_flops(record, per_token):
     in docs/runs are counted by formulas, up to 2 % off PyTorch's, and more where tokens halt.
     """
     return math.isclose(record['flops'], record['tokens'] * per_token, rel_tol=0.05)
+
+
+COUNTED = {}    # {a config, as text: FLOPs of a token}, as many names share one
+
+
+def flops_of(config):
+    if repr(config) not in COUNTED:
+        COUNTED[repr(config)] = flops_per_token(without_numbers(config))
+    return COUNTED[repr(config)]
 
 
 def configs_of(args):
