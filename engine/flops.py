@@ -1,7 +1,8 @@
 """
 What a token costs, in FLOPs, by PyTorch's own formulas: 2 for each multiply-add of a matrix
-product, and attention as if each query of a call read all its keys. Norms, activations and
-Depth-Attention's mixing are no matrix products, and are left out.
+product, and attention as if each query of a call read all its keys. Where logits are many, the head
+runs again in backward (some_rows_at_once of model.py), and is counted there, too. Norms,
+activations and Depth-Attention's mixing are no matrix products, and are left out.
 """
 
 import contextlib
