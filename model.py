@@ -1596,7 +1596,7 @@ class Ouro(LoopExit):
     def forward(self, gpt, x, memory):
         go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
         stay = 1.0
-        self.taken, self.kept = [], SimpleNamespace(h=[], stay=[])
+        self.taken, self.kept = [], SimpleNamespace(h=[], lam=[], stay=[])
         for k in range(self.K + 1):
             x, h = self.loop_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
@@ -1604,9 +1604,11 @@ class Ouro(LoopExit):
             self.kept.h.append(out)
             if k == self.K:
                 break
+            lam = self.lam(out)                                         # (B,T)
+            stay = stay * (1 - lam)
+            self.kept.lam.append(lam)
+            self.kept.stay.append(stay)
             if not self.training:
-                stay = stay * (1 - self.lam(out))                       # stay_k, (B,T)
-                self.kept.stay.append(stay)
                 go_on = go_on & self.goes_on(stay)
             if self.all_stopped(go_on):
                 break
@@ -1615,7 +1617,7 @@ class Ouro(LoopExit):
     def predictions_loss(self, gpt, h, targets):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
-        lams = [self.lam(h) for h in self.kept.h[:self.K]]
+        lams = self.kept.lam
         p = self.leaving(lams)                                          # (3)
         nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.kept.h, p))    # (B,T)
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
@@ -1635,21 +1637,19 @@ class Ouro(LoopExit):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""
         if self.config.ouro_stage == 2:
             return 0.0
-        lams = [self.lam(h) for h in self.kept.h[:self.K]]
-        nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in lams)    # (B,T)
+        nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in self.kept.lam)   # (B,T)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
 
     def gate_loss(self, gpt, targets):
         """What the gate alone learns: whether the next pass gains."""
-        hs = [h.detach() for h in self.kept.h]                             # h^k, (B,T,C) each
         with torch.no_grad():
-            nats = [gpt.token_losses(h, targets) for h in hs]           # L^k, (B,T) each
+            nats = [gpt.token_losses(h, targets) for h in self.kept.h]  # L^k, (B,T) each
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
             wanted = torch.sigmoid(50 * (gain - 0.005))                 # another pass
             wanted = wanted.masked_fill(targets < 0, 1.0)               # a question's token stays
-            lam = self.lam(hs[k]).clamp(1e-6, 1 - 1e-6)
+            lam = self.kept.lam[k].clamp(1e-6, 1 - 1e-6)
             surprise = -wanted * (1 - lam).log() - (1 - wanted) * lam.log()
             total = total + surprise.mean()                             # (6)
         return total / (self.K + 1)     # (6) divides K terms by the number of passes

@@ -381,9 +381,9 @@ def test_gain_is_the_papers_second_stage(idx):
 
 def test_what_a_gate_alone_costs_has_no_backward_pass():
     """But for the gate's own, of each pass but the last; after each pass there is a head."""
-    forward = flops_per_token(make(**GAIN), training=False)
+    forward = flops_per_token(make(**GAIN), training=False)     # its gates are in it
     gates, heads = 2 * 2 * 32, 2 * 2 * 32 * 64          # 2 FLOPs of C, or of C V
-    assert flops_per_token(make(**GAIN)) == forward + heads + 2 * gates
+    assert flops_per_token(make(**GAIN)) == forward + heads + gates
 
 
 def test_with_the_loss_of_the_last_pass_alone_training_takes_one_head():
