@@ -55,6 +55,7 @@ def fit(gpt):
     """Gives a new GPT the parts of its config's variant; returns it."""
     config = gpt.config
     v = variant_of(config)
+    trained = gpt.ln_f.weight.requires_grad     # not where a mechanism learns alone (Ouro)
     if v.input_factor != 1:
         gpt.wte.register_forward_hook(partial(multiply, v.input_factor))
     if v.late_k_norm:
@@ -65,6 +66,8 @@ def fit(gpt):
     if v.neox:
         gpt.h = nn.ModuleList(NeoxBlock(config, layer, v) for layer in range(config.n_layer))
         gpt.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)
+    for new in gpt.h, gpt.ln_f:
+        new.requires_grad_(trained)
     return gpt
 
 
