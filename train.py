@@ -35,6 +35,7 @@ from engine.mechanisms import halts
 from engine.prepare import prepare
 from engine.files import UserError, run
 from engine.hardware import check_causal, dtype_and_reason, process_group
+from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop
 from engine.shards import read_meta
 from engine.start import check_ranks, check_unused, checkpoint_of, start_model
@@ -56,10 +57,11 @@ class Settings:
     max_steps: int = 2400               # optimizer steps; schedules span them
     batch_tokens: int = 4 * 256         # tokens per optimizer step, over all devices
     micro_batch: int = 4                # sequences per device in one forward; the rest accumulates
+    optimizer: str = 'adamw'            # or 'muon': Muon for the matrices of the blocks
     learning_rate: float = 3e-3         # peak
     min_lr_rate: float = 0.1            # floor of the cosine, as a share of the peak
     warmup: float = 0.02                # share of the steps in which the learning rate grows
-    weight_decay: float = 0.1           # AdamW; on matrices only
+    weight_decay: float = 0.1           # on matrices only
     beta1: float = 0.9                  # AdamW
     beta2: float = 0.95                 # AdamW
     grad_clip: float = 1.0              # the gradient's total norm is clipped to this
@@ -90,6 +92,10 @@ class Settings:
             raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         check_range(self, 0, 2 ** 31 - 1, 'seed')
         check_range(self, 0, math.inf, 'sample_tokens', 'weight_decay')
+        if self.optimizer not in ('adamw', 'muon'):
+            raise ValueError(f"optimizer={self.optimizer!r} must be 'adamw' or 'muon'")
+        if self.optimizer == 'muon' and self.shard_optimizer:
+            raise ValueError("shard_optimizer shares out AdamW's state, not Muon's: leave one out")
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
 
@@ -112,13 +118,22 @@ class Settings:
 # ---- set-up --------------------------------------------------------------------------------------
 
 def make_optimizer(s, model, ranks, device):
-    """AdamW, in one piece or shared out among the ranks; weight decay on matrices only."""
+    """
+    AdamW, in one piece or shared out among the ranks; or Muon for the matrices of the blocks and
+    AdamW for the rest. Weight decay on matrices only.
+    """
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=s.weight_decay),
               dict(params=vectors, weight_decay=0.0)]
     options = dict(lr=s.learning_rate, betas=(s.beta1, s.beta2),
                    fused=device.type in ('cpu', 'cuda'))
+    if s.optimizer == 'muon':
+        of_blocks = matrices_of_blocks(model)
+        by_muon = set(of_blocks)
+        groups[0]['params'] = [p for p in matrices if p not in by_muon]
+        for_muon = [dict(params=of_blocks, weight_decay=s.weight_decay)]
+        return MuonAndAdamW(for_muon, groups, **options)
     if s.shard_optimizer and ranks.world > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)

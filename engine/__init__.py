@@ -14,6 +14,7 @@ Read start.py and prepare.py to see how a run begins, then what you need:
                 cpu.py          two things that cost nothing on a CPU
                 skip.py         router without the tokens that stopped
                 hardware.py     device, precision, the processes of a run
+                muon.py         another optimizer than AdamW
                 checkpoint.py   checkpoints: complete or absent
                 run.py          what a run says and leaves behind, and what ends it early
     before it   flops.py        what a token costs: PyTorch counts

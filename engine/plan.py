@@ -26,6 +26,7 @@ from engine.cpu import tune_cpu
 from engine.files import same_folder
 from engine.flops import flops_per_token
 from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
+from engine.muon import matrices_of_blocks
 from engine.prepare import recompute_blocks
 from engine.shards import read_meta
 from engine.start import asked_of_model, old_config, start_config
@@ -123,10 +124,13 @@ def memory(config, settings, dtype):
     model = without_numbers(config)
     weights = 4 * model.num_params()    # fp32; autocast's copies: activations
     trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moments = 2 * trained
+    if settings.optimizer == 'muon':    # which has one for each weight
+        moments -= 4 * sum(p.numel() for p in matrices_of_blocks(model) if p.requires_grad)
     accumulates = settings.micro_batches(config.block_size, 1)[0] > 1  # or over GPUs
     return {
         'weights': weights,
-        'optimizer': 2 * trained,
+        'optimizer': moments,
         'gradients': trained if accumulates else 0,
         'activations': activations(config, settings, dtype, accumulates),
     }
@@ -194,7 +198,7 @@ def print_memory(config, settings, dtype, worlds):
     sharded = settings.shard_optimizer
     parts = memory(config, settings, dtype)
     print_row("  these settings", gigabytes(parts, sharded, worlds))
-    if not sharded and len(worlds) > 1:
+    if not sharded and len(worlds) > 1 and settings.optimizer == 'adamw':
         print_row("  with shard_optimizer=True", gigabytes(parts, True, worlds))
     if not settings.checkpoint_activations:
         leaner = replace(settings, checkpoint_activations=True)

@@ -218,6 +218,11 @@ def check_resume(state, step, settings, ranks, device):
         option = typed(f'--init_from={settings.out_dir}')
         raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "
                         f"from them with {option} and another --out_dir")
+    was = state['settings']['optimizer']
+    if settings.optimizer != was:
+        raise UserError(f"optimizer={settings.optimizer}: this run's moments are those of {was}; "
+                        "leave the setting out, or start a new run from its weights with "
+                        f"{typed(f'--init_from={settings.out_dir}')} and another --out_dir")
     if ranks.world > 1:
         mean = ranks.mean(torch.tensor([float(step)], dtype=torch.float64, device=device))
         if mean != step:
@@ -290,6 +295,7 @@ def checkpoint_of(settings):
         return None, {}
     state = load_checkpoint(folder, mapped=True)
     known = {field.name: field.default for field in fields(settings)}
+    state['settings'].setdefault('optimizer', 'adamw')  # the only one that there was
     gone = sorted(state['settings'].keys() - known - set(FORMER))
     if gone:
         print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)

@@ -312,6 +312,8 @@ def record_of(name, seed, args, folder, plan, problems):
         'name': name,
         'seed': seed,
         'command': shlex.join(['python', 'train.py', *args]),
+        'optimizer': settings['optimizer'],
+        'learning_rate': settings['learning_rate'],
         'steps': settings['max_steps'],
         'tokens': tokens,
         'flops': tokens * plan.flops,
