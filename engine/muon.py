@@ -21,7 +21,7 @@ def matrices_of_blocks(model):
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """One optimizer for GradScaler, checkpoints and schedules; the work is done by PyTorch's two."""
+    """PyTorch's two as one optimizer, for GradScaler, checkpoints and the schedule."""
 
     def __init__(self, for_muon, for_adamw, lr, betas, fused):
         """for_muon, for_adamw: lists of groups, each a dict of params and weight_decay."""

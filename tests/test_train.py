@@ -1068,7 +1068,7 @@ def test_ranks_of_other_settings_or_data_are_refused(monkeypatch, small_data):
 
 
 def test_ranks_that_found_different_checkpoints_are_refused(monkeypatch, capsys):
-    state = dict(optimizer=dict(state={}), settings=dict(batch_tokens=7))
+    state = dict(optimizer=dict(state={}), settings=dict(batch_tokens=7, optimizer='adamw'))
     monkeypatch.setattr(dist, 'all_reduce', lambda value: value.add_(6))    # the other one's step
     check_resume(state, 6, Settings(), Ranks(0, 2), CPU)
     assert 'batch_tokens was 7: the data goes on' in capsys.readouterr().err
