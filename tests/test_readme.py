@@ -80,7 +80,7 @@ def split_command(command):
     return [word.replace('"', '') for word in words]
 
 
-PAGES_OF_COMMANDS = ('README.md', 'docs/architecture.md', 'docs/training.md', 'docs/released.md',
+PAGES_OF_COMMANDS = ('README.md', 'docs/modify.md', 'docs/training.md', 'docs/released.md',
                      'exercises/README.md')
 COMMANDS = [command for page in PAGES_OF_COMMANDS for command in read_commands(page)]
 BENCHES = re.findall(r'`(python tools/bench\w*\.py [^`]*)`', read_text('docs/performance.md'))
@@ -135,7 +135,8 @@ def test_commands_name_exercises_that_exist(command):
 
 
 # what needs a network or lm_eval, or has tests of its own
-ELSEWHERE = ('--serve', 'fineweb', 'shakespeare', '--tokenizer=gpt2', '--tasks', 'exercises/')
+ELSEWHERE = ('--serve', 'fineweb', 'shakespeare', '--tokenizer=gpt2', '--tasks', 'exercises/',
+             '--ponder=inject')
 SHAPE = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32']
 QUICK = [
     '--block_size=32',
@@ -406,7 +407,7 @@ def test_the_table_of_toggles_says_what_is_counted():
 
 
 def test_the_class_that_shows_how_to_add_one_is_the_code():
-    page = read_text('docs/architecture.md')
+    page = read_text('docs/modify.md')
     assert f'```python\n{inspect.getsource(Smear)}```' in page
     for line in read_text('config/smear.py').rpartition('"""\n')[2].splitlines():
         assert line in page
