@@ -200,7 +200,7 @@ def arguments_for_less(path, args):
 
 
 def is_elsewhere(command):
-    if '--data_dir=data/fineweb-edu' in command:
+    if 'data/fineweb-edu' in command:
         return not os.path.exists('data/fineweb-edu')
     return any(word in command for word in ELSEWHERE)
 
