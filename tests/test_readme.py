@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 from statistics import mean, median
 
 import prepare_data
