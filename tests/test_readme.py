@@ -404,6 +404,16 @@ def test_losses_of_the_table_of_toggles():
             assert text == f'{mean(runs[name].values()):.3f}', name
 
 
+def test_the_sums_to_expect_are_those_of_the_results():
+    of_tasks = {re.match(r'`(\w+)`', name)[1]: sums
+                for name, _, sums, *_ in rows('docs/results.md', '## Tasks that need steps')}
+    of_toggles = {toggle: sums for toggle, _, _, sums, _ in TOGGLES}
+    told = {name: sums for name, _, sums in rows('docs/modify.md', '## Another number of passes')}
+    assert told['one pass, `--ponder_steps=0`'] == of_tasks['plain_scaled']
+    assert told["the README's loop"] == of_tasks['loop']
+    assert told['[`Smear`](#a-mechanism-of-your-own)'] == of_toggles["`ponder='smear'`"]
+
+
 # ---- the README itself
 
 
