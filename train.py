@@ -21,12 +21,15 @@ for each line of steps or evaluation).
 """
 
 import math
+import os
+import sys
 from dataclasses import asdict, dataclass
 from typing import Optional
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
 import prepare_data
 from configurator import build, check_range, read
 from engine.answers import exam_of_data
