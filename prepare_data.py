@@ -216,9 +216,7 @@ def refuse_folder(error):
 
 
 def python_sources(packages):
-    """
-    The standard library's .py files, in the order of `walk`; with `packages`, site-packages too.
-    """
+    """The standard library's .py files, in `walk`'s order; with `packages`, site-packages too."""
     # Not every installation has the tests and the other folders named here: without them the corpus
     # is the same everywhere.
     skip = {'test', 'tests', 'idle_test', 'idlelib', 'lib2to3', 'turtledemo', 'ensurepip',

@@ -63,10 +63,7 @@ def get_tokenizer(name):
 
 
 def knows_tokens(n_tokens, name, n_vocab):
-    """
-    Whether a model of n_tokens tokens was made for the tokenizer of this name, which has n_vocab.
-    Models of Hugging Face folders may have more than their tokenizers.
-    """
+    """Whether a model with n_tokens suits this tokenizer of n_vocab; those of hf: may have more."""
     return n_tokens == n_vocab or (name.startswith('hf:') and n_tokens > n_vocab)
 
 

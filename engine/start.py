@@ -154,8 +154,7 @@ def check_asked(config, asked):
 def check_data(config, meta, state, settings, ranks):
     """
     UserError if the model was made for other tokens than the data has; a warning if a run goes on
-    with other data than the checkpoint `state` was made with, or a run or an evaluation takes what
-    took its place.
+    with other data than that of the checkpoint `state`, or the data took the place of its own.
     """
     name = meta['tokenizer']
     of_model = state['tokenizer'] if state else name
@@ -206,9 +205,7 @@ def idle_settings(model, asked):
 
 
 def check_resume(state, step, settings, ranks, device):
-    """
-    UserError if ranks are to go on from different steps, or from weights alone.
-    """
+    """UserError if ranks are to go on from different steps, or from weights alone."""
     if not state['optimizer']:
         option = typed(f'--init_from={settings.out_dir}')
         raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "
