@@ -21,12 +21,15 @@ for each line of steps or evaluation).
 """
 
 import math
+import os
+import sys
 from dataclasses import asdict, dataclass
 from typing import Optional
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
 import prepare_data
 from configurator import build, check_range, read
 from engine.answers import exam_of_data
@@ -34,7 +37,7 @@ from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.mechanisms import halts
 from engine.prepare import prepare
 from engine.files import UserError, run
-from engine.hardware import check_causal, dtype_and_reason, process_group
+from engine.hardware import check_causal, pick_dtype, process_group
 from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop
 from engine.shards import read_meta
@@ -169,7 +172,7 @@ class Trainer:
         if s.threads is not None:
             torch.set_num_threads(s.threads)
         kept = state.get('precision') if state and not s.eval_only else None
-        own, self.why = dtype_and_reason(s.dtype or kept, device)       # a run keeps what it had
+        own, self.why = pick_dtype(s.dtype or kept, device)     # a run keeps what it had
         self.dtype = ranks.first(own, device)
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
@@ -282,9 +285,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
     def may_update(self, loss, norm):
-        """
-        Whether loss and gradient are finite; says so if not. UserError after BAD_STEPS in a row.
-        """
+        """Whether both are finite; says so if not. UserError after BAD_STEPS in a row."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return True

@@ -33,10 +33,7 @@ OFTEN = 100     # times that a run may read its data without a warning
 
 
 class Stop:
-    """
-    Whether a run is to save and end before its last step: a signal, no time left, a log that cannot
-    be written.
-    """
+    """Whether a run is to save and end early: a signal, no time left, a log that is lost."""
 
     def __init__(self, ranks, device, max_seconds=None):
         self.ranks = ranks
@@ -146,8 +143,10 @@ class Log:
         try:
             print(text, flush=True)
             if record and self.file:
-                finite = {name: None if is_nan(value) else value for name, value in record.items()}
-                print(json.dumps(finite), file=self.file, flush=True)
+                for name, value in record.items():
+                    if isinstance(value, float) and not math.isfinite(value):
+                        record[name] = None     # JSON has no such number
+                print(json.dumps(record), file=self.file, flush=True)
         except OSError as error:
             self.stop.because(error)
 
@@ -247,9 +246,7 @@ class Log:
         return None
 
     def shares(self):
-        """
-        Shares of this rank's tokens in passes 1, 2, .. since the last line; None without halting.
-        """
+        """Shares of this rank's tokens in passes 1, 2, .. since the last line; or None."""
         if not self.passes:
             return None
         mean = torch.stack(self.passes).mean(0)                         # (ponder_steps + 1,)
@@ -314,11 +311,6 @@ def describe(shares):
     return f"{sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)})"
 
 
-def is_nan(value):
-    """Whether it is a number that JSON has not."""
-    return isinstance(value, float) and not math.isfinite(value)
-
-
 def end_torn_line(file):
     """End the last line of a log, if a full disk or a kill cut it short."""
     file.seek(max(0, file.tell() - 1))
@@ -327,10 +319,7 @@ def end_torn_line(file):
 
 
 def print_sample(model, data, tokenizer, settings):
-    """
-    Print a piece of the validation text, and how the model goes on. data: its Windows. tokenizer:
-    its name.
-    """
+    """Print a piece of the validation text, from its Windows, and how the model goes on."""
     try:
         tokenizer = get_tokenizer(tokenizer)
     except UserError as error:  # a vocabulary that has to be fetched; the run is complete

@@ -916,7 +916,7 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: cpu, raising=False)
     monkeypatch.setattr(torch, 'empty', lambda *size, device: None)  # there is no such device here
     device = hardware.pick_device(None, local_rank=1)
-    dtype = hardware.pick_dtype(None, device)
+    dtype, _ = hardware.pick_dtype(None, device)
     assert (str(device), dtype, hardware.pick_compile(None, device)) == want
 
 
@@ -931,9 +931,9 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
 def test_on_a_cpu_the_quicker_precision_is_taken(monkeypatch, can, wide, narrow, want):
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: can, raising=False)
     monkeypatch.setattr(hardware, 'time_products', lambda: (wide, narrow))
-    assert hardware.pick_dtype(None, CPU) == want
-    assert hardware.pick_dtype('bfloat16', CPU) == torch.bfloat16
-    assert hardware.pick_dtype('float32', CPU) == torch.float32
+    assert hardware.pick_dtype(None, CPU)[0] == want
+    assert hardware.pick_dtype('bfloat16', CPU)[0] == torch.bfloat16
+    assert hardware.pick_dtype('float32', CPU)[0] == torch.float32
 
 
 def test_products_are_timed_once_and_soon_done():

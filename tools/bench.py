@@ -146,9 +146,7 @@ def ceilings(device, dtype):
 
 
 def print_times(title, times, ceiling=None):
-    """
-    A line for each candidate. ceiling: {name: share of the machine's, at one second}, where known.
-    """
+    """A line for each. ceiling: {name: share of the machine's, at one second}, where known."""
     base = statistics.median(next(iter(times.values())))
     rows = []
     for name, elapsed in times.items():
@@ -426,7 +424,8 @@ def main(argv):
     given, folders = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
     train = build(Settings, given)
     device = pick_device(train.device)
-    setup = Setup(build(BenchSettings, given), train, device, pick_dtype(train.dtype, device))
+    dtype, _ = pick_dtype(train.dtype, device)
+    setup = Setup(build(BenchSettings, given), train, device, dtype)
     if setup.own.against is not None:
         return bench_against(setup.own, argv)
     if device.type == 'cpu':
