@@ -56,6 +56,7 @@ PAGES = (
     'docs/results.md',
     'docs/training.md',
     'exercises/README.md',
+    'exercises/TEACHING.md',
 )
 
 # ---- commands
@@ -81,7 +82,7 @@ def split_command(command):
 
 
 PAGES_OF_COMMANDS = ('README.md', 'docs/architecture.md', 'docs/training.md', 'docs/released.md',
-                     'exercises/README.md')
+                     'exercises/README.md', 'exercises/TEACHING.md')
 COMMANDS = [command for page in PAGES_OF_COMMANDS for command in read_commands(page)]
 BENCHES = re.findall(r'`(python tools/bench\w*\.py [^`]*)`', read_text('docs/performance.md'))
 PROGRAMS = [command for command in COMMANDS + BENCHES if split_command(command)]
