@@ -29,6 +29,11 @@ from configurator import build, read
 from engine.files import UserError, one_line, run as run_program, typed
 from model import GPT, Embedding, GPTConfig
 
+# An exercise is a file with stubs; the line `# the check`; PARTS, {name: a function that hands what
+# the student made to `compare`, `difference` or `record`, and raises NotYet with a sentence};
+# conclusion(), which returns what is said in the end; three HINTS; `import check` on top and
+# `check.run(__name__)` at the end. Its name stands here, a right answer in answers.py, and another
+# right one in UNUSUAL of tests/students.py.
 NAMES = (
     'attention', 'rope', 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting', 'flops',
 )

@@ -1,5 +1,5 @@
 """
-Measurements for the two weeks of exercises/README.md.
+Measurements for days 3 and 4 of exercises/README.md.
 
     python exercises/course.py context out/course out/course_theta
     python exercises/course.py time out/course

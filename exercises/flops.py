@@ -262,7 +262,7 @@ def check_all_fair():
 
 
 def conclusion():
-    """What the count means for the losses of days 6 and 10 in exercises/README.md."""
+    """What the count means for the losses of days 6 and 10 in exercises/TEACHING.md."""
     c = GPTConfig(**TINY, ponder='embedding', ponder_steps=3)
     tokens = fair_tokens(c, 256, 800 * 1024)
     return (

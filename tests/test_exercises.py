@@ -15,6 +15,7 @@ from students import SLIPS, UNUSUAL
 FOLDER = os.path.join(ROOT, 'exercises')
 import check
 import course
+import gradescope
 import marker
 
 with open(os.path.join(FOLDER, 'answers.py'), encoding='utf-8') as f:
@@ -209,13 +210,35 @@ def test_names_at_the_end_of_each_exercise_exist():
                 assert re.search(rf'^(class|def) {word}\b', f.read(), re.M), (word, page)
 
 
+def page_of(name):
+    with open(os.path.join(FOLDER, name), encoding='utf-8') as f:
+        return f.read()
+
+
 def test_the_losses_quoted_are_those_of_the_course():
-    with open(os.path.join(FOLDER, 'README.md'), encoding='utf-8') as f:
-        page = f.read()
+    page = page_of('TEACHING.md')
     losses = re.findall(r'\d\.\d{3}', solved('flops', ANSWERS).conclusion())
     assert len(losses) == 3
     for loss in losses:
-        assert loss in page, f'{loss} stands in flops.py and no longer in exercises/README.md'
+        assert loss in page, f'{loss} stands in flops.py and no longer in exercises/TEACHING.md'
+
+
+def test_the_days_of_both_pages_are_the_same():
+    """The pupils' page has no answers; the teacher's has them, and a row of a table, for each."""
+    pupils, teacher = page_of('README.md'), page_of('TEACHING.md')
+    days = re.findall(r'^### Day (\d+): (?:`(\w+)\.py`)?', pupils, re.M)
+    assert 'two weeks, ten days' in pupils.lower()
+    assert [int(day) for day, _ in days] == list(range(1, 11))
+    assert [name for _, name in days if name] == list(check.NAMES)
+    rows = re.findall(r'^\| (\d+) \|[^|]*\| (?:`(\w+)\.py`)?', teacher, re.M)
+    assert rows == days
+    assert re.findall(r'^\*\*Day (\d+)\.', teacher, re.M) == [day for day, _ in days]
+    assert 'Answers' not in pupils and '<details>' not in pupils
+
+
+def test_the_points_are_those_of_the_parts():
+    points = sum(gradescope.points(name) for name in check.NAMES)
+    assert f'makes {points} for' in ' '.join(page_of('TEACHING.md').split())
 
 
 def test_the_loop_of_the_halting_exercise_is_what_the_model_does(idx):

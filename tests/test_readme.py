@@ -58,6 +58,7 @@ PAGES = (
     'docs/runs/LOG.md',
     'docs/training.md',
     'exercises/README.md',
+    'exercises/TEACHING.md',
     *LOGS,
 )
 
@@ -84,7 +85,7 @@ def split_command(command):
 
 
 PAGES_OF_COMMANDS = ('README.md', 'docs/modify.md', 'docs/training.md', 'docs/released.md',
-                     'exercises/README.md')
+                     'exercises/README.md', 'exercises/TEACHING.md')
 COMMANDS = [command for page in PAGES_OF_COMMANDS for command in read_commands(page)]
 BENCHES = [command for page in ('docs/performance.md', *LOGS)
            for command in re.findall(r'`(python tools/bench\w*\.py [^`]*)`', read_text(page))]
