@@ -283,11 +283,13 @@ def train(label, args, folder, settings):
     if checkpoints:
         command.append('--init_from=resume')
     os.makedirs(folder, exist_ok=True)
+    group = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # with --track=wandb
     print(f"{label}: {folder}/output.txt", flush=True)
     line, progress = '', Progress()
     with open(os.path.join(folder, 'output.txt'), 'a', encoding='utf-8') as output, \
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             encoding='utf-8', errors='replace') as child:
+                             encoding='utf-8', errors='replace',
+                             env={'WANDB_RUN_GROUP': group, **os.environ}) as child:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             for line in child.stdout:
