@@ -29,6 +29,7 @@ from tools.compare import CompareSettings
 from tools.evaluate import EvaluateSettings
 from tools.explain import ExplainSettings
 from tools.plot import KINDS, PlotSettings
+from tools.race import RaceSettings
 from train import Settings
 
 import check
@@ -55,7 +56,6 @@ PAGES = (
     'docs/performance.md',
     'docs/released.md',
     'docs/results.md',
-    'docs/runs/LOG.md',
     'docs/training.md',
     'exercises/README.md',
     'exercises/TEACHING.md',
@@ -102,6 +102,7 @@ SETTINGS = {
     'tools/explain.py': (ExplainSettings,),
     'tools/hf.py': (),
     'tools/plot.py': (PlotSettings,),
+    'tools/race.py': (RaceSettings, Settings, GPTConfig),
 }
 
 

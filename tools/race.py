@@ -164,7 +164,10 @@ def new_contender(name, path, config, seed):
         return new_model(replace(config, **change))
     model = new_model(config)
     change(model)
-    model.init_weights()
+    for module in model.modules():      # as GPT does, with what is new
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=config.init_std)
+    model.mechanism.init_weights(model)
     return model
 
 
