@@ -150,10 +150,7 @@ def convert(value, kinds):
 
 
 def build(block, given):
-    """
-    An instance of `block` with the given values; UserError for the block's own ValueError (an
-    impossible pair).
-    """
+    """An instance of `block` with the given values; its ValueError becomes a UserError."""
     values = {field.name: given[field.name] for field in fields(block) if field.name in given}
     try:
         return block(**values)

@@ -147,10 +147,7 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------------------
 # 2  The plain GPT
 #
-# What later parts hang on it, and what it is here:
-#     Memory.keys_per_token, Memory.loops     1, and ()
-#     weights of keys, in Attention.attend    none, unless a batch has padding
-#     GPT.mechanism                           a Mechanism: it makes the Memory, its loss is GPT.loss
+# Parts 4 and 5 hang on GPT.mechanism. A plain GPT's makes a Memory, and its loss is GPT.loss.
 
 
 def at_least_fp32(x):
@@ -158,13 +155,8 @@ def at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / rms(x) * weight over the last axis (arXiv 1910.07467)."""
-
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
 
     def forward(self, x):
         weight = self.weight.to(x.dtype)  # x may be bf16: PyTorch's fused kernel wants one dtype
@@ -195,9 +187,8 @@ def apply_rope(x, cos, sin):
 class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. In training it is new in
-    each call of the model, and holds the keys and values of this call alone.
-
-    In each call of the model: `begin`, then `update` in every layer.
+    each call of the model, and holds the keys and values of this call alone. Each call of the model
+    calls `begin` once, then `update` in every layer.
     """
     keys_per_token = 1      # that `update` returns; part 4: ChainMemory
     loops = ()              # memories of earlier passes; part 4: LoopMemory
@@ -246,11 +237,9 @@ class Attention(nn.Module):
         qkv_heads = config.n_head + 2 * config.n_kv_head                # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, qkv_heads * config.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=False)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
+        hd, eps = config.head_dim, config.norm_eps
+        self.q_norm = RMSNorm(hd, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(hd, eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rope, memory):
         """
@@ -361,12 +350,9 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.mechanism = new_mechanism(config)  # parts 4 and 5; of a plain GPT a bare Mechanism
-        self.init_weights()
-
-    def init_weights(self):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=self.config.init_std)
+                nn.init.normal_(module.weight, std=config.init_std)
         self.mechanism.init_weights(self)       # part 4: smaller c_proj; a plain GPT's: nothing
 
     def forward(self, idx, targets=None):
@@ -437,10 +423,7 @@ class GPT(nn.Module):
         return losses.view_as(targets)
 
     def new_memory(self, pad=None):
-        """
-        An empty memory. pad (B,): how many tokens of each row, on its left, are padding: for
-        prompts of unequal lengths.
-        """
+        """An empty memory. pad (B,): how many tokens on the left of each row are padding."""
         return self.mechanism.new_memory(pad)
 
     @torch.no_grad()
@@ -481,9 +464,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if top_p is not None:
         p, order = logits.softmax(-1).sort(descending=True)
         mass_before = p.cumsum(-1) - p          # the probability of all that are likelier
-        beyond = mass_before >= top_p
-        beyond[:, 0] = False                    # the likeliest of all stays
-        beyond = torch.zeros_like(beyond).scatter(1, order, beyond)     # in the table's order again
+        beyond = mass_before >= max(top_p, 1e-30)       # the likeliest of all has 0: it stays
+        beyond = beyond.scatter(1, order, beyond)       # in the table's order again
         logits = logits.masked_fill(beyond, -math.inf)
     p = logits.softmax(-1)
     # torch.multinomial looks for NaN, so the CPU would wait for the GPU. The same draw without it:

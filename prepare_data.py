@@ -38,6 +38,7 @@ from typing import Optional
 
 import numpy as np
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
 from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
 from engine.files import UserError, alone, checksum, on_disk, run, same_folder, typed, whole
@@ -215,9 +216,7 @@ def refuse_folder(error):
 
 
 def python_sources(packages):
-    """
-    The standard library's .py files, in the order of `walk`; with `packages`, site-packages too.
-    """
+    """The standard library's .py files, in `walk`'s order; with `packages`, site-packages too."""
     # Not every installation has the tests and the other folders named here: without them the corpus
     # is the same everywhere.
     skip = {'test', 'tests', 'idle_test', 'idlelib', 'lib2to3', 'turtledemo', 'ensurepip',

@@ -11,12 +11,13 @@ Sample from a checkpoint, streaming to the terminal.
 
 import codecs
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
 from typing import Optional
 
-
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
 from configurator import check_range
 from engine.answers import behind_solved
 from engine.checkpoint import change_steps

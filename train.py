@@ -21,12 +21,15 @@ for each line of steps or evaluation).
 """
 
 import math
+import os
+import sys
 from dataclasses import asdict, dataclass
 from typing import Optional
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
 import prepare_data
 from configurator import build, check_range, read
 from engine.answers import exam_of_data
@@ -34,11 +37,12 @@ from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
 from engine.mechanisms import halts
 from engine.prepare import prepare
 from engine.files import UserError, run
-from engine.hardware import check_causal, dtype_and_reason, process_group
+from engine.hardware import check_causal, pick_dtype, process_group
 from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop
 from engine.shards import read_meta
 from engine.start import check_ranks, check_unused, checkpoint_of, start_model
+from engine.track import MODULES, package_of
 from engine.windows import Windows
 from model import GPTConfig
 
@@ -72,6 +76,7 @@ class Settings:
     save_interval: int = 600            # steps between checkpoints; there is always one at the end
     max_seconds: Optional[float] = None # save and stop after this long, with exit status 0
     sample_tokens: int = 400            # at most, of the sample printed at the end, 0 for none
+    track: Optional[str] = None         # 'tensorboard' or 'wandb' gets what log.jsonl gets
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
     threads: Optional[int] = None       # on a CPU (None: PyTorch's choice, one per core)
@@ -98,6 +103,8 @@ class Settings:
             raise ValueError("shard_optimizer shares out AdamW's state, not Muon's: leave one out")
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+        if self.track not in (None, *MODULES):
+            raise ValueError(f"track={self.track!r} must be 'tensorboard' or 'wandb'")
 
     def micro_batches(self, T, world):
         """
@@ -169,7 +176,7 @@ class Trainer:
         if s.threads is not None:
             torch.set_num_threads(s.threads)
         kept = state.get('precision') if state and not s.eval_only else None
-        own, self.why = dtype_and_reason(s.dtype or kept, device)       # a run keeps what it had
+        own, self.why = pick_dtype(s.dtype or kept, device)     # a run keeps what it had
         self.dtype = ranks.first(own, device)
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
@@ -180,6 +187,8 @@ class Trainer:
 
         # the data (a built-in set is made when it is missing), the model, and the step it is at
         if ranks.rank == 0:
+            if s.track and not s.eval_only:
+                package_of(s.track)     # if it is missing, before anything is made
             prepare_data.prepare_builtin(s.data_dir)
         ranks.wait()
         self.meta = read_meta(s.data_dir)
@@ -282,9 +291,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
     def may_update(self, loss, norm):
-        """
-        Whether loss and gradient are finite; says so if not. UserError after BAD_STEPS in a row.
-        """
+        """Whether both are finite; says so if not. UserError after BAD_STEPS in a row."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return True
@@ -398,10 +405,11 @@ class Trainer:
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
         settings.pop('variant', None)   # of released models: it comes with their weights
         settings.pop('max_seconds')     # of this call
-        with self.log.open(settings, self.read), self.stop.on_signals():
-            self.loop()
-        if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
-            self.log.sample(self.val_data, self.meta, self.autocast)
+        with self.log.open(settings, self.read, self.step):
+            with self.stop.on_signals():
+                self.loop()
+            if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
+                self.log.sample(self.val_data, self.meta, self.autocast)
 
 
 # ---- main ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ Read start.py and prepare.py to see how a run begins, then what you need:
                 muon.py         another optimizer than AdamW
                 checkpoint.py   checkpoints: complete or absent
                 run.py          what a run says and leaves behind, and what ends it early
+                track.py        the same at TensorBoard, or Weights & Biases
     before it   flops.py        what a token costs: PyTorch counts
                 plan.py         what a run would take: --dry_run
     after it    generate.py     token by token, in batches, past the context

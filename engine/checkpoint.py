@@ -105,15 +105,11 @@ def load_checkpoint(folder, mapped=False):
     settings, tokenizer, model, optimizer and so on. A damaged one is reported and the one before
     it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
 
-    mapped: tensors lie in the file, of which many processes share one copy, and which others may
-    write over: copy them at once, then call check_whole with `files`.
+    mapped (hf: always): tensors lie in the file, of which many processes share one copy, and which
+    others may write over: copy them at once, then call check_whole with `files`.
     """
     if folder.startswith('hf:'):
-        state = load_released(folder.removeprefix('hf:'))
-        if not mapped:
-            state['model'] = {name: w.clone() for name, w in state['model'].items()}
-            check_whole(state.pop('files'))
-        return state
+        return load_released(folder.removeprefix('hf:'))
     if os.path.isfile(folder):
         where = os.path.dirname(folder) or '.'
         raise UserError(f"{folder} is a file: name the folder it is in, {where}")

@@ -32,15 +32,20 @@ def fixed(memory, tokens, model):
     if pad is None:     # all keys get a weight, and so can be hidden
         pad = torch.zeros(1, dtype=torch.long, device=model.wte.weight.device)
     if type(memory) is SlotMemory and iterates(model):  # not pause: its slots come side by side
-        return FixedSlots(pad, tokens * (model.mechanism.K + 1))
+        return FixedSlots(pad).with_places(tokens * (model.mechanism.K + 1))
     alone = type(memory) is LoopMemory and not model.config.depth_attn
     if type(memory) in (Memory, WeightedMemory) or alone:
-        return FixedMemory(pad, tokens)
+        return FixedMemory(pad).with_places(tokens)
     return memory
 
 
 class Places(Memory):
     """Keys in places that never move. A new token reads all of them: those not used are hidden."""
+    used = 0
+
+    def with_places(self, places):
+        self.places = places
+        return self
 
     def take(self, S):
         """Before a pass of S slots."""
@@ -64,19 +69,10 @@ class Places(Memory):
 
 
 class FixedMemory(WeightedMemory, Places):
-
-    def __init__(self, pad, places):
-        super().__init__(pad)
-        self.places = places
-        self.used = 0
+    """A WeightedMemory with such places."""
 
 
 class FixedSlots(SlotMemory, Places):
-
-    def __init__(self, pad, places):
-        super().__init__(pad)
-        self.places = places
-        self.used = 0
 
     def begin(self, x):
         super().begin(x)

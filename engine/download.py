@@ -28,7 +28,6 @@ TRIES = 6           # failed tries, none of which but the first brought a new by
 PAUSE = 1           # seconds before the second try; doubles with every further one
 BLOCK = 2 ** 14     # bytes that are written at once
 
-
 FINEWEB = {'fineweb': 103, 'fineweb-edu': 99}   # how many shards there are for training
 FINEWEB_BYTES = HEADER_BYTES + 2 * 10 ** 8  # of every shard but the last
 
@@ -136,10 +135,7 @@ def request_rest(url, part, progress):
 
 
 def stated_checksum(response):
-    """
-    The SHA-256 that Hugging Face states in the redirection to its storage, in hex; None if there is
-    none.
-    """
+    """The SHA-256 in hex that Hugging Face states as it redirects to its storage, or None."""
     for answer in [*response.history, response]:
         etag = answer.headers.get('X-Linked-Etag', '').strip('"')
         if len(etag) == 64:

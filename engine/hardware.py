@@ -66,17 +66,10 @@ def best_device():
 
 def pick_dtype(name, device):
     """
-    The autocast type. Without a name: on CUDA bf16, fp16 on older cards; on a CPU bf16 where
-    products are faster in it; else fp32.
-    """
-    return dtype_and_reason(name, device)[0]
-
-
-def dtype_and_reason(name, device):
-    """
-    (what pick_dtype says, why it is that one). Without AMX's tiles, bf16 is twice as fast as fp32
-    on some CPUs and half as fast on others: hence the clock. What is close is fp32, so that two
-    runs on one machine agree.
+    (The autocast type, why it is that one.) Without a name: on CUDA bf16, fp16 on older cards; on a
+    CPU bf16 where products are faster in it; else fp32. Without AMX's tiles, bf16 is twice as fast
+    as fp32 on some CPUs and half as fast on others: hence the clock. What is close is fp32, so that
+    two runs on one machine agree.
     """
     if name is not None:
         return getattr(torch, name), 'as set, or as before'
@@ -222,10 +215,7 @@ def explained():
 
 
 def explain(error):
-    """
-    A failure of the machine as one line that says what to do, or None for what only a traceback
-    explains.
-    """
+    """A line that says what to do about a failure of the machine; None for one of the code."""
     text = ' '.join(str(error).split())
     no_memory = "can't allocate memory", 'not enough memory', 'out of memory'    # MPS: the last
     if isinstance(error, MemoryError) or any(words in text for words in no_memory):

@@ -155,7 +155,7 @@ def print_plan(settings, given, builtin, state):
     device = None if on_gpu else pick_device(settings.device)
     dtype = torch.bfloat16  # what GPUs of today compute in
     if settings.dtype is not None or device is not None:
-        dtype = pick_dtype(settings.dtype, device)
+        dtype, _ = pick_dtype(settings.dtype, device)
     if settings.device == 'cpu':
         tune_cpu()  # rules which attention runs
     _, size = settings.micro_batches(config.block_size, 1)  # UserError if one GPU could not do it

@@ -8,6 +8,42 @@ Depth-Attention and Ouro models, which are these with more keys in config.json.
 
 Nothing of a folder is executed. What it needs is in requirements-hf.txt, which also brings `hf`,
 the command that fetches folders.
+
+Keys of config.json, and what `describe` makes of them:
+
+    total_ut_steps              of Ouro: ponder='loop', ponder_steps (one less)
+    early_exit_threshold        of Ouro: halt_tau (1 - it)
+    ponderinglm                 ponder='embedding'; pondering_steps: ponder_steps
+    recurrent_model             ponder='latent'; num_latent_thoughts: ponder_steps
+    num_jacobi_iterations       jacobi_iters: sweeps when a text is read at once
+    use_depth_attention         depth_attn; depth_attention_stride: depth_stride (1 if missing)
+    scale_embeds                embed_scale: sqrt(C), for PonderLM-2 sqrt(2.5 C)
+    mutiply_pondering_steps     tokens' embeddings are multiplied by the steps, mixtures are not
+    use_qk_norm                 of a Llama: queries are normed before the rotation, keys after it
+    rotary_pct, rotary_emb_base, use_parallel_residual, attention_bias, hidden_act
+                                the block of GPT-NeoX
+
+--ponder_steps changes the steps and leaves the factor on the input as trained. In the authors' code
+the factor would change too, and be 0 without steps.
+
+Full passes agree with the authors' code for PonderLM, PonderLM-2 and GPT-NeoX, to 1e-8 relative
+error in float64. Where that code decodes, it differs. We ran it on random weights, with their model
+files and transformers 4.46.1:
+
+- PonderLM: generate(use_cache=True) gives other tokens than recomputing, from the first one on. Its
+  inner passes get no cache, so with one the model sees the newest token alone. Here each pass has a
+  cache of its own.
+- PonderLM-2 on GPT-NeoX: generate(use_cache=True) ends with an error about sizes, because the file
+  has no branch for single tokens. Here a token's slots follow one another in one cache.
+
+And we read it:
+
+- Depth-Attention: the cache is updated before values are mixed, so it keeps raw values. Here it
+  keeps the mixed ones, which is what a later token reads when all is recomputed.
+- PonderLM-2 scores a text with num_jacobi_iterations sweeps, and so do we. Generation is the
+  recursion itself; a prompt is read exactly with --exact=True.
+- Ouro computes all passes and picks one afterwards. Here later tokens read the last keys and values
+  that a token has.
 """
 
 import hashlib

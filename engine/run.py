@@ -26,6 +26,7 @@ from engine.hardware import PEAK_FLOPS, expect_new_lengths
 from engine.shards import get_tokenizer
 from engine.start import check_unused
 from engine.tasks import task_of
+from engine.track import Tracker
 
 SILENCE = 20    # seconds without a line, after which a run says how far it is
 PROBLEMS = 100  # of a made task, which each evaluation asks
@@ -33,10 +34,7 @@ OFTEN = 100     # times that a run may read its data without a warning
 
 
 class Stop:
-    """
-    Whether a run is to save and end before its last step: a signal, no time left, a log that cannot
-    be written.
-    """
+    """Whether a run is to save and end early: a signal, no time left, a log that is lost."""
 
     def __init__(self, ranks, device, max_seconds=None):
         self.ranks = ranks
@@ -101,6 +99,7 @@ class Log:
         self.ranks = stop.ranks
         self.device = stop.device
         self.file = None            # log.jsonl, once it is open
+        self.tracker = None         # where its lines go too, if the user asked for it
         self.said = time.monotonic()
         self.outcomes = []          # of a made task's problems, in the last evaluation
         self.checked = False        # whether check_pieces was called
@@ -111,11 +110,11 @@ class Log:
         self.passes = []            # of each micro-batch: shares of the tokens in each pass
 
     @contextlib.contextmanager
-    def open(self, written, read=()):
+    def open(self, written, read=(), step=0):
         """
-        Around the run: makes its folder and locks out other runs; settings.json, with what is
-        `written`, and log.jsonl are in it. UserError if the folder cannot be written, or another
-        run had it until now. read: as in check_unused.
+        Around the run, which goes on from `step`: makes its folder and locks out other runs;
+        settings.json, with what is `written`, and log.jsonl are in it. UserError if the folder
+        cannot be written, or another run had it until now. read: as in check_unused.
         """
         if self.ranks.rank > 0:
             yield
@@ -133,6 +132,9 @@ class Log:
             raise UserError(f"out_dir={folder}: cannot be written ({error.strerror}); choose "
                             "another --out_dir") from None
         with closing:
+            if self.settings.track:
+                tracker = Tracker(self.settings.track, folder, self.say, written, step)
+                self.tracker = closing.enter_context(tracker)
             yield
 
     def say(self, text, **record):
@@ -146,8 +148,12 @@ class Log:
         try:
             print(text, flush=True)
             if record and self.file:
-                finite = {name: None if is_nan(value) else value for name, value in record.items()}
-                print(json.dumps(finite), file=self.file, flush=True)
+                for name, value in record.items():
+                    if isinstance(value, float) and not math.isfinite(value):
+                        record[name] = None     # JSON has no such number
+                print(json.dumps(record), file=self.file, flush=True)
+                if self.tracker:
+                    self.tracker.log(record)
         except OSError as error:
             self.stop.because(error)
 
@@ -247,9 +253,7 @@ class Log:
         return None
 
     def shares(self):
-        """
-        Shares of this rank's tokens in passes 1, 2, .. since the last line; None without halting.
-        """
+        """Shares of this rank's tokens in passes 1, 2, .. since the last line; or None."""
         if not self.passes:
             return None
         mean = torch.stack(self.passes).mean(0)                         # (ponder_steps + 1,)
@@ -304,19 +308,20 @@ class Log:
         self.model.eval()
         if self.outcomes:
             print_answers(self.outcomes)
-        else:
-            with autocast(), torch.compiler.set_stance('force_eager'):
-                print_sample(self.model, data, meta['tokenizer'], self.settings)
+            rows = [(one.question, one.answer, one.text, one.right) for one in self.outcomes]
+            if self.tracker:
+                self.tracker.show('answers', ('question', 'answer', 'of the model', 'right'), rows)
+            return
+        with autocast(), torch.compiler.set_stance('force_eager'):
+            text = print_sample(self.model, data, meta['tokenizer'], self.settings)
+        if self.tracker and text:
+            self.tracker.show('sample', ('validation text <|model|> what it makes of it',),
+                              [(text,)])
 
 
 def describe(shares):
     """The mean number of passes, and the share of tokens in each."""
     return f"{sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)})"
-
-
-def is_nan(value):
-    """Whether it is a number that JSON has not."""
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def end_torn_line(file):
@@ -328,14 +333,14 @@ def end_torn_line(file):
 
 def print_sample(model, data, tokenizer, settings):
     """
-    Print a piece of the validation text, and how the model goes on. data: its Windows. tokenizer:
-    its name.
+    Print a piece of the validation text, from its Windows, and how the model goes on; returns both
+    as one text, or None.
     """
     try:
         tokenizer = get_tokenizer(tokenizer)
     except UserError as error:  # a vocabulary that has to be fetched; the run is complete
         print(f"no sample: {error}", file=sys.stderr)
-        return
+        return None
     expect_new_lengths()
     device = model.wte.weight.device
     window, _ = data.get([data.n // 2], device)                         # (1,T)
@@ -346,8 +351,10 @@ def print_sample(model, data, tokenizer, settings):
     tokens = out[0].tolist()
     given = tokenizer.decode(tokens[:prompt.size(1)])
     new = tokenizer.decode(tokens[prompt.size(1):])
+    text = f'{given}<|model|>{new}'
     print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40,
-          f'\n{given}<|model|>{new}\n' + '-' * 133)
+          f'\n{text}\n' + '-' * 133)
+    return text
 
 
 def print_answers(outcomes):

@@ -20,7 +20,6 @@ as uint16. meta.json holds
 
 import json
 import os
-from contextlib import suppress
 
 import numpy as np
 import tiktoken
@@ -64,10 +63,7 @@ def get_tokenizer(name):
 
 
 def knows_tokens(n_tokens, name, n_vocab):
-    """
-    Whether a model of n_tokens tokens was made for the tokenizer of this name, which has n_vocab.
-    Models of Hugging Face folders may have more than their tokenizers.
-    """
+    """Whether a model with n_tokens suits this tokenizer of n_vocab; those of hf: may have more."""
     return n_tokens == n_vocab or (name.startswith('hf:') and n_tokens > n_vocab)
 
 
@@ -126,21 +122,16 @@ def one_tokenizer(*kept):
     Whether two meta.json or checkpoints have the same tokens. A family of models has them in
     several folders, and another tokenizer may lie in a folder now.
     """
-    names = {one['tokenizer'] for one in kept}
-    if not all(name.startswith('hf:') for name in names):
-        return len(names) == 1
-    if len(names) == 1 and len({one.get('tokenizer_id') for one in kept}) == 1:
-        return True     # also of older ones, which both have none
-    return all(part == other for part, other in zip(*(whole_id(one).split('+') for one in kept)))
+    return len(set(map(which_tokens, kept))) == 1
 
 
-def whole_id(kept):
-    """Of older ones, with a first part or none: of what lies in the folder, if it is the same."""
-    known = kept.get('tokenizer_id') or ''
-    with suppress(UserError):
-        if '+' not in known and (now := get_tokenizer(kept['tokenizer']).id).startswith(known):
-            return now
-    return known
+def which_tokens(kept):
+    """What tells them from others: the tokenizer's name, or of hf:FOLDER its id."""
+    name, known = kept['tokenizer'], kept.get('tokenizer_id') or ''
+    if not name.startswith('hf:') or '+' in known:
+        return known or name
+    now = get_tokenizer(name).id    # older ones kept its first half, or nothing
+    return now if now.startswith(known) else known
 
 
 def open_shard(path, tokens=None):

@@ -154,8 +154,7 @@ def check_asked(config, asked):
 def check_data(config, meta, state, settings, ranks):
     """
     UserError if the model was made for other tokens than the data has; a warning if a run goes on
-    with other data than the checkpoint `state` was made with, or a run or an evaluation takes what
-    took its place.
+    with other data than that of the checkpoint `state`, or the data took the place of its own.
     """
     name = meta['tokenizer']
     of_model = state['tokenizer'] if state else name
@@ -169,19 +168,14 @@ def check_data(config, meta, state, settings, ranks):
     if state is None or ranks.rank > 0:
         return
     goes_on = settings.init_from == 'resume' and not settings.eval_only
-    checkpoint = settings.out_dir if settings.init_from == 'resume' else settings.init_from
-    if goes_on or is_own_data(settings.data_dir, state['settings'], checkpoint):
+    if goes_on or is_own_data(settings.data_dir, state['settings']):
         say_other_data(settings.data_dir, meta, state)
 
 
-def is_own_data(folder, kept, checkpoint):
-    """
-    Whether `folder` is the data_dir in what a checkpoint kept of its settings (hf: folders, none).
-    That path begins here or, as out_dir does, above the checkpoint.
-    """
-    began = os.path.abspath(checkpoint).removesuffix(os.path.normpath(kept.get('out_dir', '')))
-    return 'data_dir' in kept and any(same_folder(folder, os.path.join(above, kept['data_dir']))
-                                      for above in ('', began))
+def is_own_data(folder, kept):
+    """Whether a folder is called as the data_dir that a checkpoint kept (hf: folders, none)."""
+    here, there = (os.path.realpath(path) for path in (folder, kept.get('data_dir', os.sep)))
+    return os.path.basename(here) == os.path.basename(there)
 
 
 def say_other_data(folder, meta, kept):
@@ -211,9 +205,7 @@ def idle_settings(model, asked):
 
 
 def check_resume(state, step, settings, ranks, device):
-    """
-    UserError if ranks are to go on from different steps, or from weights alone.
-    """
+    """UserError if ranks are to go on from different steps, or from weights alone."""
     if not state['optimizer']:
         option = typed(f'--init_from={settings.out_dir}')
         raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "

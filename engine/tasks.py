@@ -21,27 +21,18 @@ from engine.files import UserError
 
 
 class Task:
-    """A kind of problem; the methods' `size` is its dial."""
+    """
+    A kind of problem; `size` is its dial. Each has
+
+        question(rng, size)     a question, drawn with a random.Random
+        answer(question)        its answer
+        difficulty(question)    how much work it is, one step after the other
+        longest(size)           characters of the longest problem
+    """
     largest_size = 1
     default_size = 1
     end = '='           # the last character of a question
     unit = ''           # what `difficulty` counts
-
-    def question(self, rng, size):
-        """A question, drawn with a random.Random."""
-        raise NotImplementedError
-
-    def answer(self, question):
-        """Its answer."""
-        raise NotImplementedError
-
-    def difficulty(self, question):
-        """How much work it is, one step after the other."""
-        raise NotImplementedError
-
-    def longest(self, size):
-        """Characters of the longest problem."""
-        raise NotImplementedError
 
 
 class Addition(Task):

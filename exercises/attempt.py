@@ -12,23 +12,6 @@ import sys
 import types
 from dataclasses import asdict
 
-
-def stand_between():
-    """
-    Go on in a child, and end as it ends: whoever ends the parent of the student's process ends this
-    one, and not the marker.
-    """
-    child = os.fork()
-    if child:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status < 0:
-            os.kill(os.getpid(), -status)
-        os._exit(status)
-
-
-if __name__ == '__main__' and hasattr(os, 'fork'):  # before torch starts threads
-    stand_between()
-
 import check
 from answers import ANSWERS
 

@@ -184,10 +184,7 @@ def same(a, b):
 
 
 def shaped(name, got, shape, axes):
-    """
-    NotYet unless got is a tensor of this shape with only finite numbers in it.
-    axes: what each axis counts.
-    """
+    """NotYet unless got is a finite tensor of this shape. axes: what each axis counts."""
     counts = f"({', '.join(axes)})"
     plain = type(got) in (torch.Tensor, torch.nn.Parameter)  # others may mean other things by ==
     expect(plain, f"{name} should be a tensor {counts}, and is of type {type(got).__name__}")

@@ -122,9 +122,12 @@ def run(exercise, path, seed, seconds, folder, results, printed):
         shutil.copyfile(path, copy)
     except OSError as error:
         return f"the file cannot be read ({error.strerror})"
-    process = subprocess.Popen([sys.executable, program, exercise, copy, str(seed), str(seconds)],
-                               cwd=here, stdin=subprocess.DEVNULL, stdout=results, stderr=printed,
-                               env={**os.environ, 'PYTHONUTF8': '1'}, start_new_session=True)
+    command = [sys.executable, program, exercise, copy, str(seed), str(seconds)]
+    if os.name == 'posix':      # whoever ends the parent of this process ends a shell, and not us
+        command = ['sh', '-c', '"$@"; exit $?', 'sh', *command]
+    process = subprocess.Popen(command, cwd=here, stdin=subprocess.DEVNULL, stdout=results,
+                               stderr=printed, env={**os.environ, 'PYTHONUTF8': '1'},
+                               start_new_session=True)
     running.add(process)
     try:
         status = process.wait(seconds)
@@ -133,7 +136,7 @@ def run(exercise, path, seed, seconds, folder, results, printed):
     finally:
         end(process)
         running.remove(process)
-    if status in (-9, -24):  # SIGKILL and SIGXCPU
+    if status in (128 + 9, 128 + 24):   # as the shell tells of SIGKILL and SIGXCPU
         return "the system ended it: did it take too much memory, or time?"
     return f"the file ends the program before its check is done, with status {status}"
 

@@ -7,6 +7,7 @@ import prepare_data
 from engine.files import UserError
 from model import HALTING, GPTConfig
 from tools import bench
+from train import Settings
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=16, mlp_hidden=16, vocab_size=64)
 SMALL = [*(f'--{name}={value}' for name, value in SHAPE.items()), '--block_size=32',
@@ -43,7 +44,7 @@ def test_in_training_the_router_skips_what_is_drawn():
     model = bench.drawn(config, 1.5, torch.device('cpu'))
     slots = []
     model.h[0].register_forward_pre_hook(lambda block, args: slots.append(args[0].size(1)))
-    bench.TrainingStep(model, torch.randint(64, (1, 512)), torch.float32)()
+    bench.TrainingStep(model, torch.randint(64, (1, 512)), torch.float32, Settings())()
     assert slots[0] == 512 > 2 * slots[1] > 2 * slots[2]
     assert sum(slots) / 512 == pytest.approx(1.5, abs=0.1)
 

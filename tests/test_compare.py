@@ -84,6 +84,10 @@ def test_all_runs_have_the_same_recipe(common):
         plan = compare.make_plan(name, common)
         what.setdefault(json.dumps(plan.settings), []).append(name)
     assert [names for names in what.values() if len(names) > 1] == [['loop', 'loop_4']]
+    quick = compare.make_plan('plain_2x@0.5_as_loop', common)
+    assert quick.settings['learning_rate'] == 0.5
+    assert {**quick.settings, 'learning_rate': plain.learning_rate} == compare.make_plan(
+        'plain_2x_as_loop', common).settings
     for name in compare.ALL:
         scales = {compare.make_plan(one, common).settings['embed_scale']
                   for one in (name, *name.split('_as_'))}
@@ -97,6 +101,8 @@ def test_all_runs_have_the_same_recipe(common):
     (['--names=lop_as_plain'], 'lop_as_plain.*plain_scaled_as_loop'),
     (['--seeds=1,x'], '1,2,3'),
     (['--seed=1'], 'seed=1.*--help'),
+    (['--lrs=1e-3,2e-3'], 'learning_rate=0.01: chosen here'),
+    (['--lrs=1e-3,2e-3', '--pick=2'], 'pick=2 is one of seeds'),
     (['folder'], 'folder'),
     (['nowhere.jsonl'], 'no finished run'),
     ([os.path.join(ROOT, 'docs', 'runs', 'halting.jsonl')], 'no finished run'),
@@ -206,7 +212,8 @@ def test_what_the_runs_choose_is_not_given_for_all(common, in_process, tmp_path,
 def test_which_runs_are_plain():
     names = ['plain', 'plain_scaled_4x', 'plain_ponderlm_as_gate', 'plain_scaled+depth_attn',
              'plain_scaled+depth_attn_4x', 'plain_smear', 'loop']
-    assert [compare.is_plain(name) for name in names] == [True] * 3 + [False] * 4
+    names[:0] = ['plain@3e-3', 'plain_scaled_2x@3e-3_as_loop']
+    assert [compare.is_plain(name) for name in names] == [True] * 5 + [False] * 4
 
 
 def texts(seed):
@@ -309,6 +316,45 @@ def test_the_table_of_losses_by_hand():
     assert loop == ['loop', '3', '1.3000', '1.1000 to 1.4000', '-0.2500 (-0.4000 to -0.1000)',
                     '+0.0500 (+0.0500 to +0.0500)', '4.00', '1.00']
     assert latent[4:] == ['-0.7000 (-0.7000 to -0.7000)', '', '4.40', '1.00']
+
+
+def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys):
+    """Which a seed chooses that is in no row of the table."""
+    common.remove('--learning_rate=0.01')
+    args = [*common, '--names=plain,plain_2x', '--seeds=1,2', '--lrs=1e-5,1e-2,1',
+            f'--out={tmp_path}']
+    compare.main(args)
+    told = capsys.readouterr().out
+    tried = ['@1e-5-s0', '@1e-2-s0', '@1-s0']
+    assert in_process[:6] == [f'{name}{end}' for name in ('plain', 'plain_2x') for end in tried]
+    best = {}
+    for r in records_in(tmp_path):
+        assert r['picks'] == (r['seed'] == 0) and r['optimizer'] == 'adamw'
+        assert float(r['name'].partition('@')[2]) == r['learning_rate']
+        if r['picks']:
+            best.setdefault(r['name'].partition('@')[0], []).append((r[compare.LOSS], r['name']))
+    chosen = [min(best[name])[1] for name in ('plain', 'plain_2x')]
+    assert in_process[6:] == [f'{name}-s{seed}' for seed in (1, 2) for name in chosen]
+    assert '1e-5' not in ' '.join(chosen)     # nothing is learned with it
+    _, table = told.split('\n\n', 1)
+    assert [row[:2] for row in cells(table)[1:]] == [[name, '2'] for name in chosen]
+    assert 'Tried with another seed: plain@1e-5 ' in table
+
+    compare.main(args)      # nothing is made twice
+    assert len(in_process) == 10
+
+
+def test_a_rate_at_the_edge_of_those_tried_is_told(capsys, tmp_path):
+    lines = [dict(name=f'plain@{rate}', seed=0, val_nats_per_byte=loss)
+             for rate, loss in (('1e-3', 3.0), ('2e-3', 2.0), ('4e-3', 1.0))]
+    path = tmp_path / 'runs.jsonl'
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    assert compare.best_rate('plain', ['1e-3', '2e-3', '4e-3'], 0, path) == '4e-3'
+    assert 'plain: 4e-3 is the best of --lrs and at its edge' in capsys.readouterr().out
+    path.write_text(''.join(json.dumps({**line, 'val_nats_per_byte': abs(i - 1)}) + '\n'
+                            for i, line in enumerate(lines)))
+    assert compare.best_rate('plain', ['1e-3', '2e-3', '4e-3'], 0, path) == '2e-3'
+    assert not capsys.readouterr().out
 
 
 def test_of_plain_runs_of_equal_flops_that_counts_which_starts_alike():

@@ -1,12 +1,13 @@
 """
-A new mechanism is one class: the one on the page docs/architecture.md, taken from there, keeps the
-promises without a change anywhere else.
+A new mechanism is one class: the one on the page docs/modify.md, taken from there, keeps the
+promises without a change anywhere else. And the loop that the page changes computes the same.
 """
 
 import importlib.util
 import inspect
 import os
 import re
+import textwrap
 
 import pytest
 import test_promises
@@ -21,7 +22,7 @@ from engine.files import UserError
 from engine.flops import counted_flops, flops_per_token
 from engine.generate import stream
 from engine.trained import load_model
-from model import Mechanism, Memories, Memory, Smear, WeightedMemory, rope_table
+from model import Loop, Mechanism, Memories, Memory, Smear, WeightedMemory, rope_table
 from tools.explain import look
 
 SETTINGS = dict(ponder='inject', ponder_steps=3)
@@ -31,22 +32,23 @@ PROMISES = [test for name, test in vars(test_promises).items() if name.startswit
 assert PROMISES
 
 
-def code_of_the_page(name):
-    with open(os.path.join(ROOT, 'docs', 'architecture.md'), encoding='utf-8') as f:
+def code_of_the_page(part):
+    """The one block of code that has `part` in it."""
+    with open(os.path.join(ROOT, 'docs', 'modify.md'), encoding='utf-8') as f:
         page = f.read()
-    [code] = [part for part in re.findall(r'```python\n(.*?)```', page, re.S)
-              if f'class {name}(' in part]
+    [code] = [block for block in re.findall(r'```python\n(.*?)```', page, re.S) if part in block]
     return code
 
 
 @pytest.fixture(autouse=True)
 def inject(tmp_path, monkeypatch):
-    """The code of the page, with its entry in the table, for the length of one test."""
+    """The code of the page, among the names of model.py, with its entry in the table."""
     path = tmp_path / 'inject.py'
-    path.write_text(code_of_the_page('Inject'))
-    monkeypatch.setattr(library, 'PONDER', dict(library.PONDER))
+    path.write_text('from model import *\n\n\n' + code_of_the_page('class Inject('))
     spec = importlib.util.spec_from_file_location('inject', path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(library, 'PONDER', {**library.PONDER, 'inject': module.Inject})
 
 
 def naive(model, idx):
@@ -159,4 +161,15 @@ def test_who_asks_for_numbers_is_told_that_shapes_have_none(monkeypatch):
 
 
 def test_the_page_shows_smear_as_it_is():
-    assert code_of_the_page('Smear') == inspect.getsource(Smear)
+    assert code_of_the_page('class Smear(') == inspect.getsource(Smear)
+
+
+def test_the_changed_loop_of_the_page_is_the_loop_and_three_lines(idx, monkeypatch):
+    code = code_of_the_page('embeddings = x').splitlines(keepends=True)
+    old = [line for line in code if not line.endswith('# new\n')]
+    assert ''.join(old) == inspect.getsource(Loop.forward) and len(code) == len(old) + 3
+    names = {}
+    exec(textwrap.dedent(''.join(code)), names)
+    inject = make(**SETTINGS)(idx)[0]
+    monkeypatch.setattr(Loop, 'forward', names['forward'])
+    assert torch.equal(make(ponder='loop', ponder_steps=3, loop_norm=True)(idx)[0], inject)

@@ -16,7 +16,7 @@ from engine.hardware import Ranks
 from engine.plan import LiveBytes, activations, memory
 from engine.prepare import recompute_blocks
 from model import GPT, GPTConfig
-from train import Settings, Trainer
+from train import Settings, Trainer, make_optimizer
 
 SIZES = os.path.join(ROOT, 'config', 'size')
 CPU = torch.device('cpu')
@@ -144,6 +144,18 @@ def test_frozen_weights_have_neither_gradients_nor_moments():
     assert parts['optimizer'] == 2 * parts['gradients']
     ramp = memory(replace(config, halting='exit', exit_loss='ramp'), s, torch.float32)
     assert parts['activations'] < 0.5 * ramp['activations']
+
+
+def test_muon_keeps_one_moment_where_adamw_keeps_two():
+    config = GPTConfig(vocab_size=320, block_size=64, n_layer=2, n_head=2, n_embd=64, mlp_hidden=64)
+    s = Settings(micro_batch=4, batch_tokens=256, device='cpu', optimizer='muon')
+    model = GPT(config)
+    optimizer = make_optimizer(s, model, Ranks(0, 1), CPU)
+    model(torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long))[1].backward()
+    optimizer.step()
+    held = [moment for state in optimizer.state.values() for moment in state.values()]
+    moments = sum(moment.nbytes for moment in held if moment.dim())     # no step counts
+    assert memory(config, s, torch.float32)['optimizer'] == moments < 8 * model.num_params()
 
 
 # ---- what is printed -----------------------------------------------------------------------------

@@ -81,6 +81,14 @@ def test_each_program_says_what_it_does(linked, tmp_path):
         assert f'python {name}' in told, f"{name} --help has no line to copy"
 
 
+@pytest.mark.parametrize('name', ['train', 'sample', 'prepare_data'])
+def test_a_program_finds_its_modules_where_python_does_not_look(name, tmp_path):
+    """With `python -P`, or this variable, the program's own folder is not on the path."""
+    done = program(os.path.join(ROOT, f'{name}.py'), '--help', cwd=tmp_path, PYTHONPATH='',
+                   PYTHONSAFEPATH='1')
+    assert f'python {name}.py' in done.stdout
+
+
 SEEDED = []     # PyTorch and numpy have bounds; prepare_data.py takes any
 for folder in ('.', 'tools', os.path.join('exercises', 'labs')):
     for path in files(folder, having='    seed: int'):

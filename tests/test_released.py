@@ -309,8 +309,6 @@ def test_a_tokenizer_is_all_that_decides_what_a_number_means(fields, tmp_path):
     older = {'tokenizer': own, 'tokenizer_id': get_tokenizer(own).id.split('+')[0]}
     assert one_tokenizer(older, identity(get_tokenizer(own))) and one_tokenizer(older, older)
     assert not one_tokenizer(older, identity(get_tokenizer(other)))
-    shutil.rmtree(tmp_path / 'own')     # then nobody knows more than the tokens
-    assert one_tokenizer(older, identity(get_tokenizer(other)))
 
 
 @pytest.mark.parametrize('fields', [
@@ -347,7 +345,7 @@ def test_a_model_is_its_own_whatever_is_copied_over_its_files(kind, tmp_path, mo
             f.write(other)
 
     readers = (load_model(f'hf:{folder}', 'cpu')[0].state_dict(),
-               load_released(folder).state_dict(), load_checkpoint(f'hf:{folder}')['model'])
+               load_released(folder).state_dict())
     before = {name: w.clone() for name, w in readers[0].items()}
     write_over()
     for reader in readers:

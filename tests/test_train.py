@@ -137,9 +137,10 @@ def test_four_steps_equal_two_and_resume_and_two(run_train, toggle, capsys):
         same_weights(half, whole)
 
 
-def test_fp16_resumes_exactly_too(run_train):
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_fp16_resumes_exactly_too(run_train, optimizer):
     """Its scale grows as the run does well, and is part of the checkpoint."""
-    half = ['--dtype=float16', '--save_interval=5']
+    half = ['--dtype=float16', '--save_interval=5', f'--optimizer={optimizer}']
     straight = run_train('straight', *half)
     with stopped_at(5):
         run_train('out', *half)
@@ -233,6 +234,72 @@ def test_a_setting_of_earlier_versions_is_passed_over(run_train, tmp_path, capsy
     same_weights(straight, resumed)
     assert 'fast' not in resumed['settings']
     assert 'fast' not in json.loads((out / 'settings.json').read_text())
+
+
+# ---- Muon ----------------------------------------------------------------------------------------
+
+MUON = ['--optimizer=muon', '--dropout=0.1']
+
+
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(make_trainer):
+    """Three steps, beside PyTorch's two optimizers on a model of the same weights."""
+    trainer, beside = make_trainer('--optimizer=muon'), make_trainer()
+    s, other = trainer.settings, beside.model
+    matrices = [w for w in other.h.parameters() if w.dim() == 2]
+    tables = [other.wte.weight, other.lm_head.weight]
+    vectors = [w for w in other.parameters() if w.dim() == 1]
+    assert len(matrices) == 4 * other.config.n_layer
+    assert len(matrices) + len(tables) + len(vectors) == len(list(other.parameters()))
+    decays = [dict(params=tables, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
+    muon = torch.optim.Muon(matrices, adjust_lr_fn='match_rms_adamw', weight_decay=0.1)
+    adamw = torch.optim.AdamW(decays, betas=(s.beta1, s.beta2))
+    for step in range(3):
+        for micro in range(beside.accumulation):
+            x, y = beside.batch(micro)
+            (other(x, y)[1] / beside.accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), s.grad_clip)
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group['lr'] = train.learning_rate(s, step)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        beside.step += 1
+        trainer.train_step()
+    same_weights(dict(model=other.state_dict()), dict(model=trainer.model.state_dict()), 1e-6)
+    assert trainer.settings.optimizer != beside.settings.optimizer
+
+
+def test_a_run_with_muon_resumes_exactly_and_with_nothing_else(run_train, tmp_path, capsys):
+    straight = run_train('straight', *MUON)
+    with stopped_at(2):
+        run_train('out', *MUON)
+    with pytest.raises(UserError, match=r"optimizer=adamw: .*those of muon; .*--init_from="):
+        run_train('out', '--optimizer=adamw', '--init_from=resume')
+    resumed = run_train('out', '--init_from=resume')    # it keeps what it began with
+    same_weights(straight, resumed)
+    same_optimizer(straight, resumed)
+    assert json.loads((tmp_path / 'out' / 'settings.json').read_text())['optimizer'] == 'muon'
+    moments = [held.keys() for held in resumed['optimizer']['state'].values()]
+    assert sorted(map(len, moments)) == [1] * 8 + [3] * (len(moments) - 8)
+    # weights of a run are free to go on in a new one
+    assert run_train('new', '--init_from=' + str(tmp_path / 'out'))['step'] == resumed['step']
+
+
+def test_a_run_from_before_there_was_a_choice_goes_on_with_adamw(run_train, tmp_path):
+    with stopped_at(2):
+        state = run_train('out')
+    del state['settings']['optimizer']
+    torch.save(state, tmp_path / 'out' / 'ckpt.pt')
+    with pytest.raises(UserError, match='optimizer=muon: .*those of adamw'):
+        run_train('out', '--optimizer=muon', '--init_from=resume')
+    same_weights(run_train('straight'), run_train('out', '--init_from=resume'))
+
+
+def test_muon_has_its_name_and_all_of_its_state_on_every_rank(run_train):
+    with pytest.raises(UserError, match="optimizer='Muon' must be 'adamw' or 'muon'"):
+        run_train('out', '--optimizer=Muon')
+    with pytest.raises(UserError, match='shard_optimizer shares out AdamW'):
+        run_train('out', '--optimizer=muon', '--shard_optimizer=True')
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -849,7 +916,7 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: cpu, raising=False)
     monkeypatch.setattr(torch, 'empty', lambda *size, device: None)  # there is no such device here
     device = hardware.pick_device(None, local_rank=1)
-    dtype = hardware.pick_dtype(None, device)
+    dtype, _ = hardware.pick_dtype(None, device)
     assert (str(device), dtype, hardware.pick_compile(None, device)) == want
 
 
@@ -864,9 +931,9 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
 def test_on_a_cpu_the_quicker_precision_is_taken(monkeypatch, can, wide, narrow, want):
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: can, raising=False)
     monkeypatch.setattr(hardware, 'time_products', lambda: (wide, narrow))
-    assert hardware.pick_dtype(None, CPU) == want
-    assert hardware.pick_dtype('bfloat16', CPU) == torch.bfloat16
-    assert hardware.pick_dtype('float32', CPU) == torch.float32
+    assert hardware.pick_dtype(None, CPU)[0] == want
+    assert hardware.pick_dtype('bfloat16', CPU)[0] == torch.bfloat16
+    assert hardware.pick_dtype('float32', CPU)[0] == torch.float32
 
 
 def test_products_are_timed_once_and_soon_done():
@@ -934,6 +1001,7 @@ if sys.platform != 'win32':
 TWO_RANKS = {name: options(name) for name in MOST}
 TWO_RANKS['trains alone'] = ['--ponder=loop', '--halting=ouro', '--ouro_stage=2']
 TWO_RANKS['config/halting_router.py'] = ROUTER
+TWO_RANKS['muon'] = ['--optimizer=muon']
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ Speed, as ratios within one run: a training step, decoding, and what halting sav
     python tools/bench.py out/loop out/halting_exit           whole answers of runs on a made task
     python tools/bench.py config/size/tiny.py --toggles=plain,chain --against=../before
         this code against another folder of the project: both bench.py take turns
+    python tools/bench.py config/size/tiny.py --against=. --against_options=--optimizer=muon
+        AdamW against Muon
 
 Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows all alike. The table
 has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
@@ -46,20 +48,20 @@ from engine.decode import compile_decoding
 from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
-from engine.hardware import expect_new_lengths, pick_compile, pick_device, pick_dtype
+from engine.hardware import Ranks, expect_new_lengths, pick_compile, pick_device, pick_dtype
 from engine.mechanisms import halts, iterates, slots_per_token
 from engine.prepare import compile_blocks
 from engine.skip import skip_stopped_tokens
 from engine.trained import exam_of_run, load_model
 from model import HALTING, GPTConfig
-from train import Settings
+from train import Settings, make_optimizer
 
 
 @dataclass
 class BenchSettings:
     """
-    what to measure; shape, micro_batch, device, dtype, threads and compile are train.py's (where
-    decisions are drawn nothing is compiled, and decoding is in fp32)
+    what to measure; shape, micro_batch, optimizer, device, dtype, threads and compile are train's
+    (where decisions are drawn nothing is compiled, and decoding is in fp32)
     """
     toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, the first is the base
     repeats: int = 7                   # timed turns of each candidate, after one not counted
@@ -144,9 +146,7 @@ def ceilings(device, dtype):
 
 
 def print_times(title, times, ceiling=None):
-    """
-    A line for each candidate. ceiling: {name: share of the machine's, at one second}, where known.
-    """
+    """A line for each. ceiling: {name: share of the machine's, at one second}, where known."""
     base = statistics.median(next(iter(times.values())))
     rows = []
     for name, elapsed in times.items():
@@ -170,15 +170,15 @@ def print_times(title, times, ceiling=None):
 
 class TrainingStep:
     """
-    One whole optimizer step per call: forward, backward, clipping, fused AdamW. Where a mechanism
+    One whole optimizer step per call: forward, backward, clipping, the optimizer. Where a mechanism
     draws, the costliest.
     """
 
-    def __init__(self, model, idx, dtype):
+    def __init__(self, model, idx, dtype, settings):
         self.model = model.train()
         self.idx = idx          # (B,T); each token is its own target, which does not matter here
         self.dtype = dtype
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = make_optimizer(settings, model, Ranks(0, 1), idx.device)
 
     def __call__(self):
         mechanism = self.model.mechanism
@@ -215,7 +215,8 @@ def bench_steps(setup, configs, flops):
             compile_blocks(model)
         shape = (setup.train.micro_batch, config.block_size)
         idx = torch.randint(0, config.n_tokens, shape, device=setup.device)
-        steps[name] = partial(seconds, TrainingStep(model, idx, setup.dtype), setup.device)
+        step = TrainingStep(model, idx, setup.dtype, setup.train)
+        steps[name] = partial(seconds, step, setup.device)
         if len(model.mechanism.draws()) == 1:       # else the mean over draws is counted
             work[name] = flops_per_token(model) * idx.numel() / flops
     print_times(f'step, {shape[0]} x {shape[1]} tokens', take_turns(steps, setup.own.repeats), work)
@@ -290,8 +291,10 @@ def bench_halting(setup, name, config):
         return
     shape = (setup.train.micro_batch, config.block_size)
     idx = torch.randint(0, config.n_tokens, shape, device=setup.device)
-    steps = {depth: partial(step_and_passes, TrainingStep(model, idx, setup.dtype), setup.device)
-             for depth, model in models.items()}
+    steps = {}
+    for depth, model in models.items():
+        step = TrainingStep(model, idx, setup.dtype, setup.train)
+        steps[depth] = partial(step_and_passes, step, setup.device)
     print_saved(f'{name}: step, {shape[0]} x {shape[1]} tokens', config,
                 take_turns(steps, setup.own.repeats))
 
@@ -421,7 +424,8 @@ def main(argv):
     given, folders = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
     train = build(Settings, given)
     device = pick_device(train.device)
-    setup = Setup(build(BenchSettings, given), train, device, pick_dtype(train.dtype, device))
+    dtype, _ = pick_dtype(train.dtype, device)
+    setup = Setup(build(BenchSettings, given), train, device, dtype)
     if setup.own.against is not None:
         return bench_against(setup.own, argv)
     if device.type == 'cpu':

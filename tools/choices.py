@@ -176,14 +176,14 @@ class Text:
         return f"{result:.1%}" if self.answers else f"{result:.4f}"
 
 
-def open_text(model, tokenizer, settings, s, folder):
-    """The Text of the validation set of --data_dir, or else of the training of `folder`'s model."""
+def open_text(model, tokenizer, settings, s):
+    """The Text of the validation set of --data_dir, or else of the model's training."""
     device = model.wte.weight.device
     if s.data_dir is None:
         exam = exam_of_run(settings, s.problems)
     else:
         meta = read_meta(s.data_dir, tokenizer)     # UserError if its tokens are others
-        if is_own_data(s.data_dir, settings, folder):
+        if is_own_data(s.data_dir, settings):
             say_other_data(s.data_dir, meta, settings)
         exam = exam_of_data(s.data_dir, s.problems)
     if exam is not None:
@@ -312,7 +312,7 @@ def main(argv):
     if model.mechanism.K == 0:
         raise UserError(f"ponder={config.ponder!r}: this model takes one pass for each token; name "
                         "one with several")
-    text = open_text(model, tokenizer, settings, s, folder)
+    text = open_text(model, tokenizer, settings, s)
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
     losses, right = after_each_pass(model, text)

@@ -4,13 +4,15 @@ one run after another.
 
     python tools/compare.py config/tasks.py --names=plain_scaled,loop,plain_scaled_as_loop
     python tools/compare.py         every mechanism at 2.8M, three seeds: hours on a laptop
+    python tools/compare.py --names=plain_scaled,smear --lrs=1.5e-3,3e-3,6e-3
+        each at the best of these peak learning rates, found with a seed of its own (--pick)
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
 
-A name is one of RUNS. NAME_2x has twice the layers; NAME_as_OTHER is trained for as many FLOPs as
-OTHER, by more or fewer steps. Files and settings of train.py hold for all; what RUNS adds overrules
-yours. Stopped, the same command goes on. On a made task the table counts right answers. Writes
-OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its code), a line per run in
-OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
+A name is one of RUNS. NAME_2x has twice the layers; NAME@3e-3 has this peak learning rate;
+NAME_as_OTHER is trained for as many FLOPs as OTHER, by more or fewer steps. Files and settings of
+train.py hold for all; what RUNS adds overrules yours. Stopped, the same command goes on. On a made
+task the table counts right answers. Writes OUT/NAME-sSEED (train.py's folder, output.txt and the
+sum of its code), a line per run in OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
 """
 
 import contextlib
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Optional
 
 import torch
 
@@ -65,12 +68,17 @@ class CompareSettings:
     """what to compare; every other setting is train.py's"""
     names: str = 'all'        # comma-separated (all: each method, beside plain models)
     seeds: str = '1337,1,2'   # every name is run with the first seed, then with the next
+    lrs: Optional[str] = None # peak learning rates that each name tries first, comma-separated
+    pick: int = 0             # the seed that they are tried with, which is in no comparison
     out: str = 'out/compare'  # folder of the runs
     answers: int = 1000       # on a made task: problems that every finished model answers
 
     def __post_init__(self):
         if not all(seed.isdecimal() for seed in self.seeds.split(',')):
             raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
+        if self.lrs and str(self.pick) in self.seeds.split(','):
+            raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
+                             "rates cannot judge them")
         check_range(self, 1, math.inf, 'answers')
 
 
@@ -162,11 +170,12 @@ class Plan:
 def make_plan(name, common):
     """The Plan of a name. common: train.py's arguments for all."""
     base, _, like = name.partition('_as_')
-    base, times = re.fullmatch(r'(.*?)(?:_(\d)x)?', base).groups()      # NAME_2x
+    base, times, rate = re.fullmatch(r'(.*?)(?:_(\d)x)?(?:@(.*))?', base).groups()  # NAME_2x@3e-3
     if base not in RUNS:
         raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_2x such as "
-                        "plain_scaled_2x, and NAME_as_OTHER such as plain_scaled_as_loop; a run of "
-                        "your own is one more line of RUNS in tools/compare.py")
+                        "plain_scaled_2x, NAME@3e-3, and NAME_as_OTHER such as "
+                        "plain_scaled_as_loop; a run of your own is one more line of RUNS in "
+                        "tools/compare.py")
     file, *options = RUNS[base]
     path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))
     for setting in read([path], '', Settings, GPTConfig)[0]:
@@ -174,6 +183,8 @@ def make_plan(name, common):
             raise UserError(f"{path} sets {setting}, which is to be the same for all: give it on "
                             "the command line")
     args = [path, *common, *options]
+    if rate:
+        args.append(f'--learning_rate={rate}')
 
     s, config = configs_of(args)
     if times:
@@ -272,11 +283,13 @@ def train(label, args, folder, settings):
     if checkpoints:
         command.append('--init_from=resume')
     os.makedirs(folder, exist_ok=True)
+    group = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # with --track=wandb
     print(f"{label}: {folder}/output.txt", flush=True)
     line, progress = '', Progress()
     with open(os.path.join(folder, 'output.txt'), 'a', encoding='utf-8') as output, \
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             encoding='utf-8', errors='replace') as child:
+                             encoding='utf-8', errors='replace',
+                             env={'WANDB_RUN_GROUP': group, **os.environ}) as child:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             for line in child.stdout:
@@ -296,15 +309,15 @@ def train(label, args, folder, settings):
                         f"{folder}/output.txt); the same command goes on")
 
 
-def record_of(name, seed, args, folder, plan, problems):
-    """The line of runs.jsonl for a finished run. problems: how many of a made task it answers."""
+def record_of(name, seed, args, folder, plan, compare):
+    """The line of runs.jsonl for a finished run."""
     settings = plan.settings
     tokens = settings['max_steps'] * settings['batch_tokens']
     seconds = seconds_by_step(read_log(folder))
     model, _, kept = load_model(folder, pick_device(settings['device']))
     more = {}
     if task_of(read_meta(settings['data_dir'])):
-        more = summary(model, exam_of_run(kept, problems), problems)
+        more = summary(model, exam_of_run(kept, compare.answers), compare.answers)
     elif iterates(model):
         more = {EXACT: exact_loss(model, settings)}
     return {
@@ -312,6 +325,7 @@ def record_of(name, seed, args, folder, plan, problems):
         'name': name,
         'seed': seed,
         'command': shlex.join(['python', 'train.py', *args]),
+        'picks': bool(compare.lrs) and seed == compare.pick,
         'optimizer': settings['optimizer'],
         'learning_rate': settings['learning_rate'],
         'steps': settings['max_steps'],
@@ -372,14 +386,42 @@ def hardware(name, threads):
     return f'{cpu} {instructions}, {threads or torch.get_num_threads()} threads'
 
 
-def make_runs(compare, common, results):
-    """Make all runs that are not finished; returns how many failed."""
+def make_all(compare, common, results):
+    """Make all runs, where --lrs is given at each name's best rate; returns how many failed."""
     names = ALL if compare.names == 'all' else compare.names.split(',')
-    plans = {name: make_plan(name, common) for name in names}    # what is wrong shows first
-    data_dir = plans[names[0]].settings['data_dir']     # the same for all
+    if compare.lrs:
+        rates = compare.lrs.split(',')
+        tried = [(at_rate(name, rate), compare.pick) for name in names for rate in rates]
+        failed = make_runs(tried, compare, common, results)
+        if failed:
+            return failed
+        names = [at_rate(name, best_rate(name, rates, compare.pick, results)) for name in names]
+    runs = [(name, int(seed)) for seed in compare.seeds.split(',') for name in names]
+    return make_runs(runs, compare, common, results)
+
+
+def at_rate(name, rate):
+    """NAME@RATE, or NAME@RATE_as_OTHER."""
+    base, as_, like = name.partition('_as_')
+    return f'{base}@{rate}{as_}{like}'
+
+
+def best_rate(name, rates, seed, results):
+    """The one of `rates` with which a name's run of this seed ends lowest."""
+    ends = {r['name']: r[LOSS] for r in read_lines(results) if r['seed'] == seed}
+    best = min(rates, key=lambda rate: ends[at_rate(name, rate)])
+    if len(rates) > 1 and float(best) in (min(map(float, rates)), max(map(float, rates))):
+        print(f"{name}: {best} is the best of --lrs and at its edge; try rates beyond it",
+              flush=True)
+    return best
+
+
+def make_runs(runs, compare, common, results):
+    """Make those of `runs`, pairs of name and seed, that are not finished; how many failed."""
+    plans = {name: make_plan(name, common) for name, _ in runs}     # what is wrong shows first
+    data_dir = plans[runs[0][0]].settings['data_dir']   # the same for all
     data = checksum(os.path.join(data_dir, 'meta.json'))[:12]
     keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'data={data}'])
-    runs = [(name, int(seed)) for seed in compare.seeds.split(',') for name in names]
     for name, seed in runs:
         check_made(folder_of(compare, name, seed), plans[name].settings)
     for r in read_lines(results):
@@ -442,7 +484,7 @@ def make_run(name, seed, plan, compare, results):
     if final_loss(folder, plan.settings) is None:
         train(label, args, folder, plan.settings)
         check_code(label, folder)
-    r = record_of(name, seed, args, folder, plan, compare.answers)
+    r = record_of(name, seed, args, folder, plan, compare)
     if is_made(name, seed, results):    # by another compare.py, meanwhile
         return
     with open(results, 'a', encoding='utf-8') as f:
@@ -475,12 +517,15 @@ def check_code(label, folder):
 def table_of(records):
     """
     A row per name, against a plain run if there is one: medians of the seeds. Differences are
-    between equal seeds: median (lowest to highest).
+    between equal seeds: median (lowest to highest). Below it what chose the learning rates.
     """
+    tried = [r for r in records if r.get('picks')]
+    records = [r for r in records if not r.get('picks')] or tried
     runs = {}  # {name: its records}
     for r in records:
         runs.setdefault(r['name'], []).append(r)
-    plain = [name for name in ('plain', 'plain_scaled', 'plain_ponderlm') if name in runs]
+    plain = [name for start in ('plain', 'plain_scaled', 'plain_ponderlm') for name in runs
+             if name.partition('@')[0] == start]
     base = [*plain, *runs][0]
     if all('right' in r for r in records):
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
@@ -497,6 +542,9 @@ def table_of(records):
     text = table([*header, 'x FLOPs', 'x time'], rows)
     text += ("\n\nMedians; learned it: {:.0%} right or more; equal FLOPs: within 5 %. "
              "{}; torch {}; commit {}; {}.".format(LEARNED, *about))
+    if tried:
+        text += "\nTried with another seed: " + ', '.join(
+            f"{r['name']} {r[LOSS]:.4f}" for r in tried) + '.'
     versions = {}   # of the code: {its sum: the runs}
     for r in records:
         version = r.get('code', r.get('model'))     # older records: of model.py alone, or none
@@ -544,7 +592,7 @@ def difference(name, other, runs):
 
 def is_plain(name):
     """Whether a run is a plain model's, of whatever size and for however long."""
-    return bool(re.fullmatch(r'plain(_scaled|_ponderlm|_stock)?(_\dx)?(_as_.*)?', name))
+    return bool(re.fullmatch(r'plain(_scaled|_ponderlm|_stock)?(_\dx)?(@.*?)?(_as_.*)?', name))
 
 
 def plain_of_equal_flops(name, runs, base):
@@ -574,16 +622,18 @@ def main(argv):
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
                         "(.py, .json)")
-    for name in (*OURS, 'ponder', 'halting', 'depth_attn'):
+    chosen = (*OURS, 'ponder', 'halting', 'depth_attn', *(['learning_rate'] if compare.lrs else []))
+    for name in chosen:
         if name in asked:
             raise UserError(f"{name}={asked[name]}: chosen here for each run, by --names and "
-                            "--seeds (--help); a run of your own is a line more of RUNS here")
+                            "--seeds and --lrs (--help); a run of your own is a line "
+                            "more of RUNS here")
 
     failed = 0
     if not files:
         files = [os.path.join(compare.out, 'runs.jsonl')]
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
-        failed = make_runs(compare, common, files[0])
+        failed = make_all(compare, common, files[0])
     for path in files:
         records = [r for r in read_lines(path) if 'name' in r]
         if records:

@@ -37,9 +37,7 @@ from engine.files import UserError, run, table
 from engine.hardware import explained, pick_device
 from engine.mechanisms import halts, iterates
 from engine.score import read as read_tokens, token_nats
-from engine.shards import (
-    MAGIC, count_tokens, encode, open_shard, read_meta, token_lengths,
-)
+from engine.shards import MAGIC, count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.start import is_own_data, say_other_data
 from engine.tasks import TASKS, in_answers, task_of
 from engine.trained import data_dir_of, exam_of_run, load_model
@@ -379,7 +377,7 @@ def main(argv):
         else:
             texts = [data_dir_of(settings)]
     for folder in dict.fromkeys(map(data_folder, texts)):
-        if folder and is_own_data(folder, settings, checkpoint):
+        if folder and is_own_data(folder, settings):
             say_other_data(folder, read_meta(folder), settings)
     if iterates(model) and model.mechanism.K > 0:
         how = "token by token" if s.exact else "by iteration (--exact=True: token by token)"

@@ -34,17 +34,8 @@ from engine.hardware import pick_device
 from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
 from sample import encode_prompt
-from tools.compare import (
-    EXACT,
-    LEARNED,
-    LOSS,
-    configs_of,
-    has_flops,
-    is_plain,
-    read_lines,
-    read_log,
-    seconds_by_step,
-)
+from tools.compare import EXACT, LEARNED, LOSS
+from tools.compare import configs_of, has_flops, is_plain, read_lines, read_log, seconds_by_step
 from tools.explain import look, validation_tokens
 
 X = {
@@ -333,10 +324,7 @@ def draw_halting(ax, name, records, colour):
 
 
 def read_run(folder, x):
-    """
-    {'loss': [(x, nats per token), ..], 'val_loss': the same} of a run: in training, and on the
-    validation set.
-    """
+    """{'loss': [(x, nats per token), ..], 'val_loss': the same} of a run."""
     found = read_log(folder)
     if not any('ms' in r for r in found):
         raise UserError(f"{folder}: no log.jsonl of train.py in it")

@@ -1,0 +1,137 @@
+"""tools/race.py: all are trained as train.py trains, and the table follows from the runs."""
+import json
+import os
+
+import pytest
+import torch
+from conftest import ROOT, cells
+
+import train
+from engine.build import new_model
+from engine.files import UserError
+from model import GPTConfig
+from tools import race
+from tools.compare import read_log
+
+RECIPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=32', '--block_size=32',
+          '--batch_tokens=128', '--micro_batch=2', '--max_steps=4', '--eval_interval=2',
+          '--eval_tokens=256', '--log_interval=1', '--device=cpu', '--dtype=float32']
+# as much of nanoGPT's file as its users call
+NANOGPT = '''
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        layers = [nn.Linear(config.n_embd, config.n_embd) for _ in range(config.n_layer)]
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd), h=nn.ModuleList(layers)))
+
+    def forward(self, idx, targets):
+        x = self.transformer.wte(idx)
+        for layer in self.transformer.h:
+            x = x + layer(x).relu()
+        logits = x @ self.transformer.wte.weight.T
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+'''
+
+
+@pytest.fixture
+def started(small_data, tmp_path):
+    """Start tools/race.py; returns the records of its folder."""
+    path = tmp_path / 'model.py'
+    path.write_text(NANOGPT)
+
+    def start(*args):
+        out = tmp_path / 'race'
+        race.main([str(path), *RECIPE, f'--data_dir={small_data}', f'--out={out}', *args])
+        with open(out / 'runs.jsonl') as f:
+            return [json.loads(line) for line in f]
+    return start
+
+
+def test_ours_is_what_train_py_trains(started, small_data, tmp_path):
+    for optimizer in ('adamw', 'muon'):
+        started('--names=ours', f'--optimizers={optimizer}', '--lrs=1e-3', '--seeds=1')
+        plain = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0', *RECIPE]
+        train.main([*plain, '--learning_rate=1e-3', '--seed=1', '--sample_tokens=0',
+                    f'--optimizer={optimizer}', f'--data_dir={small_data}',
+                    f'--out_dir={tmp_path / optimizer}'])
+        raced = read_log(tmp_path / 'race' / f'ours-{optimizer}-0.001-s1')
+        trained = read_log(tmp_path / optimizer)
+        assert len(raced) == len(trained) == 6
+        for mine, theirs in zip(raced, trained):
+            assert mine.keys() - {'ms'} < theirs.keys()
+            for key in mine.keys() - {'ms'}:
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-6), key
+
+
+def test_each_races_at_the_best_of_its_rates(started, tmp_path, capsys):
+    args = ['--lrs=1e-5,1e-2', '--seeds=1,2', '--rounds=1']
+    records = started(*args)
+    runs = [r for r in records if 'seed' in r]
+    chosen = {}
+    for r in runs:
+        pair = r['name'], r['optimizer']
+        if r['picks']:
+            assert r['seed'] == 0
+            chosen[pair] = min(chosen.get(pair, (99, 0)), (r['val_loss'], r['learning_rate']))
+        else:
+            assert r['learning_rate'] == chosen[pair][1] == 1e-2
+        assert [*r['curve']] == ['2', '4'] and r['curve']['4'] == r['val_loss']
+    assert len(chosen) == 4 and len(runs) == 4 * (2 + 2)
+    table = cells(capsys.readouterr().out)
+    assert [row[:2] for row in table[1:]] == [list(pair) for pair in chosen]
+    assert [r['name'] for r in records if 'ms' in r] == ['nanogpt', 'nanogpt', 'ours', 'ours']
+    assert started(*args) == records        # nothing is made twice
+    race.main([str(tmp_path / 'race' / 'runs.jsonl')])
+    assert cells(capsys.readouterr().out)[-4:] == table[1:]
+
+
+@pytest.mark.parametrize('name', race.CONTENDERS)
+def test_what_is_changed_trains(name, started):
+    [first, last, _] = [r['val_loss'] for r in started(
+        f'--names={name}', '--optimizers=adamw', '--lrs=1e-6,1e-2', '--seeds=1', '--rounds=1')[:3]]
+    assert last < first
+
+
+def test_learned_positions_take_the_place_of_rotated_ones():
+    config = GPTConfig(vocab_size=320, n_layer=1, n_head=2, n_embd=32, mlp_hidden=32, block_size=32)
+    rotated = new_model(config)
+    learned = race.new_contender('learned_positions', None, config, 1)
+    idx = torch.randint(257, (1, 9))
+    turned = torch.cat((idx[:, :8].flip(1), idx[:, 8:]), dim=1)
+    for model, same in ((rotated, False), (learned, False), (learned, True)):
+        if same:
+            torch.nn.init.zeros_(model.drop.wpe.weight)     # the last token sees a bag of tokens
+        a, b = [model(x)[0][:, -1, :257] for x in (idx, turned)]
+        assert torch.allclose(a, b, atol=1e-5) == same
+
+
+def test_the_step_at_which_a_curve_has_a_loss():
+    curve = {'300': 3.0, '600': 2.0, '900': 1.0}
+    assert race.steps_to(curve, 2.25) == 525
+    assert race.steps_to(curve, 3.5) == 300
+    assert race.steps_to(curve, 0.5) is None
+
+
+@pytest.mark.parametrize('args, words', [
+    (['--names=ours,nano'], 'names=nano: choose from nanogpt, ours'),
+    (['--seeds=0,1'], 'pick=0 is one of seeds'),
+    (['more.jsonl'], 'name the model.py of nanoGPT'),
+])
+def test_refusals(started, args, words):
+    with pytest.raises(UserError, match=words):
+        started(*args)
