@@ -36,7 +36,7 @@ import prepare_data
 from configurator import build, check_range, read
 from engine.build import new_model
 from engine.files import UserError, run, table
-from engine.hardware import dtype_and_reason, pick_device
+from engine.hardware import pick_device, pick_dtype
 from engine.prepare import prepare
 from engine.shards import read_meta
 from engine.start import vocabulary_of
@@ -179,7 +179,7 @@ class Run:
     def __init__(self, name, path, s, config):
         self.s, self.step = s, 0
         self.device = pick_device(s.device)
-        self.dtype = dtype_and_reason(s.dtype, self.device)[0]
+        self.dtype = pick_dtype(s.dtype, self.device)[0]
         self.meta = read_meta(s.data_dir)
         self.train_data, self.val_data = [
             Windows(s.data_dir, split, self.meta, config.block_size) for split in ('train', 'val')]
