@@ -142,7 +142,7 @@ def test_commands_name_exercises_that_exist(command):
 
 # what needs a network or lm_eval, or has tests of its own
 ELSEWHERE = ('--serve', 'fineweb', 'shakespeare', '--tokenizer=gpt2', '--tasks', 'exercises/',
-             '--ponder=inject')
+             'inject')
 SHAPE = ['--n_layer=2', '--n_embd=32', '--n_head=2', '--n_kv_head=2', '--mlp_hidden=32']
 QUICK = [
     '--block_size=32',
