@@ -124,10 +124,10 @@ class Settings:
 
 # ---- set-up --------------------------------------------------------------------------------------
 
-def make_optimizer(s, model, ranks, device):
+def make_optimizer(s, model, ranks, device, dtype=torch.float32):
     """
     AdamW, in one piece or shared out among the ranks; or Muon for the matrices of the blocks and
-    AdamW for the rest. Weight decay on matrices only.
+    AdamW for the rest. Weight decay on matrices only. dtype: of the run's products.
     """
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -139,8 +139,8 @@ def make_optimizer(s, model, ranks, device):
         of_blocks = matrices_of_blocks(model)
         by_muon = set(of_blocks)
         groups[0]['params'] = [p for p in matrices if p not in by_muon]
-        for_muon = [dict(params=of_blocks, weight_decay=s.weight_decay)]
-        return MuonAndAdamW(for_muon, groups, **options)
+        for_muon = dict(params=of_blocks, weight_decay=s.weight_decay)
+        return MuonAndAdamW(for_muon, groups, **options, dtype=dtype)
     if s.shard_optimizer and ranks.world > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
@@ -205,7 +205,7 @@ class Trainer:
         prepare(self.model, s, device)          # moves it there; tunes, compiles, recomputes
 
         # the optimizer
-        self.optimizer = make_optimizer(s, self.model, ranks, device)
+        self.optimizer = make_optimizer(s, self.model, ranks, device, self.dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         if state and not s.eval_only:
             load_optimizer(self.optimizer, self.scaler, state)

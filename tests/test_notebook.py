@@ -42,7 +42,7 @@ def test_its_loop_is_refused_and_then_right(capsys, monkeypatch, tmp_path):
     for cell in cells_of_code()[-2:]:
         exec(''.join(cell['source']), found)
     first, second, *passes = capsys.readouterr().out.splitlines()
-    assert first.startswith('not yet: think() gives what a single pass gives')
+    assert first.startswith('not yet: looped() gives what a single pass gives')
     assert second == 'right.'
     assert len(passes) == 4
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ONE_EACH, ROOT, TOGGLES, make, program
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import prepare_data
@@ -30,6 +31,7 @@ from engine.checkpoint import load_checkpoint, load_optimizer
 from engine.files import UserError
 from engine.flops import flops_per_token
 from engine.hardware import Ranks
+from engine.muon import MuonAndAdamW, equalized
 from engine.prepare import prepare
 from engine.run import Log, Stop
 from engine.shards import read_meta
@@ -251,6 +253,7 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(make_trainer):
     assert len(matrices) == 4 * other.config.n_layer
     assert len(matrices) + len(tables) + len(vectors) == len(list(other.parameters()))
     decays = [dict(params=tables, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
+    starts = [w.detach().clone() for w in other.parameters()]
     muon = torch.optim.Muon(matrices, adjust_lr_fn='match_rms_adamw', weight_decay=0.1)
     adamw = torch.optim.AdamW(decays, betas=(s.beta1, s.beta2))
     for step in range(3):
@@ -265,8 +268,33 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(make_trainer):
             optimizer.zero_grad()
         beside.step += 1
         trainer.train_step()
-    same_weights(dict(model=other.state_dict()), dict(model=trainer.model.state_dict()), 1e-6)
-    assert trainer.settings.optimizer != beside.settings.optimizer
+    for start, moved, expected in zip(starts, trainer.model.parameters(), other.parameters()):
+        # PyTorch's Muon computes in bf16; with another optimizer they lie 0.4 apart and more
+        assert (moved - expected).std() < 0.2 * (expected - start).std()
+
+
+@pytest.mark.parametrize('shape', [(8, 24), (24, 8), (8, 8)])
+def test_muon_makes_singular_values_nearly_equal(shape):
+    values = torch.logspace(-2, 0, 8)           # the largest is 100 times the smallest
+    U, _, V = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    found = U.T @ equalized(U @ values.diag() @ V) @ V.T
+    assert found.diag().min() > 0.68 and found.diag().max() < 1.21
+    torch.testing.assert_close(found, found.diag().diag(), atol=1e-5, rtol=0)
+    assert not equalized(torch.zeros(shape)).any()
+
+
+def test_muon_in_bf16_is_pytorchs():
+    start, gradient = torch.randn(2, 64, 192)
+    by_torch, ours = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    muon = torch.optim.Muon([by_torch], lr=0.01, adjust_lr_fn='match_rms_adamw')
+    both = MuonAndAdamW(dict(params=[ours], weight_decay=0.1),
+                        [dict(params=[nn.Parameter(torch.zeros(1))], weight_decay=0.0)],
+                        0.01, (0.9, 0.95), False, torch.bfloat16)
+    for _ in range(3):
+        by_torch.grad = ours.grad = gradient
+        muon.step()
+        both.step()
+    assert torch.equal(ours, by_torch) and not torch.equal(ours, start)
 
 
 def test_a_run_with_muon_resumes_exactly_and_with_nothing_else(run_train, tmp_path, capsys):

@@ -178,7 +178,7 @@ class TrainingStep:
         self.model = model.train()
         self.idx = idx          # (B,T); each token is its own target, which does not matter here
         self.dtype = dtype
-        self.optimizer = make_optimizer(settings, model, Ranks(0, 1), idx.device)
+        self.optimizer = make_optimizer(settings, model, Ranks(0, 1), idx.device, dtype)
 
     def __call__(self):
         mechanism = self.model.mechanism

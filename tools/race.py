@@ -189,7 +189,7 @@ class Run:
             self.model.to(self.device)
         else:
             prepare(self.model, s, self.device)
-        self.optimizer = make_optimizer(s, self.model, None, self.device)
+        self.optimizer = make_optimizer(s, self.model, None, self.device, self.dtype)
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
