@@ -98,6 +98,8 @@ def test_each_races_at_the_best_of_its_rates(started, tmp_path, capsys):
     assert started(*args) == records        # nothing is made twice
     race.main([str(tmp_path / 'race' / 'runs.jsonl')])
     assert cells(capsys.readouterr().out)[-4:] == table[1:]
+    with pytest.raises(UserError, match='--max_steps=8.*choose another --out'):
+        started(*args, '--max_steps=8')     # those records are of 4 steps
 
 
 @pytest.mark.parametrize('name', race.CONTENDERS)

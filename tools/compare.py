@@ -626,8 +626,8 @@ def main(argv):
     for name in chosen:
         if name in asked:
             raise UserError(f"{name}={asked[name]}: chosen here for each run, by --names and "
-                            "--seeds and --lrs (--help); a run of your own is a line "
-                            "more of RUNS here")
+                            "--seeds and --lrs (--help); a run of your own is a line more of RUNS "
+                            "here")
 
     failed = 0
     if not files:

@@ -35,14 +35,14 @@ sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 from configurator import build, check_range, read
 from engine.build import new_model
-from engine.files import UserError, run, table
+from engine.files import UserError, checksum, run, table
 from engine.hardware import pick_device, pick_dtype
 from engine.prepare import prepare
 from engine.shards import read_meta
 from engine.start import vocabulary_of
 from engine.windows import Windows
 from model import Attention, GPTConfig
-from tools.compare import commit, hardware, read_lines, read_log
+from tools.compare import commit, hardware, keep_recipe, read_lines, read_log
 from train import Settings, learning_rate, make_optimizer
 
 START = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0']   # plain_scaled's
@@ -376,10 +376,11 @@ def main(argv):
     if path.endswith('.py'):
         s = build(Settings, asked)
         results = os.path.join(r.out, 'runs.jsonl')
-        os.makedirs(r.out, exist_ok=True)
         if s.threads is not None:
             torch.set_num_threads(s.threads)
         prepare_data.prepare_builtin(s.data_dir)
+        data = checksum(os.path.join(s.data_dir, 'meta.json'))[:12]
+        keep_recipe(r.out, [*(arg for arg in rest if arg not in files), f'data={data}'])
         vocabulary = vocabulary_of(read_meta(s.data_dir)['n_tokens'])
         config = build(GPTConfig, {**vocabulary, **{
             name: value for name, value in asked.items() if hasattr(GPTConfig, name)}})
