@@ -1,5 +1,5 @@
 """
-The 410M Llama of the pondering papers. Shape, learning rate and length are those of PonderLM-2's
+The 410M Llama of the pondering papers. Shape, learning rate, length and AdamW are of PonderLM-2's
 script (arXiv 2509.23184), for itself and for the looped model, there with weight decay 0.01;
 AdaPonderLM (2603.01914) and Adaptive Latent CoT (2602.08220) take half its batch, 256 x 2048.
 """

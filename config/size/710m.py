@@ -1,6 +1,6 @@
 """
 The 710M row of the Depth-Attention paper (arXiv 2606.05014, tables 8 and 9):
-1024 x 2048 tokens per step, 33B in all.
+AdamW, 1024 x 2048 tokens per step, 33B in all.
 """
 n_layer = 32
 n_head = 20
