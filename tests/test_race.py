@@ -69,6 +69,7 @@ def test_ours_is_what_train_py_trains(started, small_data, tmp_path):
         train.main([*plain, '--learning_rate=1e-3', '--seed=1', '--sample_tokens=0',
                     f'--optimizer={optimizer}', f'--data_dir={small_data}',
                     f'--out_dir={tmp_path / optimizer}'])
+        assert not (tmp_path / 'race' / f'ours-{optimizer}-0.001-s0').exists()  # no choice, no seed
         raced = read_log(tmp_path / 'race' / f'ours-{optimizer}-0.001-s1')
         trained = read_log(tmp_path / optimizer)
         assert len(raced) == len(trained) == 6

@@ -257,11 +257,11 @@ def race(path, race_settings, s, config, results):
     """Make what is missing of the runs, then time all in turns."""
     r = race_settings
     pairs = [(n, o) for n in r.names.split(',') for o in r.optimizers.split(',')]
-    chosen = {}     # of a name and an optimizer: its rate
-    for name, optimizer in pairs:
-        ends = {}
-        for rate in map(float, r.lrs.split(',')):
-            ends[rate] = loss_of(path, name, optimizer, rate, r.pick, s, config, r, results)
+    rates = [float(rate) for rate in r.lrs.split(',')]
+    chosen = dict.fromkeys(pairs, rates[0])     # of a name and an optimizer: its rate
+    for name, optimizer in pairs if len(rates) > 1 else ():
+        ends = {rate: loss_of(path, name, optimizer, rate, r.pick, s, config, r, results)
+                for rate in rates}
         chosen[name, optimizer] = min(ends, key=ends.get)
     for seed in map(int, r.seeds.split(',')):
         for name, optimizer in pairs:
