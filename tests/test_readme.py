@@ -412,7 +412,7 @@ def test_the_sums_to_expect_are_those_of_the_results():
                 for name, _, sums, *_ in rows('docs/results.md', '## Tasks that need steps')}
     of_toggles = {toggle: sums for toggle, _, _, sums, _ in TOGGLES}
     told = {name: sums for name, _, sums in rows('docs/modify.md', '## Another number of passes')}
-    assert told['one pass, `--ponder_steps=0`'] == of_tasks['plain_scaled']
+    assert told['one pass, trained with `--ponder_steps=0`'] == of_tasks['plain_scaled']
     assert told["the README's loop, four passes"] == of_tasks['loop']
     assert told['[`Smear`](#a-mechanism-of-your-own), one pass'] == of_toggles["`ponder='smear'`"]
 
