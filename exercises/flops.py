@@ -262,15 +262,13 @@ def check_all_fair():
 
 
 def conclusion():
-    """What the count means for the losses of days 6 and 10 in exercises/TEACHING.md."""
+    """What the count means for days 6 and 10 of exercises/README.md."""
     c = GPTConfig(**TINY, ponder='embedding', ponder_steps=3)
     tokens = fair_tokens(c, 256, 800 * 1024)
     return (
-        "Now use it. After 0.82M bytes the plain model of day 6 is at 1.544 nats per byte, and the "
-        "pondering one, with the same start, at 1.598: one seed; others win at equal tokens. But "
-        f"its work would have paid for {tokens / 1e6:.2f}M bytes of the plain model, which is then "
-        "at 1.206 (day 10). At equal FLOPs it loses by far, at this size and for so short a "
-        "training. Which of the two comparisons does a paper's plot show?")
+        "Now use it. The two models of day 6 read the same 0.82M bytes. But the work of the "
+        f"pondering one would have paid for {tokens / 1e6:.2f}M bytes of the plain model. Day 10 "
+        "trains that model on so much. Which of the two comparisons does a paper's plot show?")
 
 
 PARTS = {

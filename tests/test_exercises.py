@@ -215,14 +215,6 @@ def page_of(name):
         return f.read()
 
 
-def test_the_losses_quoted_are_those_of_the_course():
-    page = page_of('TEACHING.md')
-    losses = re.findall(r'\d\.\d{3}', solved('flops', ANSWERS).conclusion())
-    assert len(losses) == 3
-    for loss in losses:
-        assert loss in page, f'{loss} stands in flops.py and no longer in exercises/TEACHING.md'
-
-
 def test_the_days_of_both_pages_are_the_same():
     """The pupils' page has no answers; the teacher's has them, and a row of a table, for each."""
     pupils, teacher = page_of('README.md'), page_of('TEACHING.md')
