@@ -229,16 +229,17 @@ class Run:
 
     def to_the_end(self, log, label):
         """Train, with a line of `log` wherever train.py would write one; returns the last loss."""
-        s, since, began = self.s, 0, time.perf_counter()
+        s, losses, began = self.s, [], time.perf_counter()
         while self.step < s.max_steps:
-            loss = self.train_step()
+            losses.append(self.train_step())
             last = self.step == s.max_steps
-            if last or self.step % s.log_interval == 0:
-                ms = (time.perf_counter() - began) * 1e3 / (self.step - since)
+            if last or self.step == 1 or self.step % s.log_interval == 0:
+                loss = statistics.fmean(losses)
+                ms = (time.perf_counter() - began) * 1e3 / len(losses)
                 write(log, step=self.step, tokens=self.step * s.batch_tokens, loss=loss, ms=ms)
                 print(f"\r{label}: step {self.step} of {s.max_steps}, loss {loss:.4f}", end='',
                       flush=True)
-                since, began = self.step, time.perf_counter()
+                losses, began = [], time.perf_counter()
             if last or self.step % s.eval_interval == 0:
                 value = self.evaluate()
                 write(log, step=self.step, tokens=self.step * s.batch_tokens, val_loss=value)
