@@ -29,7 +29,7 @@ from tools.compare import CompareSettings
 from tools.evaluate import EvaluateSettings
 from tools.explain import ExplainSettings
 from tools.plot import KINDS, PlotSettings
-from tools.race import RaceSettings
+from tools.race import RaceSettings, steps_to
 from train import Settings
 
 import check
@@ -393,6 +393,56 @@ def test_tables_of_the_results():
             records = map(json.loads, read_text(f'docs/runs/{task}.jsonl').splitlines())
             right = [record['right'] for record in records if record['name'] == name_in(label)]
             assert cell == f'{100 * median(right):.1f}', label
+
+
+def records_of(name):
+    return [json.loads(line) for line in read_text(f'docs/runs/{name}.jsonl').splitlines()]
+
+
+def test_tables_of_other_learning_rates_and_muon():
+    losses = {}     # {optimizer: {(name, rate, seed): nats per byte}}
+    for optimizer in ('adamw', 'muon'):
+        for record in records_of(f'rates-{optimizer}'):
+            name, rate = record['name'].split('@')
+            assert record['optimizer'] == optimizer and record['learning_rate'] == float(rate)
+            run = name, rate, record['seed']
+            losses.setdefault(optimizer, {})[run] = record['val_nats_per_byte']
+    best = {}
+    rates = ('7.5e-4', '1.5e-3', '3e-3', '6e-3')
+    for label, *cells in rows('docs/claims.md', '| loss of seed 0'):
+        name, of = name_in(label), losses[label.split()[-1].lower()]
+        told = {rate: cell for rate, cell in zip(rates, cells) if cell}
+        assert told == {rate: f'{loss:.3f}' for (run, rate, seed), loss in of.items()
+                        if (run, seed) == (name, 0)}
+        best[label] = min(told, key=told.get)
+    pair = []
+    for label, *cells in rows('docs/claims.md', '| loss at the best rate'):
+        if label.startswith('*'):
+            found = [with_depth - without for without, with_depth in zip(*pair)]
+            pair = []
+            assert cells == [signed(difference) for difference in found]
+            continue
+        of = losses[label.split()[-1].lower()]
+        pair.append([of[name_in(label), best[label], seed] for seed in range(len(cells))])
+        assert cells == [f'{loss:.3f}' for loss in pair[-1]]
+    assert len(best) == 4 and not pair
+
+
+def test_the_table_beside_nanogpt():
+    records = records_of('race')
+    runs = [r for r in records if not r['picks']]
+    goal = mean(r['val_loss'] for r in runs if r['name'] == 'nanogpt')
+    table = rows('docs/results.md', '## Beside nanoGPT')
+    assert f'steps to {goal:.2f}' in read_text('docs/results.md')
+    for label, optimizer, rate, *cells in table:
+        name = 'nanogpt' if 'nanoGPT' in label else 'ours'
+        made = {r['seed']: r for r in runs if (r['name'], r['optimizer'], r['learning_rate']) == (
+            name, optimizer.lower(), float(rate))}
+        assert cells[:2] == [f"{made[s]['val_loss']:.3f}" if s in made else '' for s in (2, 3)]
+        if name == 'ours':
+            steps = mean(steps_to(run['curve'], goal) for run in made.values())
+            assert cells[2] == f'{round(steps, -1):.0f}'
+    assert len(table) == 3
 
 
 TOGGLES = rows('docs/results.md', '## Every method')
