@@ -77,7 +77,7 @@ def read_commands(page):
 
 def split_command(command):
     """The program a command runs, as a path, and its arguments; None if it runs none of ours."""
-    found = re.search(r'\b(\w+/)?\w+\.py\b.*', command)
+    found = re.search(r'\b(\w+/)*\w+\.py\b.*', command)
     if found is None:
         return None
     words = re.findall(r'(?:"[^"]*"|\S)+', found[0])
