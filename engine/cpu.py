@@ -23,13 +23,13 @@ def two_matmuls(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=N
                 enable_gqa=False):
     """
     F.scaled_dot_product_attention for CPUs. In bf16 two matmuls with all scores between them are
-    faster until the scores leave the caches: up to 512 queries of as many keys. PyTorch's own form
-    of these looks for rows that read nothing; here such a row would read everything. All other
-    cases go to PyTorch's kernel.
+    faster until the scores leave the caches: up to 512 x 512 of them. PyTorch's own form of these
+    looks for rows that read nothing; here such a row would read everything. All other cases go to
+    PyTorch's kernel.
     """
     bool_mask = attn_mask is not None and attn_mask.dtype == torch.bool
-    few = q.size(2) * k.size(2) <= 512 * 512
-    fits = q.dtype == torch.bfloat16 and few and not enable_gqa
+    scores = q.size(2) * k.size(2)
+    fits = q.dtype == torch.bfloat16 and scores <= 512 * 512 and not enable_gqa
     if not fits or not (is_causal or bool_mask):
         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal,
                                               scale=scale, enable_gqa=enable_gqa)

@@ -31,13 +31,14 @@ def equalized(matrix):
     Five steps of a polynomial, s -> 3.4445 s - 4.775 s^3 + 2.0315 s^5, of every singular value s at
     once. It brings those between 0.002 and 1 to between 0.68 and 1.21.
     """
-    x = matrix.mT if matrix.size(0) > matrix.size(1) else matrix    # the smaller product x x^T
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.mT if tall else matrix   # x x^T is then the smaller product
     x = x / x.norm().clamp(min=1e-7)    # no singular value above 1, and zeros stay zeros
     for _ in range(5):
         square = x @ x.mT
-        others = torch.addmm(square, square, square, beta=-4.775, alpha=2.0315)
-        x = torch.addmm(x, others, x, beta=3.4445)
-    return x.mT if matrix.size(0) > matrix.size(1) else x
+        factor = torch.addmm(square, square, square, beta=-4.775, alpha=2.0315)
+        x = torch.addmm(x, factor, x, beta=3.4445)      # 3.4445 x + factor x
+    return x.mT if tall else x
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

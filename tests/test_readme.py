@@ -322,11 +322,14 @@ def test_names_in_tables_are_in_the_model(page):
 TEXTS = {'0.3 MB': 'text', '3 MB': 'text-long', '5 MB': 'text-2.8M'}    # their records
 
 
+def records_of(name):
+    return [json.loads(line) for line in read_text(f'docs/runs/{name}.jsonl').splitlines()]
+
+
 def losses(text):
     """{name: {seed: nats per byte}} of the runs with this text, token by token where known."""
     runs = {}
-    for line in read_text(f'docs/runs/{TEXTS[text]}.jsonl').splitlines():
-        record = json.loads(line)
+    for record in records_of(TEXTS[text]):
         loss = record.get('exact_nats_per_byte', record['val_nats_per_byte'])
         runs.setdefault(record['name'], {})[record['seed']] = loss
     return runs
@@ -390,13 +393,9 @@ def test_tables_of_the_results():
                 assert cell == signed(mean(found)), label
     for label, _, *cells in rows('docs/results.md', '## Tasks'):
         for task, cell in zip(('addition', 'traffic', 'minimax'), (*cells[:2], cells[3])):
-            records = map(json.loads, read_text(f'docs/runs/{task}.jsonl').splitlines())
-            right = [record['right'] for record in records if record['name'] == name_in(label)]
+            right = [record['right'] for record in records_of(task)
+                     if record['name'] == name_in(label)]
             assert cell == f'{100 * median(right):.1f}', label
-
-
-def records_of(name):
-    return [json.loads(line) for line in read_text(f'docs/runs/{name}.jsonl').splitlines()]
 
 
 def test_tables_of_other_learning_rates_and_muon():
@@ -429,8 +428,7 @@ def test_tables_of_other_learning_rates_and_muon():
 
 
 def test_the_table_beside_nanogpt():
-    records = records_of('race')
-    runs = [r for r in records if not r['picks']]
+    runs = [r for r in records_of('race') if not r['picks']]
     goal = mean(r['val_loss'] for r in runs if r['name'] == 'nanogpt')
     table = rows('docs/results.md', '## Beside nanoGPT')
     assert f'steps to {goal:.2f}' in read_text('docs/results.md')
@@ -438,7 +436,7 @@ def test_the_table_beside_nanogpt():
         name = 'nanogpt' if 'nanoGPT' in label else 'ours'
         made = {r['seed']: r for r in runs if (r['name'], r['optimizer'], r['learning_rate']) == (
             name, optimizer.lower(), float(rate))}
-        assert cells[:2] == [f"{made[s]['val_loss']:.3f}" if s in made else '' for s in (2, 3)]
+        assert cells[:2] == [f"{made[seed]['val_loss']:.3f}" for seed in (2, 3)]
         if name == 'ours':
             steps = mean(steps_to(run['curve'], goal) for run in made.values())
             assert cells[2] == f'{round(steps, -1):.0f}'

@@ -420,8 +420,7 @@ def make_runs(runs, compare, common, results):
     """Make those of `runs`, pairs of name and seed, that are not finished; how many failed."""
     plans = {name: make_plan(name, common) for name, _ in runs}     # what is wrong shows first
     data_dir = plans[runs[0][0]].settings['data_dir']   # the same for all
-    data = checksum(os.path.join(data_dir, 'meta.json'))[:12]
-    keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'data={data}'])
+    keep_recipe(compare.out, [*common, f'--answers={compare.answers}'], data_dir)
     for name, seed in runs:
         check_made(folder_of(compare, name, seed), plans[name].settings)
     for r in read_lines(results):
@@ -461,10 +460,14 @@ def check_made(folder, settings):
                             "another --out")
 
 
-def keep_recipe(out, common):
-    """Write down what holds for all runs in `out`; UserError if those there have another recipe."""
+def keep_recipe(out, common, data_dir):
+    """
+    Write down what holds for all runs in `out`, settings and data; UserError if those there have
+    another recipe.
+    """
     path = os.path.join(out, 'recipe.txt')
-    recipe = shlex.join(common)
+    data = checksum(os.path.join(data_dir, 'meta.json'))[:12]
+    recipe = shlex.join([*common, f'data={data}'])
     os.makedirs(out, exist_ok=True)
     if not os.path.exists(path):
         with open(path, 'w', encoding='utf-8') as f:

@@ -6,12 +6,12 @@ bytes.
     python tools/race.py ../nanoGPT/model.py --names=ours,gelu --optimizers=muon --seeds=1
     python tools/race.py docs/runs/race.jsonl                   the table of runs that are made
 
-Each name races with each optimizer at its best learning rate: every one of --lrs runs with the
-seed --pick, and the one that ends lowest runs with --seeds, which alone are in the table. `ours` is
-the plain GPT as loops start (plain_scaled in tools/compare.py); each other name is `ours` with one
-thing as nanoGPT has it. All have nanoGPT's loop in common with train.py: the same windows in the
-same order, one schedule, weight decay on matrices, clipping. Config files and settings of train.py
-hold for all.
+Each name races with each optimizer at its best learning rate: if there are several --lrs, each runs
+with the seed --pick, and the one that ends lowest runs with --seeds, which alone are in the table.
+`ours` is the plain GPT as loops start (plain_scaled in tools/compare.py); each other name is `ours`
+with one thing as nanoGPT has it. All have nanoGPT's loop in common with train.py: the same windows
+in the same order, one schedule, weight decay on matrices, clipping. Config files and settings of
+train.py hold for all.
 
 Writes OUT/NAME-OPTIMIZER-RATE-sSEED/log.jsonl (train.py's format, for tools/plot.py curves) and a
 line per run in OUT/runs.jsonl; stopped, the same command goes on with the run that it was at. At
@@ -35,7 +35,7 @@ sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 from configurator import build, check_range, read
 from engine.build import new_model
-from engine.files import UserError, checksum, run, table
+from engine.files import UserError, run, table
 from engine.hardware import pick_device, pick_dtype
 from engine.prepare import prepare
 from engine.shards import read_meta
@@ -260,10 +260,11 @@ def race(path, race_settings, s, config, results):
     pairs = [(n, o) for n in r.names.split(',') for o in r.optimizers.split(',')]
     rates = [float(rate) for rate in r.lrs.split(',')]
     chosen = dict.fromkeys(pairs, rates[0])     # of a name and an optimizer: its rate
-    for name, optimizer in pairs if len(rates) > 1 else ():
-        ends = {rate: loss_of(path, name, optimizer, rate, r.pick, s, config, r, results)
-                for rate in rates}
-        chosen[name, optimizer] = min(ends, key=ends.get)
+    if len(rates) > 1:
+        for name, optimizer in pairs:
+            ends = {rate: loss_of(path, name, optimizer, rate, r.pick, s, config, r, results)
+                    for rate in rates}
+            chosen[name, optimizer] = min(ends, key=ends.get)
     for seed in map(int, r.seeds.split(',')):
         for name, optimizer in pairs:
             rate = chosen[name, optimizer]
@@ -380,8 +381,7 @@ def main(argv):
         if s.threads is not None:
             torch.set_num_threads(s.threads)
         prepare_data.prepare_builtin(s.data_dir)
-        data = checksum(os.path.join(s.data_dir, 'meta.json'))[:12]
-        keep_recipe(r.out, [*(arg for arg in rest if arg not in files), f'data={data}'])
+        keep_recipe(r.out, [arg for arg in rest if arg not in files], s.data_dir)
         vocabulary = vocabulary_of(read_meta(s.data_dir)['n_tokens'])
         config = build(GPTConfig, {**vocabulary, **{
             name: value for name, value in asked.items() if hasattr(GPTConfig, name)}})
