@@ -3,13 +3,14 @@ Train a GPT on a laptop CPU, one GPU, or many.
 
     python train.py config/depth_attn.py
         2.8M parameters; 3 to 4 minutes on 2 CPU cores
-    torchrun --nproc_per_node=8 train.py config/depth_attn.py config/size/360m.py
-        the paper's size on eight GPUs; with --data_dir=data/fineweb-edu on as much text as it
-        wants (python prepare_data.py fineweb-edu --shards=99)
+    python train.py config/depth_attn.py config/size/360m.py --data_dir=data/fineweb-edu \
+        --dry_run=True
+        what the paper's size would take: memory, days
+    torchrun --nproc_per_node=8 train.py config/depth_attn.py config/size/360m.py \
+        --data_dir=data/fineweb-edu
+        on eight GPUs, after python prepare_data.py fineweb-edu --shards=99
     python train.py --init_from=resume --out_dir=out/depth_attn
         go on after an interruption
-    python train.py config/depth_attn.py config/size/360m.py --dry_run=True
-        what it would take: memory, days
 
 Config files and --name=value apply from left to right. What none of them sets has its default,
 which is the same on every machine: that of config/size/tiny.py. Ctrl-C, SIGTERM, SIGHUP,

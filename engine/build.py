@@ -20,11 +20,11 @@ def new_model(config):
 
 
 class WithoutNormal(TorchFunctionMode):
-    """normal_ does nothing: without numbers it would not either, but import for a second first."""
+    """normal_ does nothing: without numbers it would not either, but import for seconds first."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.normal_:
-            return args[0]
+        if function in (torch.Tensor.normal_, torch.nn.init.normal_):
+            return None     # which nobody reads
         return function(*args, **(kwargs or {}))
 
 

@@ -22,10 +22,12 @@ def flops_per_token(gpt, T=None, training=True):
     FLOPs of one token in a text of T (None: block_size), forward and backward, or forward alone. In
     training the mean over what is drawn, at the beginning of a run; nobody halts.
 
-    Models of one and of two layers are counted, as all layers cost the same: those of a model.py in
-    which they do not are counted by `counted_flops`.
+    Of a model with more layers, one and two are counted, as all layers cost the same: those of a
+    model.py in which they do not are counted by `counted_flops`.
     """
     layers = gpt.config.n_layer
+    if layers <= 2:
+        return counted_flops(gpt, T, training)
     first, second = (counted_flops(gpt, T, training, n_layer) for n_layer in (1, 2))
     return first + (layers - 1) * (second - first)
 

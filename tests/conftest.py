@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason='needs --slow'))
 
 
+def slow_but(quick, names):
+    """Of parametrize's names, those that are not in `quick` run with --slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow)
+            for name in names]
+
+
 DEPTH = dict(depth_attn=True)
 DEPTH_GQA = dict(depth_attn=True, n_kv_head=2)
 SMEAR = dict(ponder='smear')

@@ -14,7 +14,7 @@ import types
 
 import pytest
 import torch
-from conftest import ONE_EACH, ROOT, TOGGLES, program
+from conftest import ONE_EACH, ROOT, TOGGLES, program, slow_but
 
 import model as model_py
 import prepare_data
@@ -84,6 +84,7 @@ def run_programs(name, data, folder):
     return out
 
 
+@pytest.mark.slow
 def test_every_function_is_called(small_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepare_data.prepare(prepare_data.DataSettings(problems=400, size=3, name='trees'), ['minimax'])
@@ -212,10 +213,7 @@ def shell(small_data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize('name', [
-    'a soft cap',
-    pytest.param('a chain that reads its own pass alone', marks=pytest.mark.slow),
-    pytest.param('a loss without the first letter of a line', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', slow_but(['a soft cap'], EDITS))
 def test_an_edit_shows_in_the_next_run(name, shell):
     settings, old, new = EDITS[name]
     losses = shell('train', settings)

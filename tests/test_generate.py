@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ONE_EACH, TOGGLES, close, make
+from conftest import ONE_EACH, TOGGLES, close, make, slow_but
 
 from engine import generate
 from engine.generate import stream
@@ -36,8 +36,10 @@ def passes_per_token(toggle):
     return toggle.get('ponder_steps', 0) + 1    # feedback: one
 
 
-@pytest.mark.parametrize('name', ['plain', 'depth', 'smear_depth', 'embedding', 'loop',
-                                  'latent2_depth', 'feedback_depth', 'mask'])
+@pytest.mark.parametrize('name', slow_but(
+    ('depth', 'loop', 'feedback_depth'),
+    ['plain', 'depth', 'smear_depth', 'embedding', 'loop', 'latent2_depth', 'feedback_depth',
+     'mask']))
 def test_compiled_decoding_changes_nothing(name, compiler):
     """
     Prompts of two lengths, past the context: the same tokens and logits, from a few graphs that

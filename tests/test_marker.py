@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from conftest import cells, program, refused
+from conftest import cells, program, refused, slow_but
 from test_exercises import ANSWERS, FOLDER
 
 import check
@@ -87,9 +87,7 @@ AT_HOME = {  # what a file does above a right answer, and whether that costs its
 }
 
 
-@pytest.mark.parametrize('name', [
-    name if name in ('files are removed', 'pipes', 'its parent')
-    else pytest.param(name, marks=pytest.mark.slow) for name in AT_HOME])
+@pytest.mark.parametrize('name', slow_but(('files are removed', 'its parent'), AT_HOME))
 def test_what_a_file_does_costs_its_own_mark(name, tmp_path):
     """The others of the class are marked, and their files, the table and the JSON are there."""
     doing, costs = AT_HOME[name]
@@ -125,6 +123,8 @@ def own_copy(folder, **above):
 def test_ones_own_files_cost_their_own_marks(tmp_path):
     """`python exercises/check.py`, where exercises/ itself holds what the student wrote."""
     path = own_copy(tmp_path, rope='def f(:\n', flops='exit(0)\n', halting='while True: pass\n')
+    for other in 'kv_cache', 'pondering', 'jacobi':     # which would take as long again
+        (tmp_path / 'exercises' / f'{other}.py').unlink()
     done = program(path, '--seconds=10', cwd=tmp_path, ok=False, PYTHONPATH='')
     assert done.returncode == 1 and not done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
@@ -153,9 +153,7 @@ PRETENDING = {  # file: (its source, words of the answer)
 }
 
 
-@pytest.mark.parametrize('name', [
-    name if name == 'jacobi' else pytest.param(name, marks=pytest.mark.slow)
-    for name in PRETENDING])
+@pytest.mark.parametrize('name', slow_but(['jacobi'], PRETENDING))
 def test_what_leaves_or_pretends_is_not_right(name, tmp_path):
     source, words = PRETENDING[name]
     path = tmp_path / f'{name}.py'

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, save
+from conftest import ROOT, save, slow_but
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
@@ -93,7 +93,7 @@ def of_one_pass_more(ponder, steps, **settings):
     return (bytes_of[1] - bytes_of[0]) / (8 * 4 * 64 * 64 * 4)
 
 
-@pytest.mark.parametrize('ponder', ['loop', 'embedding'])
+@pytest.mark.parametrize('ponder', slow_but(['loop'], ['loop', 'embedding']))
 def test_blocks_that_run_again_keep_their_inputs_alone(ponder):
     """The keys and values of a pass, which no other reads, would be four times as much."""
     assert 1 <= of_one_pass_more(ponder, 4, checkpoint_activations=True) < 1.5

@@ -9,9 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, TOGGLES, make, save
 
-from engine.build import without_numbers
 from engine.files import UserError
-from engine.flops import flops_per_token
 from tools import compare, plot
 from tools.explain import look
 from tools.plot import PlotSettings
@@ -149,7 +147,7 @@ def record_of(name, seed, loss, *options, **more):
     command = ['python', 'train.py', config, *settings, *options, f'--seed={seed}']
     _, shape = plot.configs_of(command[2:])
     return dict(name=name, seed=seed, val_nats_per_byte=loss, command=shlex.join(command),
-                tokens=9, flops=9 * flops_per_token(without_numbers(shape)), **more)
+                tokens=9, flops=9 * compare.flops_of(shape), **more)
 
 
 def test_loss_against_what_a_new_token_costs(tmp_path, small_data):

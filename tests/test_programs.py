@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 import test_plan
-from conftest import ROOT, program
+from conftest import ROOT, make, program, save, slow_but
 
 from configurator import build, read
 from engine import plan
@@ -50,7 +50,7 @@ def files(*folder, having=''):
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='fork')
-@pytest.mark.parametrize('linked', [False, True])
+@pytest.mark.parametrize('linked', slow_but([True], [False, True]))
 def test_each_program_says_what_it_does(linked, tmp_path):
     """
     In a shell, from another folder, which nobody has set up; and through a link, where other
@@ -79,6 +79,14 @@ def test_each_program_says_what_it_does(linked, tmp_path):
         assert ended.startswith('0\n'), path
         name = os.path.relpath(os.path.realpath(path), ROOT).replace(os.sep, '/')
         assert f'python {name}' in told, f"{name} --help has no line to copy"
+
+
+def test_sampling_starts_without_pytorchs_compiler(tmp_path):
+    """Which takes as long to import as all else; a new model of shapes once imported it."""
+    folder = save(tmp_path / 'out', make(vocab_size=320, n_tokens=257))
+    code = ("import sample, sys; sample.main(sys.argv[1:]); "
+            "assert 'torch._dynamo' not in sys.modules")
+    program('-c', code, folder, '--start=def', '--max_new_tokens=2')
 
 
 @pytest.mark.parametrize('name', ['train', 'sample', 'prepare_data'])
@@ -154,7 +162,9 @@ def test_every_size_can_be_planned(dry_run, size):
 MECHANISMS = [path for path in files('config') if not path.endswith(('tasks.py', 'trees.py'))]
 
 
-@pytest.mark.parametrize('mechanism', MECHANISMS)
+@pytest.mark.parametrize('mechanism', slow_but(
+    [os.path.join(CONFIG, f'{name}.py') for name in ('depth_attn', 'feedback', 'halting_router')],
+    MECHANISMS))
 def test_every_mechanism_and_task_can_be_planned(dry_run, mechanism):
     for path in (os.path.join(CONFIG, 'size', 'tiny.py'), os.path.join(CONFIG, 'tasks.py')):
         assert 'vocabulary 320 (of data/' in dry_run(mechanism, path)

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ONE_EACH, ROOT, TOGGLES, make, program
+from conftest import ONE_EACH, ROOT, TOGGLES, make, program, slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -123,7 +123,8 @@ MOST = [name for name in ONE_EACH
         if name not in ('plain', 'embedding', 'chain_depth', 'loop_depth')]
 
 
-@pytest.mark.parametrize('toggle', MOST)
+@pytest.mark.parametrize('toggle', slow_but(
+    ('depth', 'feedback_depth', 'gate', 'router_depth', 'exit'), MOST))
 def test_four_steps_equal_two_and_resume_and_two(run_train, toggle, capsys):
     few = [*options(toggle), '--max_steps=4', '--batch_tokens=128', '--eval_tokens=64',
            '--dropout=0.1']
@@ -1062,7 +1063,8 @@ def train_to_the_end(start, tmp_path):
 
 
 @posix
-@pytest.mark.parametrize('name', TWO_RANKS)
+@pytest.mark.parametrize('name', slow_but(
+    ('depth', 'gate', 'trains alone', 'config/halting_router.py', 'muon'), TWO_RANKS))
 def test_two_ranks_equal_one(run_train, train_to_the_end, tmp_path, name):
     few = [*TWO_RANKS[name], '--max_steps=4']
     one = run_train('one', *few)

@@ -600,16 +600,17 @@ def is_plain(name):
 
 def plain_of_equal_flops(name, runs, base):
     """
-    The plain run of the nearest FLOPs; of equal ones that which starts as this one, or `base`. None
-    if all are over 5 % off.
+    The plain run that was trained for as many FLOPs as this name (.._as_NAME); without one that of
+    the nearest FLOPs, which may be a deeper model; of equal ones that which starts as this one, or
+    `base`. None if all are over 5 % off.
     """
     flops = median(runs[name], 'flops')
     alike = base if is_plain(name) else start_of(name)
     off = {other: abs(median(runs[other], 'flops') / flops - 1)
            for other in runs if is_plain(other)}
     near = [other for other in off if off[other] <= 0.05]
-    return min(near, key=lambda other: (off[other], other != alike, other != base),
-               default=None)
+    return min(near, key=lambda other: (not other.endswith(f'_as_{name}'), off[other],
+                                        other != alike, other != base), default=None)
 
 
 # -------------------------------------------------------------------------------------------------

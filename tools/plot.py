@@ -29,13 +29,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 from configurator import build, read
 from engine.build import without_numbers
 from engine.files import UserError, one_line, run, whole
-from engine.flops import flops_of_new_token, flops_per_token
+from engine.flops import flops_of_new_token
 from engine.hardware import pick_device
 from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
 from sample import encode_prompt
-from tools.compare import EXACT, LEARNED, LOSS
-from tools.compare import configs_of, has_flops, is_plain, read_lines, read_log, seconds_by_step
+from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
+from tools.compare import read_lines, read_log, seconds_by_step
 from tools.explain import look, validation_tokens
 
 X = {
@@ -172,7 +172,7 @@ def in_generation(panels):
         if halts(gpt) or (iterates(gpt) and EXACT not in record):
             raise UserError(f"x=generated: {name} halts, or its record has no {EXACT}: leave it "
                             "out of --names")
-        if not has_flops(record, flops_per_token(gpt)):
+        if not has_flops(record, flops_of(config)):
             raise UserError(f"x=generated: {name}'s command does not make the model of its record "
                             "here: leave it out of --names")
         loss = record.get(EXACT, record[LOSS])
