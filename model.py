@@ -16,9 +16,9 @@ the other. GPT.hidden is the first two; GPT.forward adds the third, or with targ
     h = gpt.trunk(x)            embeddings         -> hidden states (B,T,C)
     logits = gpt.head(h)        hidden states      -> (B,T,V)
 
-Depth-Attention works inside the trunk. Every other mechanism takes the place of the call of
-gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top to bottom: parts
-1 and 2 are an ordinary GPT; skip what is marked with a later part.
+Depth-Attention works inside the trunk. Every other method is a mechanism: it takes the place of the
+call of gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top to bottom:
+parts 1 and 2 are an ordinary GPT; skip what is marked with a later part.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
