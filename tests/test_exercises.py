@@ -12,6 +12,8 @@ import torch
 from conftest import ROOT, program, save
 from students import SLIPS, UNUSUAL
 
+from engine import flops
+
 FOLDER = os.path.join(ROOT, 'exercises')
 import check
 import course
@@ -35,6 +37,21 @@ def solved(name, source):
     exercise = load(name)
     check.install(exercise, found['ANSWERS'][name])
     return exercise
+
+
+@pytest.fixture(scope='module', autouse=True)
+def counts_of_flops():
+    """The same models are counted for every mistake in flops.py; here each once."""
+    counted, count = {}, flops.flops_per_token
+
+    def counted_once(gpt, T=None, training=True):
+        key = repr((gpt.config, T, training))
+        if key not in counted:
+            counted[key] = count(gpt, T, training)
+        return counted[key]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flops, 'flops_per_token', counted_once)
+        yield
 
 
 @functools.cache

@@ -247,7 +247,9 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
         close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize('name', ONE_EACH)
+@pytest.mark.parametrize('name', slow_but(
+    ('depth', 'smear', 'embedding', 'loop_depth', 'router_depth', 'exit', 'feedback_depth'),
+    ONE_EACH))
 def test_compiled_blocks_change_nothing(name, idx, compiler):
     model = make(**{**few_sweeps(TOGGLES[name]), 'n_layer': 3}).train()
     texts = idx, (idx + 2) % 50
