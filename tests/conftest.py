@@ -147,6 +147,12 @@ def toggle(request):
     return TOGGLES[request.param]
 
 
+@pytest.fixture(params=slow_but(ONE_EACH, TOGGLES))
+def one_of_each(request):
+    """The same; without --slow once per mechanism."""
+    return TOGGLES[request.param]
+
+
 def rows_of(model, prompts, n):
     """Each prompt with n likeliest tokens more, from one batch; a plain loop gives the same."""
     rows = generate(model, prompts, n, temperature=0)

@@ -72,9 +72,9 @@ def run_lines_on_top(settings, steps):
     return names['gpt'], losses, passes, began
 
 
-def test_the_lines_on_top_of_it_train(toggle):
+def test_the_lines_on_top_of_it_train(one_of_each):
     """Every mechanism: the loss goes down, and no weight stays what it was."""
-    gpt, losses, _, began = run_lines_on_top(few_sweeps(toggle), steps=20)
+    gpt, losses, _, began = run_lines_on_top(few_sweeps(one_of_each), steps=20)
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.3
     for (name, p), before in zip(gpt.named_parameters(), began, strict=True):

@@ -84,9 +84,9 @@ def test_what_is_drawn_is_how_often_training_iterates(idx):
 
 # ---- copies --------------------------------------------------------------------------------------
 
-def test_a_copy_computes_with_its_own_weights(toggle, idx):
+def test_a_copy_computes_with_its_own_weights(one_of_each, idx):
     """Such as an average of the weights, kept beside them from step to step."""
-    model = make(**few_sweeps(toggle)).train()
+    model = make(**few_sweeps(one_of_each)).train()
     model(idx, targets(idx))[1].backward()
     after_a_step = copy.deepcopy(model)
     if halts(model):
@@ -99,7 +99,7 @@ def test_a_copy_computes_with_its_own_weights(toggle, idx):
         with torch.no_grad():
             for p in copied.parameters():
                 p.mul_(1.5)
-        fresh = make(**few_sweeps(toggle)).train()
+        fresh = make(**few_sweeps(one_of_each)).train()
         fresh.load_state_dict(copied.state_dict())
         assert torch.equal(copied(idx)[0], fresh(idx)[0])
     assert torch.equal(model(idx, targets(idx))[1], loss)
@@ -108,10 +108,10 @@ def test_a_copy_computes_with_its_own_weights(toggle, idx):
 # ---- PyTorch's default dtype ---------------------------------------------------------------------
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-def test_every_default_dtype_will_do(toggle, dtype, idx):
+def test_every_default_dtype_will_do(one_of_each, dtype, idx):
     """A tensor that is made without a dtype would be of another one than those it meets."""
     torch.manual_seed(0)
-    settings = {**SMALL, **few_sweeps(toggle)}
+    settings = {**SMALL, **few_sweeps(one_of_each)}
     try:
         torch.set_default_dtype(dtype)
         model = GPT(GPTConfig(**settings)).train()

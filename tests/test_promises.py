@@ -270,10 +270,10 @@ def test_one_graph_serves_all_blocks(name, idx, compiler):
     assert len(model.h) == 5 and compiler.graphs == 2
 
 
-def test_bf16_autocast_stays_close(toggle, idx):
-    if 'ponder_topk' in toggle:  # which tokens are the likeliest may change: keep all
-        toggle = {**toggle, 'ponder_topk': 50}
-    model = make(**toggle, block_size=13, init_std=0.05).float()
+def test_bf16_autocast_stays_close(one_of_each, idx):
+    if 'ponder_topk' in one_of_each:  # which tokens are the likeliest may change: keep all
+        one_of_each = {**one_of_each, 'ponder_topk': 50}
+    model = make(**one_of_each, block_size=13, init_std=0.05).float()
     model.train(model.config.halting == 'ouro')     # whose gate counts in training alone
     want = gradients(model, idx)
     got = gradients(model, idx, torch.bfloat16)
@@ -323,7 +323,7 @@ def test_a_toggle_adds_no_parameters_but_its_own(name):
     ('chain', 'router'),
     ('loop', 'exit'),
 ])
-@pytest.mark.parametrize('depth_attn', [False, True])
+@pytest.mark.parametrize('depth_attn', slow_but([False], [False, True]))
 def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx):
     shared = dict(depth_attn=depth_attn, n_layer=3)
     model = make(ponder=ponder, halting=halting, ponder_steps=0, **shared)
