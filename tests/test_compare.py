@@ -327,9 +327,11 @@ def test_the_table_of_losses_by_hand():
     assert latent[4:] == ['-0.7000 (-0.7000 to -0.7000)', '', '4.40', '1.00']
 
 
-def test_of_as_many_flops_is_who_was_trained_for_them_and_not_who_is_deeper():
-    rows = table_of(('plain_scaled', 1, 1.5, 100), ('loop_2', 1, 1.25, 200),
-                    ('plain_scaled_2x', 1, 1.0, 200), ('plain_scaled_as_loop_2', 1, 1.125, 202))
+@pytest.mark.parametrize('rate', ['', '@3e-3'])
+def test_of_as_many_flops_is_who_was_trained_for_them_and_not_who_is_deeper(rate):
+    rows = table_of((f'plain_scaled{rate}', 1, 1.5, 100), (f'loop_2{rate}', 1, 1.25, 200),
+                    (f'plain_scaled_2x{rate}', 1, 1.0, 200),
+                    (f'plain_scaled{rate}_as_loop_2', 1, 1.125, 202))
     assert rows[1][5] == '+0.1250 (+0.1250 to +0.1250)'
 
 

@@ -609,7 +609,8 @@ def plain_of_equal_flops(name, runs, base):
     off = {other: abs(median(runs[other], 'flops') / flops - 1)
            for other in runs if is_plain(other)}
     near = [other for other in off if off[other] <= 0.05]
-    return min(near, key=lambda other: (not other.endswith(f'_as_{name}'), off[other],
+    as_this = '_as_' + name.partition('@')[0]
+    return min(near, key=lambda other: (not other.endswith(as_this), off[other],
                                         other != alike, other != base), default=None)
 
 
