@@ -42,8 +42,9 @@ To train with this file alone:
     tokens = gpt.eval().generate(prompt, 100)
 
 train.py, sample.py and every tool run these classes, on every device: what you read is what runs.
-(Two have a quicker form, which computes the same and takes their place: Attention.kernel on CPUs,
-in engine/cpu.py, and Router.one_pass in training, in engine/skip.py.)
+(Three pieces have a quicker form, which computes the same and takes their place: Attention.kernel
+on CPUs, in engine/cpu.py; Router.one_pass in training, in engine/skip.py; and memories in
+sample.py --compile=True, in engine/decode.py.)
 """
 
 import math

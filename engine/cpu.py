@@ -1,4 +1,4 @@
-"""Two things that cost nothing on a CPU; docs/performance.md has what they gain."""
+"""Two things that cost nothing on a CPU; docs/runs/LOG.md has what they gain."""
 
 import contextlib
 import ctypes
