@@ -449,6 +449,19 @@ def test_the_table_beside_nanogpt():
     assert len(table) == 3
 
 
+def test_the_table_of_one_change_at_a_time():
+    losses = {}
+    for r in records_of('race-600'):
+        losses.setdefault(r['name'], {})[r['seed']] = r['val_loss']
+    table = rows('docs/results.md', '| ours, but')
+    assert {name_in(label) for label, *_ in table} == losses.keys()
+    for label, *cells in table:
+        of = losses[name_in(label)]
+        behind = mean(of[seed] - losses['ours'][seed] for seed in of)
+        told = '' if name_in(label) == 'ours' else signed(behind)
+        assert cells == [f'{of[1]:.3f}', f'{of[2]:.3f}', told]
+
+
 TOGGLES = rows('docs/results.md', '## Every method')
 
 
