@@ -1,6 +1,6 @@
 """
-What model.py promises to those who train with it: the lines on top of it, begin_step, copies, and
-PyTorch's default dtype.
+What model.py promises to those who train with it: the lines on top of it, begin_step, copies, shapes,
+and PyTorch's default dtype.
 """
 
 import copy
@@ -10,6 +10,7 @@ import torch
 from conftest import ONE_EACH, TOGGLES, close, make
 from test_promises import few_sweeps, targets
 
+from engine.build import shapes_only
 from engine.mechanisms import halts
 from model import GPT, GPTConfig
 
@@ -103,6 +104,15 @@ def test_a_copy_computes_with_its_own_weights(one_of_each, idx):
         fresh.load_state_dict(copied.state_dict())
         assert torch.equal(copied(idx)[0], fresh(idx)[0])
     assert torch.equal(model(idx, targets(idx))[1], loss)
+
+
+# ---- shapes --------------------------------------------------------------------------------------
+
+def test_weights_that_are_drawn_keep_their_shape_without_numbers():
+    """Such as nn.Parameter(torch.empty(C).normal_()) in a mechanism of one's own."""
+    with shapes_only():
+        weight = torch.empty(3)
+        assert weight.normal_(std=0.02) is torch.nn.init.normal_(weight) is weight
 
 
 # ---- PyTorch's default dtype ---------------------------------------------------------------------
