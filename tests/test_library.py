@@ -1,6 +1,6 @@
 """
-What model.py promises to those who train with it: the lines on top of it, begin_step, copies, shapes,
-and PyTorch's default dtype.
+What model.py promises to those who train with it: the lines on top of it, begin_step, copies,
+shapes, and PyTorch's default dtype.
 """
 
 import copy
