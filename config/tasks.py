@@ -25,5 +25,5 @@ eval_interval = 800
 eval_tokens = 32 * 1024
 save_interval = 800
 sample_tokens = 40
-dtype = 'float32'       # most CPUs are slow in bf16
+dtype = 'float32'       # on every CPU, whether it has bf16 or not
 threads = 1             # as quick as two, and three times as quick beside another program

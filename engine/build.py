@@ -20,7 +20,7 @@ def new_model(config):
 
 
 class WithoutNormal(TorchFunctionMode):
-    """normal_ does nothing: without numbers it would not either, but import for seconds first."""
+    """normal_ does nothing: without numbers it would not either, but import the compiler first."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.normal_, torch.nn.init.normal_):

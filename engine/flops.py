@@ -22,8 +22,8 @@ def flops_per_token(gpt, T=None, training=True):
     FLOPs of one token in a text of T (None: block_size), forward and backward, or forward alone. In
     training the mean over what is drawn, at the beginning of a run; nobody halts.
 
-    Of a model with more layers, one and two are counted, as all layers cost the same: those of a
-    model.py in which they do not are counted by `counted_flops`.
+    Of a deep model one layer and two are counted, as all layers cost the same. In a model.py where
+    they do not, `counted_flops` counts them all.
     """
     layers = gpt.config.n_layer
     if layers <= 2:

@@ -21,7 +21,7 @@ def test_the_autograder_marks_a_submission(tmp_path):
         archive.extractall(tmp_path / 'source')
         assert archive.getinfo('setup.sh').external_attr >> 16 == 0o755
     (tmp_path / 'submission').mkdir()
-    # it takes more of the project than the others
+    # flops.py takes more of the project than the other exercises
     (tmp_path / 'submission' / 'flops.py').write_text(solution('flops'))
     (tmp_path / 'venv' / 'bin').mkdir(parents=True)     # as setup.sh makes it
     interpreter = tmp_path / 'venv' / 'bin' / 'python'

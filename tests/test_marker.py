@@ -123,7 +123,7 @@ def own_copy(folder, **above):
 def test_ones_own_files_cost_their_own_marks(tmp_path):
     """`python exercises/check.py`, where exercises/ itself holds what the student wrote."""
     path = own_copy(tmp_path, rope='def f(:\n', flops='exit(0)\n', halting='while True: pass\n')
-    for other in 'kv_cache', 'depth_attention', 'pondering', 'jacobi':  # they would take as long
+    for other in 'kv_cache', 'depth_attention', 'pondering', 'jacobi':  # each takes seconds
         (tmp_path / 'exercises' / f'{other}.py').unlink()
     done = program(path, '--seconds=10', cwd=tmp_path, ok=False, PYTHONPATH='')
     assert done.returncode == 1 and not done.stderr

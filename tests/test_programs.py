@@ -82,7 +82,7 @@ def test_each_program_says_what_it_does(linked, tmp_path):
 
 
 def test_sampling_starts_without_pytorchs_compiler(tmp_path):
-    """Which takes as long to import as all else; a new model of shapes once imported it."""
+    """Whose import takes a second; a new model of shapes once imported it."""
     folder = save(tmp_path / 'out', make(vocab_size=320, n_tokens=257))
     code = ("import sample, sys; sample.main(sys.argv[1:]); "
             "assert 'torch._dynamo' not in sys.modules")
