@@ -476,7 +476,7 @@ def test_the_sums_to_expect_are_those_of_the_results():
     one_pass = told['one pass, trained with `--ponder_steps=0` (`plain_scaled`)']
     assert one_pass == of_tasks['plain_scaled']
     assert told["the README's loop, four passes"] == of_tasks['loop']
-    assert told['[`Smear`](#a-mechanism-of-your-own), one pass'] == of_feedback['smear']
+    assert f"{of_feedback['smear']} % in the median" in read_text('docs/modify.md')
 
 
 # ---- the README itself
