@@ -382,14 +382,10 @@ def test_verdicts_of_the_claims():
         if '`' not in beside:   # a lab's method
             continue
         found = differences(cells[2], name_in(method), name_in(beside))
-        lowest, highest = round(min(found), 3), round(max(found), 3)    # as they stand there
-        level = abs(mean(found)) <= 0.01 and max(map(abs, found)) <= 0.02
-        word = ('level' if level else 'better' if highest < 0 else
-                'worse' if lowest > 0 else 'seeds disagree')
         seeds = ['', ', one seed', ', two seeds', ''][len(found)]
         summary = [mean(found), min(found), max(found)][:3 if len(found) > 1 else 1]
         told = [cell for cell in cells[3:] if cell]
-        assert told == [word + seeds, *map(signed, summary)], line
+        assert told == [compare.verdict(found) + seeds, *map(signed, summary)], line
 
 
 def test_tables_of_the_results():

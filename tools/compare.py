@@ -520,7 +520,7 @@ def check_code(label, folder):
 def table_of(records):
     """
     A row per name, against a plain run if there is one: medians of the seeds. Differences are
-    between equal seeds: median (lowest to highest). Below it what chose the learning rates.
+    between equal seeds: mean (lowest to highest). Below it what chose the learning rates.
     """
     tried = [r for r in records if r.get('picks')]
     records = [r for r in records if not r.get('picks')] or tried
@@ -543,8 +543,8 @@ def table_of(records):
     about = [', '.join(sorted({str(r[key]) for r in records}))
              for key in ('hardware', 'torch', 'commit', 'date')]
     text = table([*header, 'x FLOPs', 'x time'], rows)
-    text += ("\n\nMedians; learned it: {:.0%} right or more; equal FLOPs: within 5 %. "
-             "{}; torch {}; commit {}; {}.".format(LEARNED, *about))
+    text += ("\n\nMedians; differences: means; learned it: {:.0%} right or more; equal FLOPs: "
+             "within 5 %. {}; torch {}; commit {}; {}.".format(LEARNED, *about))
     if tried:
         text += "\nTried with another seed: " + ', '.join(
             f"{r['name']} {r[LOSS]:.4f}" for r in tried) + '.'
@@ -583,14 +583,26 @@ def loss_row(name, runs, base):
 
 
 def difference(name, other, runs):
-    """'median (lowest to highest)' of name's losses minus other's; '' if they share no seed."""
+    """
+    'mean (lowest to highest), verdict' of name's losses minus other's; '' if they share no seed.
+    """
     if other in (None, name):
         return ''
     theirs = {r['seed']: r[LOSS] for r in runs[other]}
     by_seed = [r[LOSS] - theirs[r['seed']] for r in runs[name] if r['seed'] in theirs]
     if not by_seed:
         return ''
-    return f"{statistics.median(by_seed):+.4f} ({min(by_seed):+.4f} to {max(by_seed):+.4f})"
+    return (f"{statistics.mean(by_seed):+.4f} ({min(by_seed):+.4f} to {max(by_seed):+.4f}), "
+            f"{verdict(by_seed)}")
+
+
+def verdict(differences):
+    """What docs/claims.md says of the losses of equal seeds, of a method minus its partner."""
+    if abs(statistics.mean(differences)) <= 0.01 and max(map(abs, differences)) <= 0.02:
+        return 'level'
+    if max(differences) < 0:
+        return 'better'
+    return 'worse' if min(differences) > 0 else 'seeds disagree'
 
 
 def is_plain(name):
