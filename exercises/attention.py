@@ -22,8 +22,8 @@ neighbours share one. Query heads 0 .. g-1 read key/value head 0, g .. 2g-1 read
 
     shape letters    B rows of the batch    T positions    nh, nkv heads    hd width of a head
 
-Use matmul, softmax and what torch has to build a mask, but not F.scaled_dot_product_attention:
-the library calls that, and you are compared with it. Afterwards, think about this: without the
+Use matmul, softmax and torch's functions for masks. Do not use F.scaled_dot_product_attention: the
+library calls that, and you are compared with it. Afterwards, think about this: without the
 division by sqrt(hd), what happens to the softmax when hd grows?
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER

@@ -4,12 +4,13 @@ Exercise 7 of 8: a halting gate. About 60 minutes.
     python exercises/halting.py            checks what you wrote and says what is not right yet
     python exercises/halting.py --hint     a hint; --hint=3: all three, mostly one per function
 
-Pondering (exercise 5) spends K + 1 passes on every token, on "the" as on the result of a sum.
-AdaPonderLM (arXiv 2603.01914) puts a small gate after each pass: it reads a token's hidden state
-and says whether that token goes on. In pass i = 0 .. K, for every token:
+Pondering (exercise 5) spends K + 1 passes on every token, on an easy word as on the result of a
+sum. AdaPonderLM (arXiv 2603.01914) puts a small gate after each pass: it reads a token's hidden
+state and says whether that token goes on. At the start E = embed(idx), and m = 1, which means that
+all tokens are active. In pass i = 0 .. K, for every token:
 
-    h        = trunk(E)                   E = embed(idx) at first, m = 1: all tokens are active
-    readout  = h where m, else as before  a halted token's answer stays what it was
+    h        = trunk(E)
+    readout  = h where m, else as before  what the model answers from; a halted token's stays
     s        = sigmoid(gate_i(h))         one number per token; there is no gate after the last pass
     m        = m and (s >= tau)           monotone: who has halted never wakes up again
     E        = E + m s e                  e = Embedding.mixture(gpt, h): the mean embedding of
@@ -18,14 +19,14 @@ and says whether that token goes on. In pass i = 0 .. K, for every token:
 And in each layer a halted token keeps the keys and values of its last active pass, which active
 tokens go on reading:
 
-    k = k where m, else k of the pass before         the same for v                      (Eq. 10)
+    k = k where m, else k of the pass before         the same for v             (Eq. 10 of the paper)
 
-Training runs all passes on all tokens, with `where` in three places (k, v, the readout), and so
-knows exactly what generation does, which really stops: there a halted token costs no pass any more.
-The paper leaves open what becomes of a halted token's readout; frozen, as here, is the only choice
-with which both agree. You are compared with a loop that does it the other way: token by token, with
-caches, and a `break` when the gate says so; your gradients, with model.py's. Afterwards, think
-about this: with these three frozen, would it matter if a halted token's E moved on?
+In training all passes run on all tokens, and `where` keeps what a halted token had: its k, its v
+and its readout. In generation a halted token really stops, and costs nothing more. Both must give
+the same numbers. (The paper leaves open what becomes of the readout. Frozen, as here, it is the
+same in both.) The check compares you with such a generation, token by token, with caches and a
+`break` when the gate says so, and your gradients with model.py's. Afterwards, think about this:
+with these three frozen, would it matter if a halted token's E moved on?
 
     shape letters    B rows    T positions    C width of the model
                      nkv key/value heads    hd width of a head
@@ -38,8 +39,8 @@ from model import Embedding
 
 class Frozen:
     """
-    The memory of one pass over a text of T tokens, whose update GPT.trunk calls in each layer:
-    active tokens get new keys and values, others keep theirs.
+    The memory of one pass over a text of T tokens. GPT.trunk calls its update in each layer, where
+    active tokens get new keys and values, and others keep theirs.
     """
     keys_per_token = 1              # as in exercise 3
 
