@@ -1,6 +1,8 @@
 """tools/compare.py: one recipe for all, nothing made twice, numbers that follow from the runs."""
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -341,7 +343,9 @@ def test_of_as_many_flops_is_who_was_trained_for_them_and_not_who_is_deeper(rate
 def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys):
     """Which a seed chooses that is in no row of the table."""
     common.remove('--learning_rate=0.01')
-    args = [*common, '--names=plain,plain_2x', '--seeds=1,2', '--lrs=1e-5,1e-2,1',
+    recipe = tmp_path / 'recipe.py'
+    recipe.write_text('learning_rate = 1.0')        # of a file, it gives way to --lrs
+    args = [*common, str(recipe), '--names=plain,plain_2x', '--seeds=1,2', '--lrs=1e-5,1e-2,1',
             f'--out={tmp_path}']
     compare.main(args)
     told = capsys.readouterr().out
@@ -396,6 +400,31 @@ def test_of_plain_runs_of_equal_flops_that_counts_which_starts_alike():
 ])
 def test_a_verdict_is_by_the_rule_of_the_claims(differences, word):
     assert compare.verdict(differences) == word
+
+
+def test_differences_are_to_the_run_that_beside_names(tmp_path):
+    runs = [dict(name=name, seed=1, val_nats_per_byte=loss, flops=100, seconds=10, commit='abc',
+                 torch='2.13.0', hardware='a CPU', date='2026-01-01')
+            for name, loss in (('plain', 1.5), ('plain_2x@3e-3', 1.25), ('loop', 1.0))]
+    header, plain, _, loop = cells(compare.table_of(runs, 'plain_2x'))
+    assert header[4] == 'minus plain_2x@3e-3'
+    assert plain[4].startswith('+0.2500 ') and loop[4].startswith('-0.2500 ')
+    with pytest.raises(UserError, match='beside=chain: no finished run here; there are plain, '):
+        compare.table_of(runs, 'chain')
+
+
+def test_the_commands_of_the_claims_start(monkeypatch):
+    with open(os.path.join(ROOT, 'docs', 'claims.md'), encoding='utf-8') as f:
+        page = f.read().replace('\\\n', ' ')
+    commands = re.findall(r'^python tools/compare.py (.*)$', page, re.M)
+    ours = re.search(r'^  (--out=out/mine .*)$', page, re.M)[1]
+    commands.append(re.sub(r'--out=\S+ --names=\S+', ours, commands[0]))
+    monkeypatch.setattr(compare.prepare_data, 'prepare_builtin', lambda folder: None)
+    monkeypatch.setattr(compare, 'make_all', lambda *_: 99)
+    assert len(commands) > 3
+    for command in commands:
+        with pytest.raises(UserError, match='99 runs failed|no run'):
+            compare.main(shlex.split(command))
 
 
 def test_the_flops_of_a_record_are_near_those_of_its_model():

@@ -7,6 +7,8 @@ one run after another.
     python tools/compare.py --names=plain_scaled,smear --lrs=1.5e-3,3e-3,6e-3
         each at the best of these peak learning rates, found with a seed of its own (--pick)
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
+    python tools/compare.py docs/runs/text-long.jsonl --beside=plain_scaled_2x
+        the same, with the differences to this run
 
 A name is one of RUNS. NAME_2x has twice the layers; NAME@3e-3 has this peak learning rate;
 NAME_as_OTHER is trained for as many FLOPs as OTHER, by more or fewer steps. Files and settings of
@@ -72,6 +74,7 @@ class CompareSettings:
     pick: int = 0             # the seed that they are tried with, which is in no comparison
     out: str = 'out/compare'  # folder of the runs
     answers: int = 1000       # on a made task: problems that every finished model answers
+    beside: Optional[str] = None # the name that losses are compared with (None: a plain model)
 
     def __post_init__(self):
         if not all(seed.isdecimal() for seed in self.seeds.split(',')):
@@ -517,18 +520,21 @@ def check_code(label, folder):
 # The table
 
 
-def table_of(records):
+def table_of(records, beside=None):
     """
-    A row per name, against a plain run if there is one: medians of the seeds. Differences are
-    between equal seeds: mean (lowest to highest). Below it what chose the learning rates.
+    A row per name, against `beside`, or a plain run if there is one: medians of the seeds.
+    Differences are between equal seeds: mean (lowest to highest). Below it what chose the learning
+    rates. UserError if there is no run `beside`.
     """
     tried = [r for r in records if r.get('picks')]
     records = [r for r in records if not r.get('picks')] or tried
     runs = {}  # {name: its records}
     for r in records:
         runs.setdefault(r['name'], []).append(r)
-    plain = [name for start in ('plain', 'plain_scaled', 'plain_ponderlm') for name in runs
-             if name.partition('@')[0] == start]
+    starts = [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm']
+    plain = [name for start in starts for name in runs if name.partition('@')[0] == start]
+    if beside and not plain:
+        raise UserError(f"beside={beside}: no finished run here; there are {', '.join(runs)}")
     base = [*plain, *runs][0]
     if all('right' in r for r in records):
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
@@ -639,7 +645,9 @@ def main(argv):
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
                         "(.py, .json)")
-    chosen = (*OURS, 'ponder', 'halting', 'depth_attn', *(['learning_rate'] if compare.lrs else []))
+    chosen = [*OURS, 'ponder', 'halting', 'depth_attn']
+    if compare.lrs and any(arg.startswith('--learning_rate') for arg in common):
+        chosen.append('learning_rate')      # that of a file gives way to --lrs
     for name in chosen:
         if name in asked:
             raise UserError(f"{name}={asked[name]}: chosen here for each run, by --names and "
@@ -654,7 +662,7 @@ def main(argv):
     for path in files:
         records = [r for r in read_lines(path) if 'name' in r]
         if records:
-            print(f"\n{table_of(records)}")
+            print(f"\n{table_of(records, compare.beside)}")
         elif not failed:
             raise UserError(f"{path}: no finished run here")
     if failed:
