@@ -423,7 +423,7 @@ def test_the_commands_of_the_claims_start(monkeypatch):
     monkeypatch.setattr(compare, 'make_all', lambda *_: 99)
     assert len(commands) > 3
     for command in commands:
-        with pytest.raises(UserError, match='99 runs failed|no run'):
+        with pytest.raises(UserError, match='99 runs failed|no finished run'):
             compare.main(shlex.split(command))
 
 
