@@ -19,7 +19,7 @@ all tokens are active. In pass i = 0 .. K, for every token:
 And in each layer a halted token keeps the keys and values of its last active pass, which active
 tokens go on reading:
 
-    k = k where m, else k of the pass before         the same for v             (Eq. 10 of the paper)
+    k = k where m, else k of the pass before         the same for v      (Eq. 10 of the paper)
 
 In training all passes run on all tokens, and `where` keeps what a halted token had: its k, its v
 and its readout. In generation a halted token really stops, and costs nothing more. Both must give
