@@ -367,6 +367,10 @@ def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys
     compare.main(args)      # nothing is made twice
     assert len(in_process) == 10
 
+    compare.main([*common, '--names=plain', '--seeds=0', '--lrs=1e-2', f'--out={tmp_path}/one'])
+    assert len(in_process) == 11        # of one rate no seed need choose
+    assert '@1e-2 ' in capsys.readouterr().out
+
 
 def test_a_rate_at_the_edge_of_those_tried_is_told(capsys, tmp_path):
     lines = [dict(name=f'plain@{rate}', seed=0, val_nats_per_byte=loss)

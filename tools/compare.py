@@ -79,10 +79,15 @@ class CompareSettings:
     def __post_init__(self):
         if not all(seed.isdecimal() for seed in self.seeds.split(',')):
             raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
-        if self.lrs and str(self.pick) in self.seeds.split(','):
+        if self.picks_rates and str(self.pick) in self.seeds.split(','):
             raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
                              "rates cannot judge them")
         check_range(self, 1, math.inf, 'answers')
+
+    @property
+    def picks_rates(self):
+        """Whether a seed chooses between several rates."""
+        return ',' in (self.lrs or '')
 
 
 # name: its config file, and what differs from it. plain_scaled starts as smear, loop, chain and
@@ -328,7 +333,7 @@ def record_of(name, seed, args, folder, plan, compare):
         'name': name,
         'seed': seed,
         'command': shlex.join(['python', 'train.py', *args]),
-        'picks': bool(compare.lrs) and seed == compare.pick,
+        'picks': compare.picks_rates and seed == compare.pick,
         'optimizer': settings['optimizer'],
         'learning_rate': settings['learning_rate'],
         'steps': settings['max_steps'],
@@ -394,11 +399,14 @@ def make_all(compare, common, results):
     names = ALL if compare.names == 'all' else compare.names.split(',')
     if compare.lrs:
         rates = compare.lrs.split(',')
-        tried = [(at_rate(name, rate), compare.pick) for name in names for rate in rates]
-        failed = make_runs(tried, compare, common, results)
-        if failed:
-            return failed
-        names = [at_rate(name, best_rate(name, rates, compare.pick, results)) for name in names]
+        best = dict.fromkeys(names, rates[0])
+        if compare.picks_rates:
+            tried = [(at_rate(name, rate), compare.pick) for name in names for rate in rates]
+            failed = make_runs(tried, compare, common, results)
+            if failed:
+                return failed
+            best = {name: best_rate(name, rates, compare.pick, results) for name in names}
+        names = [at_rate(name, best[name]) for name in names]
     runs = [(name, int(seed)) for seed in compare.seeds.split(',') for name in names]
     return make_runs(runs, compare, common, results)
 
@@ -413,7 +421,7 @@ def best_rate(name, rates, seed, results):
     """The one of `rates` with which a name's run of this seed ends lowest."""
     ends = {r['name']: r[LOSS] for r in read_lines(results) if r['seed'] == seed}
     best = min(rates, key=lambda rate: ends[at_rate(name, rate)])
-    if len(rates) > 1 and float(best) in (min(map(float, rates)), max(map(float, rates))):
+    if float(best) in (min(map(float, rates)), max(map(float, rates))):
         print(f"{name}: {best} is the best of --lrs and at its edge; try rates beyond it",
               flush=True)
     return best

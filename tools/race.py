@@ -62,7 +62,7 @@ class RaceSettings:
 
     def __post_init__(self):
         check_range(self, 1, math.inf, 'rounds')
-        if str(self.pick) in self.seeds.split(','):
+        if ',' in self.lrs and str(self.pick) in self.seeds.split(','):
             raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
                              "rates cannot judge them")
         for name in self.names.split(','):
