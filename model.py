@@ -605,8 +605,8 @@ class Mechanism(nn.Module):
     def init_weights(self, gpt):
         """
         Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
-        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.init_weights drew. (So a
-        fair plain partner is a Loop or an Embedding with ponder_steps=0.)
+        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.__init__ drew. (So a fair
+        plain partner is a Loop or an Embedding with ponder_steps=0.)
         """
         if self.config.ponder == 'none':
             return
