@@ -406,7 +406,7 @@ def test_a_verdict_is_by_the_rule_of_the_claims(differences, word):
     assert compare.verdict(differences) == word
 
 
-def test_differences_are_to_the_run_that_beside_names(tmp_path):
+def test_differences_are_to_the_run_that_beside_names():
     runs = [dict(name=name, seed=1, val_nats_per_byte=loss, flops=100, seconds=10, commit='abc',
                  torch='2.13.0', hardware='a CPU', date='2026-01-01')
             for name, loss in (('plain', 1.5), ('plain_2x@3e-3', 1.25), ('loop', 1.0))]
