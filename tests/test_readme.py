@@ -436,17 +436,18 @@ def test_tables_of_other_learning_rates_and_muon():
 
 def test_the_table_beside_nanogpt():
     runs = [r for r in records_of('race') if not r['picks']]
-    goal = mean(r['val_loss'] for r in runs if (r['name'], r['optimizer']) == ('nanogpt', 'adamw'))
+    goal = mean(r['val_loss'] for r in runs if r['seed'] in (2, 3) and
+                (r['name'], r['optimizer'], r['learning_rate']) == ('nanogpt', 'adamw', 1.5e-3))
     table = rows('docs/results.md', '## Beside nanoGPT')
     assert f'steps to {goal:.2f}' in read_text('docs/results.md')
     for label, optimizer, rate, *cells in table:
         name = 'nanogpt' if 'nanoGPT' in label else 'ours'
         made = {r['seed']: r for r in runs if (r['name'], r['optimizer'], r['learning_rate']) == (
             name, optimizer.lower(), float(rate))}
-        assert cells[:3] == [f"{made[seed]['val_loss']:.3f}" for seed in (1, 2, 3)]
+        assert cells[:2] == [f"{made[seed]['val_loss']:.3f}" for seed in (2, 3)]
         if (name, optimizer) != ('nanogpt', 'AdamW'):
-            steps = mean(steps_to(run['curve'], goal) for run in made.values())
-            assert cells[3] == f'{round(steps, -1):.0f}'
+            steps = mean(steps_to(made[seed]['curve'], goal) for seed in (2, 3))
+            assert cells[2] == f'{round(steps, -1):.0f}'
     assert len(table) == 4
 
 
