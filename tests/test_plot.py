@@ -60,6 +60,22 @@ def test_curves(tmp_path):
     assert by_seconds[4][0] == pytest.approx([0.02, 0.06, 0.08])
 
 
+def test_race(tmp_path):
+    lines = [dict(name=name, optimizer='adamw', learning_rate=rate, seed=seed, picks=seed == 0,
+                  val_loss=loss, curve={'300': 3.0, '600': loss})
+             for name, rate, seed, loss in (('nanogpt', 1e-3, 1, 2.0), ('nanogpt', 3e-3, 1, 1.5),
+                                            ('nanogpt', 3e-3, 2, 1.75), ('nanogpt', 3e-3, 0, 1.0),
+                                            ('ours', 1e-3, 1, 1.25), ('gelu', 1e-3, 1, 1.0))]
+    path = tmp_path / 'runs.jsonl'
+    path.write_text(''.join(json.dumps(line) + '\n' for line in [*lines, dict(ms=3)]))
+    figure = plot.race([str(path)], PlotSettings(names='nanogpt,ours'))
+    assert drawn(figure) == [([300, 600], [3.0, loss]) for loss in (1.5, 1.75, 1.25)]
+    words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert words == ['nanogpt, adamw', 'ours, adamw']
+    with pytest.raises(UserError, match='no run of tools/race.py to draw'):
+        plot.race([str(path)], PlotSettings(names='other'))
+
+
 def test_what_was_given_up_is_no_part_of_a_curve(tmp_path):
     """A run that died before its first checkpoint, and a shorter one in the same folder."""
     path = write_run(tmp_path / 'died', 9, 8, 7, 6)

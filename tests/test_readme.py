@@ -450,6 +450,13 @@ def test_the_table_beside_nanogpt():
             assert cells[2] == f'{round(steps, -1):.0f}'
     assert len(table) == 4
 
+    tried = {(r['optimizer'], r['learning_rate']): f"{r['val_loss']:.3f}"
+             for r in records_of('race') if r['picks']}
+    told = {(optimizer.lower(), rate): cell
+            for optimizer, *cells in rows('docs/runs/LOG.md', '| nanoGPT, seed 0')
+            for rate, cell in zip((1e-3, 1.5e-3, 3e-3, 6e-3), cells) if cell}
+    assert told == tried
+
 
 def test_the_table_of_one_change_at_a_time():
     losses = {}

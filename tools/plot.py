@@ -10,6 +10,8 @@ Pictures of runs and of a checkpoint. Needs: pip install matplotlib
         dotted with the same passes dealt out at random
     python tools/plot.py curves out/compare/*-s* --x=flops
         loss against tokens, training FLOPs or seconds, of train.py's folders
+    python tools/plot.py race docs/runs/race.jsonl
+        validation loss against steps, of tools/race.py's runs: a line for each seed
     python tools/plot.py depth out/depth_attn
         which layers' values each layer mixes
 """
@@ -60,7 +62,7 @@ class PlotSettings:
     """what to draw"""
     out: Optional[str] = None        # file to write: .png, .svg or .pdf (None: out/KIND.png)
     x: str = 'flops'                 # against 'tokens', 'flops', 'seconds'; records: 'generated'
-    names: Optional[str] = None      # records, halting: only these, with commas between
+    names: Optional[str] = None      # records, halting, race: only these, with commas between
     start: Optional[str] = None      # depth: text, or FILE:path (None: the validation set)
     device: Optional[str] = None     # 'cpu', 'cuda', 'mps' (None: the best there is)
 
@@ -368,6 +370,31 @@ def curves(paths, s):
     return figure
 
 
+def race(paths, s):
+    """
+    A line for each seed through its validation losses; each name and optimizer at that of its rates
+    which ends lowest. What chose the rates is not drawn.
+    """
+    found = {}      # {(name, optimizer): {rate: its records}}
+    for r in [record for path in paths for record in read_lines(path)]:
+        if 'curve' in r and not r['picks'] and (not s.names or r['name'] in s.names.split(',')):
+            rates = found.setdefault((r['name'], r['optimizer']), {})
+            rates.setdefault(r['learning_rate'], []).append(r)
+    if not found:
+        raise UserError(f"{', '.join(paths)}: no run of tools/race.py to draw")
+    figure, (ax,) = new_figure()
+    for (name, optimizer), rates in found.items():
+        best = min(rates, key=lambda rate: np.mean([r['val_loss'] for r in rates[rate]]))
+        colour = COLOURS[list(found).index((name, optimizer)) % len(COLOURS)]
+        for r in rates[best]:
+            steps, losses = zip(*((int(step), loss) for step, loss in r['curve'].items()))
+            label = f'{name}, {optimizer}' if r is rates[best][0] else None
+            ax.plot(steps, losses, 'o-', color=colour, linewidth=1.2, markersize=4, label=label)
+    ax.set(xlabel='steps', ylabel='validation loss (nats per token), better ↓')
+    write_legend(ax, [ax])
+    return figure
+
+
 # -------------------------------------------------------------------------------------------------
 # Which layers Depth-Attention mixes
 
@@ -408,7 +435,7 @@ def depth(paths, s):
 
 # -------------------------------------------------------------------------------------------------
 
-KINDS = {'records': records, 'halting': halting, 'curves': curves, 'depth': depth}
+KINDS = {'records': records, 'halting': halting, 'curves': curves, 'race': race, 'depth': depth}
 
 
 def main(argv):
