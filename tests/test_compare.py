@@ -301,14 +301,14 @@ def test_on_a_made_task_right_answers_are_counted(in_process, tmp_path, monkeypa
 # The table
 
 
-def table_of(*runs, **more):
+def table_of(*runs, beside=None, **more):
     """The cells of the table of runs (name, seed, loss, FLOPs), without its header."""
     records = []
     for name, seed, loss, flops in runs:
         records.append(dict(name=name, seed=seed, val_nats_per_byte=loss, flops=flops, seconds=10,
                             commit='abc', torch='2.13.0', hardware='a CPU', date='2026-01-01',
                             **{key: values[len(records)] for key, values in more.items()}))
-    return cells(compare.table_of(records))[1:]
+    return cells(compare.table_of(records, beside))[1:]
 
 
 def test_the_table_of_losses_by_hand():
@@ -337,7 +337,7 @@ def test_of_as_many_flops_is_who_was_trained_for_them_and_not_who_is_deeper(rate
     rows = table_of((f'plain_scaled{rate}', 1, 1.5, 100), (f'loop_2{rate}', 1, 1.25, 200),
                     (f'plain_scaled_2x{rate}', 1, 1.0, 200),
                     (f'plain_scaled{rate}_as_loop_2', 1, 1.125, 202))
-    assert rows[1][5].startswith('+0.1250 ')
+    assert rows[1][5] == '+0.1250 (+0.1250 to +0.1250), worse'
 
 
 def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys):
@@ -407,14 +407,12 @@ def test_a_verdict_is_by_the_rule_of_the_claims(differences, word):
 
 
 def test_differences_are_to_the_run_that_beside_names():
-    runs = [dict(name=name, seed=1, val_nats_per_byte=loss, flops=100, seconds=10, commit='abc',
-                 torch='2.13.0', hardware='a CPU', date='2026-01-01')
-            for name, loss in (('plain', 1.5), ('plain_2x@3e-3', 1.25), ('loop', 1.0))]
-    header, plain, _, loop = cells(compare.table_of(runs, 'plain_2x'))
-    assert header[4] == 'minus plain_2x@3e-3'
-    assert plain[4].startswith('+0.2500 ') and loop[4].startswith('-0.2500 ')
+    runs = [('plain', 1, 1.5, 100), ('plain_2x@3e-3', 1, 1.25, 100), ('loop', 1, 1.0, 100)]
+    plain, other, loop = table_of(*runs, beside='plain_2x')[:3]
+    assert plain[4] == '+0.2500 (+0.2500 to +0.2500), worse' and other[4] == ''
+    assert loop[4] == '-0.2500 (-0.2500 to -0.2500), better'
     with pytest.raises(UserError, match='beside=chain: no finished run here; there are plain, '):
-        compare.table_of(runs, 'chain')
+        table_of(*runs, beside='chain')
 
 
 def test_the_commands_of_the_claims_start(monkeypatch):

@@ -123,6 +123,15 @@ def test_learned_positions_take_the_place_of_rotated_ones():
         assert torch.allclose(a, b, atol=1e-5) == same
 
 
+def test_only_the_rate_that_was_picked_counts():
+    made = [dict(learning_rate=rate, seed=seed, picks=seed == 0, val_loss=loss)
+            for rate, seed, loss in ((1e-3, 0, 2.0), (3e-3, 0, 1.0), (1e-3, 1, 0.5), (3e-3, 1, 3.0),
+                                     (3e-3, 2, 2.0))]
+    assert race.at_best_rate(made) == made[3:]
+    assert race.at_best_rate(made[2:]) == made[2:3]         # no seed has picked
+    assert race.goal_of({('nanogpt', 'adamw'): made}) == 2.5
+
+
 def test_the_step_at_which_a_curve_has_a_loss():
     curve = {'300': 3.0, '600': 2.0, '900': 1.0}
     assert race.steps_to(curve, 2.25) == 525

@@ -540,10 +540,10 @@ def table_of(records, beside=None):
     for r in records:
         runs.setdefault(r['name'], []).append(r)
     starts = [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm']
-    plain = [name for start in starts for name in runs if name.partition('@')[0] == start]
-    if beside and not plain:
+    bases = [name for start in starts for name in runs if name.partition('@')[0] == start]
+    if beside and not bases:
         raise UserError(f"beside={beside}: no finished run here; there are {', '.join(runs)}")
-    base = [*plain, *runs][0]
+    base = [*bases, *runs][0]
     if all('right' in r for r in records):
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
         rows = [answers_row(name, runs) for name in runs]
@@ -654,7 +654,7 @@ def main(argv):
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
                         "(.py, .json)")
     chosen = [*OURS, 'ponder', 'halting', 'depth_attn']
-    if compare.lrs and any(arg.startswith('--learning_rate') for arg in common):
+    if compare.lrs and any(arg.startswith('--learning_rate=') for arg in common):
         chosen.append('learning_rate')      # that of a file gives way to --lrs
     for name in chosen:
         if name in asked:

@@ -16,6 +16,7 @@ Pictures of runs and of a checkpoint. Needs: pip install matplotlib
         which layers' values each layer mixes
 """
 
+import itertools
 import math
 import os
 import re
@@ -39,6 +40,7 @@ from sample import encode_prompt
 from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
 from tools.compare import read_lines, read_log, seconds_by_step
 from tools.explain import look, validation_tokens
+from tools.race import at_best_rate
 
 X = {
     'tokens': 'training tokens',
@@ -371,25 +373,20 @@ def curves(paths, s):
 
 
 def race(paths, s):
-    """
-    A line for each seed through its validation losses; each name and optimizer at that of its rates
-    which ends lowest. What chose the rates is not drawn.
-    """
-    found = {}      # {(name, optimizer): {rate: its records}}
+    """A line for each seed through its validation losses, each pair at its best rate."""
+    runs = {}       # {(name, optimizer): its records}
     for r in [record for path in paths for record in read_lines(path)]:
-        if 'curve' in r and not r['picks'] and (not s.names or r['name'] in s.names.split(',')):
-            rates = found.setdefault((r['name'], r['optimizer']), {})
-            rates.setdefault(r['learning_rate'], []).append(r)
-    if not found:
+        if 'curve' in r and (not s.names or r['name'] in s.names.split(',')):
+            runs.setdefault((r['name'], r['optimizer']), []).append(r)
+    if not runs:
         raise UserError(f"{', '.join(paths)}: no run of tools/race.py to draw")
     figure, (ax,) = new_figure()
-    for (name, optimizer), rates in found.items():
-        best = min(rates, key=lambda rate: np.mean([r['val_loss'] for r in rates[rate]]))
-        colour = COLOURS[list(found).index((name, optimizer)) % len(COLOURS)]
-        for r in rates[best]:
+    for (pair, made), colour in zip(runs.items(), itertools.cycle(COLOURS)):
+        label = ', '.join(pair)
+        for r in at_best_rate(made):
             steps, losses = zip(*((int(step), loss) for step, loss in r['curve'].items()))
-            label = f'{name}, {optimizer}' if r is rates[best][0] else None
             ax.plot(steps, losses, 'o-', color=colour, linewidth=1.2, markersize=4, label=label)
+            label = None        # its seeds share one
     ax.set(xlabel='steps', ylabel='validation loss (nats per token), better ↓')
     write_legend(ax, [ax])
     return figure

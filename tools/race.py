@@ -333,7 +333,7 @@ def table_of(records):
     rows = []
     for pair, made in runs.items():
         tried = ', '.join(f"{x['learning_rate']:g}: {x[LOSS]:.3f}" for x in made if x['picks'])
-        seeds = sorted((x for x in made if not x['picks']), key=lambda x: x['seed'])
+        seeds = sorted(at_best_rate(made), key=lambda x: x['seed'])
         losses = [x[LOSS] for x in seeds]
         reached = [steps_to(x['curve'], goal) for x in seeds] if goal else []
         rows.append([
@@ -348,9 +348,20 @@ def table_of(records):
     return table(header, rows)
 
 
+def at_best_rate(made):
+    """
+    Of the runs of one name and optimizer those that count: at the rate with which the picking seed
+    ended lowest, or without one any seed.
+    """
+    tried = [x for x in made if x['picks']] or made
+    best = min(tried, key=lambda x: x[LOSS])['learning_rate']
+    return [x for x in made if not x['picks'] and x['learning_rate'] == best]
+
+
 def goal_of(runs):
     """The mean loss at which nanoGPT's own, with AdamW, ends."""
-    ends = [x[LOSS] for x in runs.get(('nanogpt', 'adamw'), []) if not x['picks']]
+    made = runs.get(('nanogpt', 'adamw'))
+    ends = [x[LOSS] for x in at_best_rate(made)] if made else []
     return statistics.mean(ends) if ends else None
 
 
