@@ -18,7 +18,7 @@ from configurator import build, read
 from engine import tasks
 from engine.build import without_numbers
 from engine.files import UserError
-from engine.flops import flops_per_token
+from engine.flops import flops_of_new_token, flops_per_token
 from model import HALTING, PONDER, GPTConfig, Smear
 from prepare_data import DataSettings
 from sample import SampleSettings
@@ -499,29 +499,38 @@ def test_the_readme_can_be_read():
 
 
 def test_the_table_of_costs_says_what_is_counted(request):
-    """With --slow the FLOPs of every method; otherwise of those whose counting takes a second."""
+    """With --slow the FLOPs of every row; otherwise of those whose counting takes a second."""
     slow = request.config.getoption('--slow')
     paper, _ = read([os.path.join(ROOT, 'config', 'size', '360m.py')], '', Settings, GPTConfig)
     plain = without_numbers(build(GPTConfig, paper))
     flops_of_plain = flops_per_token(plain)
+    new_token_of_plain = flops_of_new_token(plain)
     table = rows('docs/results.md', '## What every method costs')
-    told = [(*re.findall(r'\w+', toggle), *cells) for toggle, *cells in table[1:]]
-    assert {value for _, value, *_ in told} == {'True', *PONDER, *HALTING} - {'none'}
-    for name, value, cost, weights in told:
-        toggle = {'ponder': HALTING[value].works_on if value in HALTING else value, name: value}
-        if name == 'depth_attn':
-            toggle = {'depth_attn': True}
-        if value == 'exit':
+    seen = set()
+    for setting, cost, new_token, weights in table[1:]:     # behind that of the plain model
+        given = dict(re.findall(r"(\w+)=('?\w+'?)", setting.split('`')[1]))
+        toggle = {name: ast.literal_eval(value) for name, value in given.items()}
+        seen |= {value for name, value in toggle.items() if name != 'ponder_steps'}
+        halting = toggle.get('halting')
+        if halting:
+            toggle['ponder'] = HALTING[halting].works_on
+        if halting == 'exit':
             toggle['exit_loss'] = 'ramp'    # its file's
         model = without_numbers(build(GPTConfig, {**paper, **toggle}))
 
-        if slow or value in ('True', 'smear', 'loop', 'router'):
-            ratio = flops_per_token(model) / flops_of_plain
-            digits = len(cost.partition('.')[2])
-            assert f'{ratio:.{digits}f}' == cost, value
+        if slow or setting.startswith(("`depth", "`ponder='smear", "`ponder='loop`")):
+            assert f'{flops_per_token(model) / flops_of_plain:.{decimals(cost)}f}' == cost, setting
+        if not halting and (slow or setting.startswith("`ponder='loop`")):
+            ratio = flops_of_new_token(model) / new_token_of_plain
+            assert f'{ratio:.{decimals(new_token)}f}' == new_token, setting
 
         added = model.num_params() - plain.num_params()
-        assert weights in ('none' if added == 0 else f'{added:,}', f'{added / 1e6:.1f}M'), value
+        assert weights in ('none' if added == 0 else f'{added:,}', f'{added / 1e6:.1f}M'), setting
+    assert seen == {True, *PONDER, *HALTING} - {'none'}
+
+
+def decimals(number):
+    return len(number.partition('.')[2])
 
 
 def test_the_class_that_shows_how_to_add_one_is_the_code():
