@@ -114,6 +114,9 @@ def test_all_runs_have_the_same_recipe(common, monkeypatch):
     (['--seed=1'], 'seed=1.*--help'),
     (['--lrs=1e-3,2e-3'], 'learning_rate=0.01: chosen here'),
     (['--lrs=1e-3,2e-3', '--pick=2'], 'pick=2 is one of seeds'),
+    (['--lrs=1e-3,'], 'lrs=1e-3,: give learning rates'),
+    (['--lrs=1e-3,0'], 'lrs=1e-3,0: give learning rates'),
+    (['--names=plain_as_loop@3e-3'], 'a rate belongs to what is trained'),
     (['folder'], 'folder'),
     (['nowhere.jsonl'], 'no finished run'),
     ([os.path.join(ROOT, 'docs', 'runs', 'halting.jsonl')], 'no finished run'),
@@ -192,7 +195,7 @@ def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypat
     monkeypatch.setattr(compare, 'source_of_model', lambda: edited)
     with pytest.raises(UserError, match='1 runs failed'):
         compare.main(args)
-    assert 'model.py or train.py was changed since compare.py began' in capsys.readouterr().err
+    assert f'{compare.TRAINS} was changed since compare.py began' in capsys.readouterr().err
     monkeypatch.setattr(compare, 'CODE', compare.code())    # started again
     compare.main(args)
 
@@ -201,9 +204,11 @@ def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypat
     monkeypatch.setattr(compare, 'CODE', compare.code())
     with pytest.raises(UserError, match='1 runs failed'):
         compare.main(args)
-    assert 'plain-s1 was begun with another model.py or train.py' in capsys.readouterr().err
-    monkeypatch.setattr(compare, 'train_py', prepare_data)      # as if train.py had other lines
-    assert compare.code() != compare.CODE
+    assert f'plain-s1 was begun with another {compare.TRAINS}' in capsys.readouterr().err
+    for module in ('train_py', 'muon'):     # as if it had other lines
+        with monkeypatch.context() as patch:
+            patch.setattr(compare, module, prepare_data)
+            assert compare.code() != compare.CODE
     assert in_process == ['plain-s1']
 
 
@@ -334,10 +339,11 @@ def test_the_table_of_losses_by_hand():
 
 @pytest.mark.parametrize('rate', ['', '@3e-3'])
 def test_of_as_many_flops_is_who_was_trained_for_them_and_not_who_is_deeper(rate):
-    rows = table_of((f'plain_scaled{rate}', 1, 1.5, 100), (f'loop_2{rate}', 1, 1.25, 200),
-                    (f'plain_scaled_2x{rate}', 1, 1.0, 200),
-                    (f'plain_scaled{rate}_as_loop_2', 1, 1.125, 202))
-    assert rows[1][5] == '+0.1250 (+0.1250 to +0.1250), worse'
+    rows = table_of((f'plain_scaled{rate}_as_loop_2', 1, 1.125, 202),
+                    (f'plain_scaled{rate}', 1, 1.5, 100), (f'loop_2{rate}', 1, 1.25, 200),
+                    (f'plain_scaled_2x{rate}', 1, 1.0, 200))
+    assert rows[2][4:6] == ['-0.2500 (-0.2500 to -0.2500), better',
+                            '+0.1250 (+0.1250 to +0.1250), worse']
 
 
 def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys):
@@ -385,11 +391,13 @@ def test_a_rate_at_the_edge_of_those_tried_is_told(capsys, tmp_path):
     assert not capsys.readouterr().out
 
 
-def test_of_plain_runs_of_equal_flops_that_counts_which_starts_alike():
-    rows = table_of(('plain', 1, 1.5, 100), ('plain_scaled', 1, 1.25, 100),
-                    ('plain_ponderlm', 1, 1.75, 100), ('smear', 1, 1.0, 100),
-                    ('depth_attn', 1, 1.0, 101), ('plain_scaled_2x', 1, 1.0, 200))
-    minus = {row[0]: row[5].split(' ')[0] for row in rows if len(row) > 5}
+@pytest.mark.parametrize('rate', ['', '@3e-3'])
+def test_of_plain_runs_of_equal_flops_that_counts_which_starts_alike(rate):
+    runs = [('plain', 1, 1.5, 100), ('plain_scaled', 1, 1.25, 100),
+            ('plain_ponderlm', 1, 1.75, 100), ('smear', 1, 1.0, 100),
+            ('depth_attn', 1, 1.0, 101), ('plain_scaled_2x', 1, 1.0, 200)]
+    rows = table_of(*[(name + rate, *run) for name, *run in runs])
+    minus = {row[0].removesuffix(rate): row[5].split(' ')[0] for row in rows if len(row) > 5}
     assert minus == {'plain': '', 'plain_scaled': '-0.2500', 'plain_ponderlm': '+0.2500',
                      'smear': '-0.2500', 'depth_attn': '-0.5000', 'plain_scaled_2x': ''}
 
@@ -411,8 +419,16 @@ def test_differences_are_to_the_run_that_beside_names():
     plain, other, loop = table_of(*runs, beside='plain_2x')[:3]
     assert plain[4] == '+0.2500 (+0.2500 to +0.2500), worse' and other[4] == ''
     assert loop[4] == '-0.2500 (-0.2500 to -0.2500), better'
+    assert table_of(*runs, beside='plain_2x@3e-3')[:3] == [plain, other, loop]
     with pytest.raises(UserError, match='beside=chain: no finished run here; there are plain, '):
         table_of(*runs, beside='chain')
+
+
+def test_a_table_is_of_one_recipe():
+    """As of two runs.jsonl in one file."""
+    with pytest.raises(UserError, match='loop, seed 1, is there twice.*one is c 2'):
+        table_of(('loop', 1, 1.5, 100), ('loop', 2, 1.5, 100), ('loop', 1, 1.0, 100),
+                 command=['c 0', 'c 1', 'c 2'])
 
 
 def test_the_commands_of_the_claims_start(monkeypatch):
@@ -439,7 +455,7 @@ def test_the_table_says_if_model_py_was_changed_between_its_runs():
                   torch='2.13.0', hardware='a CPU', date='2026-01-01')
     runs = [dict(name=name, model=of, **common)
             for name, of in [('plain', 'a'), ('loop', 'b'), ('chain', 'b')]]
-    told = 'model.py or train.py was changed between: plain, seed 1 | loop, seed 1; chain, seed 1'
+    told = f'{compare.TRAINS} was changed between: plain, seed 1 | loop, seed 1; chain, seed 1'
     assert compare.table_of(runs).endswith(told)
     assert 'changed' not in compare.table_of(runs[1:])
 

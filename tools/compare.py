@@ -39,6 +39,7 @@ sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 import train as train_py
 from configurator import build, check_range, read
+from engine import muon
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.build import without_numbers
@@ -58,11 +59,12 @@ from train import Settings
 
 
 def code():
-    """The sum of model.py and train.py, of which a comparison has one version."""
-    return sum_of(source_of_model() + inspect.getsource(train_py))
+    """The sum of the code that trains, of which a comparison has one version."""
+    return sum_of(source_of_model() + inspect.getsource(train_py) + inspect.getsource(muon))
 
 
 CODE = code()       # when compare.py began
+TRAINS = 'model.py, train.py or engine/muon.py'
 
 
 @dataclass
@@ -82,12 +84,25 @@ class CompareSettings:
         if self.picks_rates and str(self.pick) in self.seeds.split(','):
             raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
                              "rates cannot judge them")
+        if self.lrs:
+            check_rates(self.lrs)
         check_range(self, 1, math.inf, 'answers')
 
     @property
     def picks_rates(self):
         """Whether a seed chooses between several rates."""
         return ',' in (self.lrs or '')
+
+
+def check_rates(lrs):
+    """ValueError if these are no positive numbers with commas between."""
+    for rate in lrs.split(','):
+        try:
+            good = 0 < float(rate) < math.inf
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(f"lrs={lrs}: give learning rates, such as 1.5e-3,3e-3")
 
 
 # name: its config file, and what differs from it. plain_scaled starts as smear, loop, chain and
@@ -178,6 +193,9 @@ class Plan:
 def make_plan(name, common):
     """The Plan of a name. common: train.py's arguments for all."""
     base, _, like = name.partition('_as_')
+    if '@' in like:
+        raise UserError(f"--names={name}: a rate belongs to what is trained, as in "
+                        "plain_scaled@3e-3_as_loop")
     base, times, rate = re.fullmatch(r'(.*?)(?:_(\d)x)?(?:@(.*))?', base).groups()  # NAME_2x@3e-3
     if base not in RUNS:
         raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_2x such as "
@@ -404,7 +422,9 @@ def make_all(compare, common, results):
             tried = [(at_rate(name, rate), compare.pick) for name in names for rate in rates]
             failed = make_runs(tried, compare, common, results)
             if failed:
-                return failed
+                raise UserError(f"{failed} of the runs that choose a rate failed, see above: the "
+                                "same command tries them again; leave out of --lrs a rate that is "
+                                "too high")
             best = {name: best_rate(name, rates, compare.pick, results) for name in names}
         names = [at_rate(name, best[name]) for name in names]
     runs = [(name, int(seed)) for seed in compare.seeds.split(',') for name in names]
@@ -509,19 +529,19 @@ def make_run(name, seed, plan, compare, results):
 
 
 def check_code(label, folder):
-    """UserError if model.py or train.py was edited since a run began, or compare.py."""
+    """UserError if the code that trains was edited since a run began, or compare.py."""
     path = os.path.join(folder, 'code.txt')
     if code() != CODE:
-        raise UserError(f"{label}: model.py or train.py was changed since compare.py began: start "
-                        "it again, with another --out if runs have begun")
+        raise UserError(f"{label}: {TRAINS} was changed since compare.py began: start it again, "
+                        "with another --out if runs have begun")
     if not os.path.exists(path):
         os.makedirs(folder, exist_ok=True)
         with open(path, 'w', encoding='utf-8') as f:
             f.write(CODE)
     with open(path, encoding='utf-8') as f:
         if f.read() != CODE:
-            raise UserError(f"{label}: {folder} was begun with another model.py or train.py: "
-                            "choose another --out, or take that folder away")
+            raise UserError(f"{label}: {folder} was begun with another {TRAINS}: choose another "
+                            "--out, or take that folder away")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -532,15 +552,19 @@ def table_of(records, beside=None):
     """
     A row per name, against `beside`, or a plain run if there is one: medians of the seeds.
     Differences are between equal seeds: mean (lowest to highest). Below it what chose the learning
-    rates. UserError if there is no run `beside`.
+    rates. UserError if there is no run `beside`, or if a name has a seed twice.
     """
     tried = [r for r in records if r.get('picks')]
-    records = [r for r in records if not r.get('picks')] or tried
+    records = [r for r in records if not r.get('picks')] or tried   # so far only these
     runs = {}  # {name: its records}
     for r in records:
-        runs.setdefault(r['name'], []).append(r)
+        same = runs.setdefault(r['name'], [])
+        if r['seed'] in [other['seed'] for other in same]:
+            raise UserError(f"{r['name']}, seed {r['seed']}, is there twice; a table is of runs "
+                            f"that are alike but for name and seed; one is {r['command']}")
+        same.append(r)
     starts = [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm']
-    bases = [name for start in starts for name in runs if name.partition('@')[0] == start]
+    bases = [name for start in starts for name in runs if start in (name, without_rate(name))]
     if beside and not bases:
         raise UserError(f"beside={beside}: no finished run here; there are {', '.join(runs)}")
     base = [*bases, *runs][0]
@@ -554,11 +578,9 @@ def table_of(records, beside=None):
     for row, name in zip(rows, runs):
         row += [f"{median(runs[name], key) / median(runs[base], key):.2f}"
                 for key in ('flops', 'seconds')]
-    about = [', '.join(sorted({str(r[key]) for r in records}))
-             for key in ('hardware', 'torch', 'commit', 'date')]
     text = table([*header, 'x FLOPs', 'x time'], rows)
-    text += ("\n\nMedians; differences: means; learned it: {:.0%} right or more; equal FLOPs: "
-             "within 5 %. {}; torch {}; commit {}; {}.".format(LEARNED, *about))
+    text += (f"\n\nMedians; differences: means; learned it: {LEARNED:.0%} right or more; equal "
+             f"FLOPs: within 5 %. {where_made(records)}")
     if tried:
         text += "\nTried with another seed: " + ', '.join(
             f"{r['name']} {r[LOSS]:.4f}" for r in tried) + '.'
@@ -568,9 +590,21 @@ def table_of(records, beside=None):
         if version:
             versions.setdefault(version, []).append(f"{r['name']}, seed {r['seed']}")
     if len(versions) > 1:
-        text += ("\nmodel.py or train.py was changed between: "
+        text += (f"\n{TRAINS} was changed between: "
                  + ' | '.join(map('; '.join, versions.values())))
     return text
+
+
+def where_made(records):
+    """A sentence: on what, with which code and when."""
+    hardware, torch_, commit, date = [', '.join(sorted({str(r[key]) for r in records}))
+                                      for key in ('hardware', 'torch', 'commit', 'date')]
+    return f"{hardware}; torch {torch_}; commit {commit}; {date}."
+
+
+def without_rate(name):
+    """NAME_as_OTHER of NAME@RATE_as_OTHER."""
+    return re.sub(r'@.*?(?=_as_|$)', '', name)
 
 
 def median(records, key):
@@ -631,13 +665,16 @@ def plain_of_equal_flops(name, runs, base):
     `base`. None if all are over 5 % off.
     """
     flops = median(runs[name], 'flops')
-    alike = base if is_plain(name) else start_of(name)
     off = {other: abs(median(runs[other], 'flops') / flops - 1)
            for other in runs if is_plain(other)}
     near = [other for other in off if off[other] <= 0.05]
-    as_this = '_as_' + name.partition('@')[0]
-    return min(near, key=lambda other: (not other.endswith(as_this), off[other],
-                                        other != alike, other != base), default=None)
+    as_this = '_as_' + without_rate(name)
+    start = without_rate(base) if is_plain(name) else start_of(name)
+
+    def unlike(other):      # the least comes first
+        return (not other.endswith(as_this), off[other], without_rate(other) != start,
+                other != base)
+    return min(near, key=unlike, default=None)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -649,7 +686,7 @@ def main(argv):
     ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     common = [arg for arg in argv if arg not in (*files, *ours)]
     compare = build(CompareSettings, read(ours, __doc__, CompareSettings)[0])
-    asked, rest = read(common, '', Settings, GPTConfig, CompareSettings)
+    asked, rest = read(common, '', Settings, GPTConfig)
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
                         "(.py, .json)")
