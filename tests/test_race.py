@@ -6,10 +6,12 @@ import pytest
 import torch
 from conftest import ROOT, cells
 
+import prepare_data
 import train
 from engine.build import new_model
 from engine.files import UserError
 from model import GPTConfig
+from prepare_data import DataSettings
 from tools import race
 from tools.compare import read_log
 
@@ -79,8 +81,8 @@ def test_ours_is_what_train_py_trains(started, small_data, tmp_path):
                 assert mine[key] == pytest.approx(theirs[key], rel=1e-6), key
 
 
-def test_each_races_at_the_best_of_its_rates(started, tmp_path, capsys):
-    args = ['--lrs=1e-5,1e-2', '--seeds=1,2', '--rounds=1']
+def test_each_races_at_the_best_of_its_rates(started, tmp_path, capsys, monkeypatch):
+    args = ['--lrs=1e-5,1e-2', '--seeds=1,2']
     records = started(*args)
     runs = [r for r in records if 'seed' in r]
     chosen = {}
@@ -93,20 +95,31 @@ def test_each_races_at_the_best_of_its_rates(started, tmp_path, capsys):
             assert r['learning_rate'] == chosen[pair][1] == 1e-2
         assert [*r['curve']] == ['2', '4'] and r['curve']['4'] == r['val_loss']
     assert len(chosen) == 4 and len(runs) == 4 * (2 + 2)
-    table = cells(capsys.readouterr().out)
-    assert [row[:2] for row in table[1:]] == [list(pair) for pair in chosen]
-    assert [r['name'] for r in records if 'ms' in r] == ['nanogpt', 'nanogpt', 'ours', 'ours']
+    told = capsys.readouterr().out
+    assert 'nanogpt muon: 0.01 is the best of --lrs and at its edge' in told
+    table = cells(told)
+    both = sorted([*pair, rate] for pair in chosen for rate in ('1e-05', '0.01'))
+    assert sorted([*row[:2], row[3]] for row in table[1:]) == both
+    [timed] = [r['ms'] for r in records if 'ms' in r]
+    assert sorted(timed) == ['nanogpt adamw', 'nanogpt muon', 'ours adamw', 'ours muon']
     assert started(*args) == records        # nothing is made twice
     race.main([str(tmp_path / 'race' / 'runs.jsonl')])
-    assert cells(capsys.readouterr().out)[-4:] == table[1:]
+    assert cells(capsys.readouterr().out)[-8:] == table[1:]
     with pytest.raises(UserError, match='--max_steps=8.*choose another --out'):
         started(*args, '--max_steps=8')     # those records are of 4 steps
+    (tmp_path / 'model.py').write_text(NANOGPT.replace('relu', 'tanh'))
+    with pytest.raises(UserError, match='nanogpt=.*choose another --out'):
+        started(*args)
+    (tmp_path / 'model.py').write_text(NANOGPT)
+    monkeypatch.setattr(race, 'CODE', 'of another model.py')
+    with pytest.raises(UserError, match='code=.*choose another --out'):
+        started(*args)
 
 
 @pytest.mark.parametrize('name', race.CONTENDERS)
 def test_what_is_changed_trains(name, started):
     [first, last, _] = [r['val_loss'] for r in started(
-        f'--names={name}', '--optimizers=adamw', '--lrs=1e-6,1e-2', '--seeds=1', '--rounds=1')[:3]]
+        f'--names={name}', '--optimizers=adamw', '--lrs=1e-6,1e-2', '--seeds=1')[:3]]
     assert last < first
 
 
@@ -123,27 +136,73 @@ def test_learned_positions_take_the_place_of_rotated_ones():
         assert torch.allclose(a, b, atol=1e-5) == same
 
 
+def record(name='nanogpt', optimizer='adamw', rate=1e-3, seed=1, loss=2.0, **more):
+    return dict(name=name, optimizer=optimizer, learning_rate=rate, seed=seed, picks=seed == 0,
+                val_loss=loss, curve={'2': 3.0, '4': loss}, steps=4, parameters=10 ** 6,
+                commit='abc', torch='2.13.0', hardware='a CPU', date='2026-01-01') | more
+
+
+def test_the_table_has_every_run_and_names_its_seed():
+    made = [record(loss=2.25, seed=0), record(rate=3e-3, seed=0, loss=2.0),
+            record(rate=3e-3, seed=2, loss=2.5), record(rate=3e-3, seed=1, loss=1.5),
+            record('ours', seed=1, loss=1.0), dict(ms={'nanogpt adamw': 1}),
+            dict(ms={'ours adamw': 20, 'nanogpt adamw': 10})]
+    assert cells(race.table_of(made))[1:4] == [
+        ['nanogpt', 'adamw', '1.00M', '0.001', '2.250', '', '', '', '10'],
+        ['nanogpt', 'adamw', '1.00M', '0.003', '2.000', '1: 1.500, 2: 2.500', '2.0000',
+         '3, not', '10'],
+        ['ours', 'adamw', '1.00M', '0.001', '', '1: 1.000', '1.0000', '3', '20']]
+    for more, words in ((record(rate=3e-3, seed=2), 'nanogpt adamw 0.003 2: is there twice'),
+                        (record(seed=5, steps=2), 'different numbers of steps')):
+        with pytest.raises(UserError, match=words):
+            race.table_of([*made, more])
+
+
 def test_only_the_rate_that_was_picked_counts():
-    made = [dict(learning_rate=rate, seed=seed, picks=seed == 0, val_loss=loss)
+    made = [record(rate=rate, seed=seed, loss=loss)
             for rate, seed, loss in ((1e-3, 0, 2.0), (3e-3, 0, 1.0), (1e-3, 1, 0.5), (3e-3, 1, 3.0),
-                                     (3e-3, 2, 2.0))]
-    assert race.at_best_rate(made) == made[3:]
-    assert race.at_best_rate(made[2:]) == made[2:3]         # no seed has picked
-    assert race.goal_of({('nanogpt', 'adamw'): made}) == 2.5
+                                     (3e-3, 2, 2.0), (1e-3, 2, 4.0))]
+    assert race.at_best_rate(made) == made[3:5]
+    assert race.at_best_rate(made[2:]) == [made[2], made[5]]    # no seed has picked: of the mean
+    assert race.goal_of(made) == 2.5
+    assert race.goal_of([{**r, 'optimizer': 'muon'} for r in made]) is None
+
+
+def test_a_rate_that_diverges_is_not_the_best(started):
+    """Not even as the first, though nothing is less than NaN."""
+    chosen = [r['learning_rate'] for r in started(
+        '--names=ours', '--optimizers=adamw', '--lrs=1e30,1e-2', '--seeds=1') if 'seed' in r]
+    assert chosen == [1e30, 1e-2, 1e-2]
 
 
 def test_the_step_at_which_a_curve_has_a_loss():
     curve = {'300': 3.0, '600': 2.0, '900': 1.0}
     assert race.steps_to(curve, 2.25) == 525
-    assert race.steps_to(curve, 3.5) == 300
+    assert race.steps_to(curve, 3.5) == race.steps_to({**curve, '450': 4.0}, 3.5) == 300
     assert race.steps_to(curve, 0.5) is None
 
 
 @pytest.mark.parametrize('args, words', [
     (['--names=ours,nano'], 'names=nano: choose from nanogpt, ours'),
     (['--seeds=0,1'], 'pick=0 is one of seeds'),
+    (['--seeds=1,x'], 'give whole numbers'),
+    (['--lrs=1e-3,'], 'lrs=1e-3,: give learning rates'),
+    (['--optimizers=adamw,moun'], 'moun'),
     (['more.jsonl'], 'name the model.py of nanoGPT'),
+    (['--dry_run=True'], 'dry_run=True: the race chooses this itself'),
+    (['--ponder_steps=3'], 'ponder_steps=3: the race chooses'),
+    (['--learning_rate=1e-3'], 'learning_rate=0.001: the race chooses'),
+    (['--dtype=float16'], 'gradient scaler'),
 ])
 def test_refusals(started, args, words):
     with pytest.raises(UserError, match=words):
         started(*args)
+
+
+def test_a_race_is_on_text(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(DataSettings(problems=300), ['addition'])
+    with pytest.raises(UserError, match='addition is a made task'):
+        started('--data_dir=data/addition')
+    with pytest.raises(UserError, match='nowhere.jsonl: no finished run here'):
+        race.main([str(tmp_path / 'nowhere.jsonl')])

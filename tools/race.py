@@ -7,15 +7,17 @@ bytes.
     python tools/race.py docs/runs/race.jsonl                   the table of runs that are made
 
 Each name races with each optimizer at its best learning rate: if there are several --lrs, each runs
-with the seed --pick, and the one that ends lowest runs with --seeds, which alone are in the table.
-`ours` is the plain GPT as loops start (plain_scaled in tools/compare.py); each other name is `ours`
-with one thing as nanoGPT has it. All have nanoGPT's loop in common with train.py: the same windows
-in the same order, one schedule, weight decay on matrices, clipping. Config files and settings of
-train.py hold for all.
+with the seed --pick, and the one that ends lowest runs with --seeds. `ours` is the plain GPT as
+loops start (plain_scaled in tools/compare.py). Each other name is `ours` with one thing changed:
+five as nanoGPT has it, and plain_start has the first weights of config/vanilla.py. All are trained
+as train.py trains: the same windows in the same order, one schedule, weight decay on matrices,
+clipping. Nothing is compiled. Config files and settings of train.py hold for all; of those of a
+model nanoGPT's takes layers, heads, width, context, vocabulary and dropout.
 
-Writes OUT/NAME-OPTIMIZER-RATE-sSEED/log.jsonl (train.py's format, for tools/plot.py curves) and a
-line per run in OUT/runs.jsonl; stopped, the same command goes on with the run that it was at. At
-the end it times a step of each, in turns. The file of nanoGPT is executed: take one you trust.
+Writes OUT/NAME-OPTIMIZER-RATE-sSEED/log.jsonl (train.py's format, for tools/plot.py curves
+--x=tokens) and a line per run in OUT/runs.jsonl. Stopped, the same command goes on, and begins the
+run that it was at again. At the end it times a step of each, in turns. The file of nanoGPT is
+executed: take one you trust.
 """
 
 import importlib.util
@@ -33,20 +35,27 @@ from torch import nn
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
-from configurator import build, check_range, read
+from configurator import build, read
 from engine.build import new_model
-from engine.files import UserError, run, table
+from engine.files import UserError, checksum, run, table
 from engine.hardware import pick_device, pick_dtype
 from engine.prepare import prepare
 from engine.shards import read_meta
-from engine.start import vocabulary_of
+from engine.sums import sum_of
+from engine.tasks import task_of
 from engine.windows import Windows
 from model import Attention, GPTConfig
-from tools.compare import commit, hardware, keep_recipe, read_lines, read_log
+from tools.bench import wait_for
+from tools.compare import (
+    CODE, OURS, check_rates, commit, configs_of, hardware, keep_recipe, read_lines, where_made)
 from train import Settings, learning_rate, make_optimizer
 
 START = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0']   # plain_scaled's
-LOSS = 'val_loss'
+LOSS = 'val_loss'   # in nats per token
+TURNS, STEPS = 5, 10    # in which each is timed at the end
+# of train.py: what the race chooses, and what it has no use for
+REFUSED = (*OURS, 'optimizer', 'ponder', 'ponder_steps', 'halting', 'depth_attn', 'compile',
+           'checkpoint_activations', 'shard_optimizer', 'max_seconds', 'track')
 
 
 @dataclass
@@ -55,25 +64,38 @@ class RaceSettings:
     names: str = 'nanogpt,ours'         # of CONTENDERS, comma-separated
     optimizers: str = 'adamw,muon'      # each name races with each
     lrs: str = '1.5e-3,3e-3,6e-3'       # peak learning rates that each one tries
-    pick: int = 0                       # the seed that chooses the rate, and is in no table
-    seeds: str = '1,2,3'                # those of the table
-    rounds: int = 5                     # of ten steps each, timed in turns at the end
+    pick: int = 0                       # the seed that chooses the rate, and does not judge it
+    seeds: str = '1,2,3'                # those that judge
     out: str = 'out/race'               # folder of the runs
 
     def __post_init__(self):
-        check_range(self, 1, math.inf, 'rounds')
-        if ',' in self.lrs and str(self.pick) in self.seeds.split(','):
-            raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
-                             "rates cannot judge them")
         for name in self.names.split(','):
             if name not in CONTENDERS:
                 raise ValueError(f"names={name}: choose from {', '.join(CONTENDERS)}")
+        for optimizer in self.optimizers.split(','):
+            replace(Settings(), optimizer=optimizer)    # which checks it
+        check_rates(self.lrs)
+        if not all(seed.isdecimal() for seed in self.seeds.split(',')):
+            raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
+        if self.picks_rates and str(self.pick) in self.seeds.split(','):
+            raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
+                             "rates cannot judge them")
+
+    @property
+    def picks_rates(self):
+        """Whether a seed chooses between several rates."""
+        return ',' in self.lrs
+
+    @property
+    def pairs(self):
+        """Of a name and an optimizer each."""
+        return [(n, o) for n in self.names.split(',') for o in self.optimizers.split(',')]
 
 
 # ---- who races -----------------------------------------------------------------------------------
 
 class NanoGPT(nn.Module):
-    """nanoGPT's GPT, from its own file, under the names that make_optimizer asks for."""
+    """nanoGPT's GPT, from its own file, under the names that train.py asks for."""
 
     def __init__(self, path, config):
         super().__init__()
@@ -85,6 +107,7 @@ class NanoGPT(nn.Module):
             block_size=config.block_size, vocab_size=config.vocab_size, n_layer=config.n_layer,
             n_head=config.n_head, n_embd=config.n_embd, dropout=config.dropout, bias=False))
         self.h = self.gpt.transformer.h
+        self.config = config
 
     def forward(self, idx, targets):
         return self.gpt(idx, targets)
@@ -111,15 +134,16 @@ class NotRotated(Attention):
 
 
 class Positions(nn.Module):
-    """In the place of dropout behind the embedding: adds a learned vector for each position."""
+    """In the place of dropout behind the embedding: first adds a learned vector for each place."""
 
     def __init__(self, config):
         super().__init__()
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.scale = config.embed_scale
+        self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return x + self.wpe.weight[:x.size(1)] * self.scale
+        return self.drop(x + self.wpe.weight[:x.size(1)] * self.scale)
 
 
 def with_gelu(model):
@@ -179,16 +203,13 @@ class Run:
     def __init__(self, name, path, s, config):
         self.s, self.step = s, 0
         self.device = pick_device(s.device)
-        self.dtype = pick_dtype(s.dtype, self.device)[0]
+        self.dtype = getattr(torch, s.dtype)
         self.meta = read_meta(s.data_dir)
         self.train_data, self.val_data = [
             Windows(s.data_dir, split, self.meta, config.block_size) for split in ('train', 'val')]
         self.accumulation, self.size = s.micro_batches(config.block_size, 1)
         self.model = new_contender(name, path, config, s.seed)
-        if name == 'nanogpt':
-            self.model.to(self.device)
-        else:
-            prepare(self.model, s, self.device)
+        prepare(self.model, s, self.device)
         self.optimizer = make_optimizer(s, self.model, None, self.device, self.dtype)
 
     def autocast(self):
@@ -216,7 +237,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self):
-        """Mean nats per token of the windows that train.py evaluates."""
+        """Mean nats per token of the windows that train.py evaluates; infinite if it diverged."""
         self.model.eval()
         windows = self.val_data.spread(max(1, self.s.eval_tokens // self.val_data.T))
         total = 0.0
@@ -225,11 +246,11 @@ class Run:
             with self.autocast():
                 _, loss = self.model(*self.val_data.get(some, self.device))
             total += loss.item() * len(some)
-        return total / len(windows)
+        return total / len(windows) if math.isfinite(total) else math.inf
 
     def to_the_end(self, log, label):
-        """Train, with a line of `log` wherever train.py would write one; returns the last loss."""
-        s, losses, began = self.s, [], time.perf_counter()
+        """Train, with a line of `log` wherever train.py would write one; returns the curve."""
+        s, losses, began, curve = self.s, [], time.perf_counter(), {}
         while self.step < s.max_steps:
             losses.append(self.train_step())
             last = self.step == s.max_steps
@@ -241,11 +262,12 @@ class Run:
                       flush=True)
                 losses, began = [], time.perf_counter()
             if last or self.step % s.eval_interval == 0:
-                value = self.evaluate()
-                write(log, step=self.step, tokens=self.step * s.batch_tokens, val_loss=value)
+                curve[self.step] = self.evaluate()
+                write(log, step=self.step, tokens=self.step * s.batch_tokens,
+                      val_loss=curve[self.step])
                 began = time.perf_counter()
-        print(f"\r{label}: {value:.4f} nats per token" + ' ' * 20, flush=True)
-        return value
+        print(f"\r{label}: {curve[self.step]:.4f} nats per token" + ' ' * 20, flush=True)
+        return curve
 
 
 def write(file, **record):
@@ -254,150 +276,200 @@ def write(file, **record):
 
 # ---- the race ------------------------------------------------------------------------------------
 
-def race(path, race_settings, s, config, results):
-    """Make what is missing of the runs, then time all in turns."""
-    r = race_settings
-    pairs = [(n, o) for n in r.names.split(',') for o in r.optimizers.split(',')]
-    rates = [float(rate) for rate in r.lrs.split(',')]
-    chosen = dict.fromkeys(pairs, rates[0])     # of a name and an optimizer: its rate
-    if len(rates) > 1:
-        for name, optimizer in pairs:
-            ends = {rate: loss_of(path, name, optimizer, rate, r.pick, s, config, r, results)
-                    for rate in rates}
-            chosen[name, optimizer] = min(ends, key=ends.get)
-    for seed in map(int, r.seeds.split(',')):
-        for name, optimizer in pairs:
-            rate = chosen[name, optimizer]
-            loss_of(path, name, optimizer, rate, seed, s, config, r, results)
-    time_in_turns(path, pairs, s, config, r, results)
+@dataclass
+class Race:
+    """All runs of a command."""
+    path: str               # of nanoGPT's model.py
+    chosen: RaceSettings
+    s: Settings             # but for optimizer, rate and seed
+    config: GPTConfig       # of `ours`
+    results: str            # a file with a line per run
+
+    def run(self):
+        """Make what is missing of the runs, then time all in turns."""
+        r = self.chosen
+        rates = [float(rate) for rate in r.lrs.split(',')]
+        best = dict.fromkeys(r.pairs, rates[0])
+        if r.picks_rates:
+            best = {pair: self.best_rate(pair, rates) for pair in r.pairs}
+        for seed in map(int, r.seeds.split(',')):
+            for pair in r.pairs:
+                self.loss_of(pair, best[pair], seed)
+        self.time_in_turns()
+
+    def best_rate(self, pair, rates):
+        """The one of `rates` with which the picking seed ends lowest."""
+        ends = {rate: self.loss_of(pair, rate, self.chosen.pick) for rate in rates}
+        best = min(ends, key=ends.get)
+        if best in (min(rates), max(rates)):
+            print(f"{' '.join(pair)}: {best:g} is the best of --lrs and at its edge; try rates "
+                  "beyond it", flush=True)
+        return best
+
+    def loss_of(self, pair, rate, seed):
+        """The last validation loss of a run, which is made now if it is not in the results."""
+        for record in read_lines(self.results):
+            if key_of(record) == (*pair, rate, seed):
+                return record[LOSS]
+        name, optimizer = pair
+        label = f'{name}-{optimizer}-{rate:g}-s{seed}'
+        folder = os.path.join(self.chosen.out, label)
+        os.makedirs(folder, exist_ok=True)
+        settings = replace(self.s, optimizer=optimizer, learning_rate=rate, seed=seed)
+        contender = Run(name, self.path, settings, self.config)
+        with open(os.path.join(folder, 'log.jsonl'), 'w', encoding='utf-8') as log:
+            curve = contender.to_the_end(log, label)
+        loss = curve[settings.max_steps]
+        with open(self.results, 'a', encoding='utf-8') as f:
+            write(f, name=name, optimizer=optimizer, learning_rate=rate, seed=seed,
+                  picks=self.chosen.picks_rates and seed == self.chosen.pick,
+                  steps=settings.max_steps,
+                  parameters=sum(p.numel() for p in contender.model.parameters()),
+                  val_loss=loss, curve=curve, **self.about())
+        return loss
+
+    def about(self):
+        """What a record says of where it was made."""
+        return dict(commit=commit(), torch=torch.__version__, date=time.strftime('%Y-%m-%d'),
+                    hardware=f'{hardware(self.s.device, self.s.threads)}, {self.s.dtype}')
+
+    def time_in_turns(self):
+        """Some steps of each, then of each again: a record of the medians, in ms a step."""
+        timed = timed_in(read_lines(self.results))
+        pairs = self.chosen.pairs
+        if timed.keys() >= set(pairs):
+            return
+        runs = {pair: Run(pair[0], self.path, replace(self.s, optimizer=pair[1]), self.config)
+                for pair in pairs}
+        took = {pair: [] for pair in pairs}
+        for turn in range(TURNS + 1):
+            for pair, contender in runs.items():
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    contender.train_step()
+                wait_for(contender.device)
+                if turn:    # the first is a warm-up
+                    took[pair].append(1e3 * (time.perf_counter() - began) / STEPS)
+        ms = {' '.join(pair): statistics.median(times) for pair, times in took.items()}
+        with open(self.results, 'a', encoding='utf-8') as f:
+            write(f, ms=ms, **self.about())
 
 
-def loss_of(path, name, optimizer, rate, seed, s, config, r, results):
-    """The last validation loss of a run, which is made now if it is not in the results."""
-    for record in read_lines(results):
-        made = record['name'], record['optimizer'], record.get('learning_rate'), record.get('seed')
-        if made == (name, optimizer, rate, seed):
-            return record[LOSS]
-    label = f'{name}-{optimizer}-{rate:g}-s{seed}'
-    folder = os.path.join(r.out, label)
-    os.makedirs(folder, exist_ok=True)
-    s = replace(s, optimizer=optimizer, learning_rate=rate, seed=seed)
-    with open(os.path.join(folder, 'log.jsonl'), 'w', encoding='utf-8') as log:
-        contender = Run(name, path, s, config)
-        loss = contender.to_the_end(log, label)
-    curve = {line['step']: line[LOSS] for line in read_log(folder) if LOSS in line}
-    with open(results, 'a', encoding='utf-8') as f:
-        write(f, name=name, optimizer=optimizer, learning_rate=rate, seed=seed,
-              picks=seed == r.pick, steps=s.max_steps,
-              parameters=sum(p.numel() for p in contender.model.parameters()),
-              val_loss=loss, curve=curve, **about(s, contender.dtype))
-    return loss
+def key_of(record):
+    """(name, optimizer, rate, seed) of a run's record; Nones of another record."""
+    return tuple(record.get(key) for key in ('name', 'optimizer', 'learning_rate', 'seed'))
 
 
-def about(s, dtype):
-    """What a record says of where it was made."""
-    precision = str(dtype).removeprefix('torch.')
-    return dict(commit=commit(), torch=torch.__version__, date=time.strftime('%Y-%m-%d'),
-                hardware=f'{hardware(s.device, s.threads)}, {precision}')
-
-
-def time_in_turns(path, pairs, s, config, r, results):
-    """Ten steps of each, then of each again: a record of the medians, in milliseconds a step."""
-    if {*pairs} <= {(x['name'], x['optimizer']) for x in read_lines(results) if 'ms' in x}:
-        return
-    runs = {pair: Run(pair[0], path, replace(s, optimizer=pair[1]), config) for pair in pairs}
-    took = {pair: [] for pair in pairs}
-    for turn in range(r.rounds + 1):
-        for pair, contender in runs.items():
-            began = time.perf_counter()
-            for _ in range(10):
-                contender.train_step()
-            if turn:    # the first is a warm-up
-                took[pair].append((time.perf_counter() - began) * 100)
-    with open(results, 'a', encoding='utf-8') as f:
-        for (name, optimizer), ms in took.items():
-            write(f, name=name, optimizer=optimizer, ms=statistics.median(ms),
-                  **about(s, contender.dtype))
+def timed_in(records):
+    """{(name, optimizer): ms a step} of those that took turns last."""
+    together = [r['ms'] for r in records if 'ms' in r]
+    return {tuple(pair.split()): ms for pair, ms in together[-1].items()} if together else {}
 
 
 def table_of(records):
-    """A row per name and optimizer: the rate chosen, the loss of each seed, what it is behind."""
-    runs, ms = {}, {}
-    for record in records:
-        pair = record['name'], record['optimizer']
-        if 'ms' in record:
-            ms[pair] = record['ms']
-        else:
-            runs.setdefault(pair, []).append(record)
-    goal = goal_of(runs)
-    rows = []
-    for pair, made in runs.items():
-        tried = ', '.join(f"{x['learning_rate']:g}: {x[LOSS]:.3f}" for x in made if x['picks'])
-        seeds = sorted(at_best_rate(made), key=lambda x: x['seed'])
-        losses = [x[LOSS] for x in seeds]
-        reached = [steps_to(x['curve'], goal) for x in seeds] if goal else []
-        rows.append([
-            *pair, f"{made[0]['parameters'] / 1e6:.2f}M", tried,
-            f"{seeds[0]['learning_rate']:g}" if seeds else '',
-            f'{statistics.mean(losses):.4f}' if losses else '',
-            ', '.join(f'{loss:.3f}' for loss in losses),
+    """
+    A row per name, optimizer and learning rate: the loss of the seed that chose between rates, and
+    of each other seed; where a curve meets the mean of nanoGPT's ends with AdamW. UserError if the
+    records are of several recipes.
+    """
+    runs = [r for r in records if LOSS in r]
+    keys = [key_of(r) for r in runs]
+    twice = [' '.join(map(str, key)) for key in keys if keys.count(key) > 1]
+    if twice:
+        raise UserError(f"{twice[0]}: is there twice; a table is of one race")
+    if len({r['steps'] for r in runs}) > 1:
+        raise UserError("these runs have different numbers of steps; a table is of one race")
+
+    rows = {}   # {(name, optimizer, rate): its records}
+    for r in sorted(runs, key=lambda r: r['seed']):
+        rows.setdefault(key_of(r)[:3], []).append(r)
+    goal, timed = goal_of(runs), timed_in(records)
+    lines = []
+    for (*pair, rate), made in rows.items():
+        judges = [r for r in made if not r['picks']]
+        reached = [steps_to(r['curve'], goal) for r in judges] if goal else []
+        ms = timed.get(tuple(pair))
+        lines.append([
+            *pair, f"{made[0]['parameters'] / 1e6:.2f}M", f'{rate:g}',
+            ', '.join(f'{r[LOSS]:.3f}' for r in made if r['picks']),
+            ', '.join(f"{r['seed']}: {r[LOSS]:.3f}" for r in judges),
+            f'{statistics.mean(r[LOSS] for r in judges):.4f}' if judges else '',
             ', '.join(f'{step:.0f}' if step else 'not' for step in reached),
-            f'{ms[pair]:.0f}' if pair in ms else ''])
-    header = ['model', 'optimizer', 'weights', 'rates tried', 'rate', 'nats per token',
-              'each seed', f"steps to {goal:.3f}" if goal else '', 'ms a step']
-    return table(header, rows)
+            f'{ms:.0f}' if ms else ''])
+    header = ['model', 'optimizer', 'weights', 'rate', 'of the seed that picks', 'of each seed',
+              'mean', f"steps to {goal:.3f}" if goal else 'steps', 'ms a step']
+    return f"{table(header, lines)}\n\nNats per token. {where_made(runs)}"
 
 
 def at_best_rate(made):
     """
-    Of the runs of one name and optimizer those that count: at the rate with which the picking seed
-    ended lowest, or without one any seed.
+    Of the runs of one name and optimizer those that judge, at the rate with which the picking seed
+    ended lowest; where nobody picked, at the rate of the lowest mean.
     """
-    tried = [x for x in made if x['picks']] or made
-    best = min(tried, key=lambda x: x[LOSS])['learning_rate']
-    return [x for x in made if not x['picks'] and x['learning_rate'] == best]
+    judges = [r for r in made if not r['picks']]
+    losses = {}     # {rate: losses}
+    for r in [r for r in made if r['picks']] or judges:
+        losses.setdefault(r['learning_rate'], []).append(r[LOSS])
+    best = min(losses, key=lambda rate: statistics.mean(losses[rate]))
+    return [r for r in judges if r['learning_rate'] == best]
 
 
 def goal_of(runs):
-    """The mean loss at which nanoGPT's own, with AdamW, ends."""
-    made = runs.get(('nanogpt', 'adamw'))
-    ends = [x[LOSS] for x in at_best_rate(made)] if made else []
+    """The mean loss at which nanoGPT's own, with AdamW, ends at its best rate; None without one."""
+    made = [r for r in runs if (r['name'], r['optimizer']) == ('nanogpt', 'adamw')]
+    ends = [r[LOSS] for r in at_best_rate(made)] if made else []
     return statistics.mean(ends) if ends else None
 
 
 def steps_to(curve, goal):
     """The step at which a straight line between evaluations first has this loss; None: never."""
     points = sorted((int(step), loss) for step, loss in curve.items())
+    if points[0][1] <= goal:
+        return points[0][0]
     for (a, high), (b, low) in zip(points, points[1:]):
         if low <= goal < high:
             return a + (b - a) * (high - goal) / (high - low)
-    return points[0][0] if points[0][1] <= goal else None
+    return None
 
 
 def main(argv):
-    ours = RaceSettings.__dataclass_fields__
-    mine = [arg for arg in argv if arg[2:].split('=')[0] in ours or arg in ('-h', '--help')]
-    r = build(RaceSettings, read(mine, __doc__, RaceSettings)[0])
-    rest = [arg for arg in argv if arg not in mine]
-    files = [arg for arg in rest if os.path.basename(arg) == 'model.py' or arg.endswith('.jsonl')]
-    asked, more = read([*START, *(arg for arg in rest if arg not in files)], '', Settings,
-                       GPTConfig)
+    names = RaceSettings.__dataclass_fields__
+    mine = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
+    files = [arg for arg in argv if os.path.basename(arg) == 'model.py' or arg.endswith('.jsonl')]
+    options = [arg for arg in argv if arg not in (*mine, *files)]
+    chosen = build(RaceSettings, read(mine, __doc__, RaceSettings)[0])
+    asked, more = read(options, '', Settings, GPTConfig)
     if more or len(files) != 1:
         raise UserError("name the model.py of nanoGPT, or a .jsonl of runs that are made (--help)")
+    refused = [name for name in REFUSED if name in asked]
+    if any(arg.startswith('--learning_rate=') for arg in options):
+        refused.append('learning_rate')     # that of a file gives way to --lrs
+    if refused:
+        raise UserError(f"{refused[0]}={asked[refused[0]]}: the race chooses this itself, by its "
+                        "settings, or has no use for it (--help)")
+
     [path] = files
     results = path
     if path.endswith('.py'):
-        s = build(Settings, asked)
-        results = os.path.join(r.out, 'runs.jsonl')
+        results = os.path.join(chosen.out, 'runs.jsonl')
+        prepare_data.prepare_builtin(build(Settings, asked).data_dir)
+        s, config = configs_of([*START, *options])
+        if task_of(read_meta(s.data_dir)):
+            raise UserError(f"{s.data_dir} is a made task; a race is on text")
+        dtype = pick_dtype(s.dtype, pick_device(s.device))[0]
+        if dtype == torch.float16:
+            raise UserError("a race has no gradient scaler for float16: choose --dtype=float32")
+        s = replace(s, compile=False, dtype=str(dtype).removeprefix('torch.'))
         if s.threads is not None:
             torch.set_num_threads(s.threads)
-        prepare_data.prepare_builtin(s.data_dir)
-        keep_recipe(r.out, [arg for arg in rest if arg not in files], s.data_dir)
-        vocabulary = vocabulary_of(read_meta(s.data_dir)['n_tokens'])
-        config = build(GPTConfig, {**vocabulary, **{
-            name: value for name, value in asked.items() if hasattr(GPTConfig, name)}})
-        race(path, r, s, config, results)
-    print(table_of(read_lines(results)))
+        code = sum_of(CODE + repr((s, config)))
+        keep_recipe(chosen.out, [*options, f'nanogpt={checksum(path)[:12]}', f'code={code}'],
+                    s.data_dir)
+        Race(path, chosen, s, config, results).run()
+    records = read_lines(results)
+    if not any(LOSS in r for r in records):
+        raise UserError(f"{results}: no finished run here")
+    print(table_of(records))
 
 
 if __name__ == '__main__':
