@@ -130,17 +130,15 @@ def make_optimizer(s, model, ranks, device, dtype=torch.float32):
     AdamW, in one piece or shared out among the ranks; or Muon for the matrices of the blocks and
     AdamW for the rest. Weight decay on matrices only. dtype: of the run's products.
     """
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=s.weight_decay),
-              dict(params=vectors, weight_decay=0.0)]
+    by_muon = matrices_of_blocks(model) if s.optimizer == 'muon' else []
+    moved = set(by_muon)
+    by_adamw = [p for p in model.parameters() if p not in moved]
+    groups = [dict(params=[p for p in by_adamw if p.dim() >= 2], weight_decay=s.weight_decay),
+              dict(params=[p for p in by_adamw if p.dim() < 2], weight_decay=0.0)]
     options = dict(lr=s.learning_rate, betas=(s.beta1, s.beta2),
                    fused=device.type in ('cpu', 'cuda'))
     if s.optimizer == 'muon':
-        of_blocks = matrices_of_blocks(model)
-        by_muon = set(of_blocks)
-        groups[0]['params'] = [p for p in matrices if p not in by_muon]
-        for_muon = dict(params=of_blocks, weight_decay=s.weight_decay)
+        for_muon = dict(params=by_muon, weight_decay=s.weight_decay)
         return MuonAndAdamW(for_muon, groups, **options, dtype=dtype)
     if s.shard_optimizer and ranks.world > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -150,8 +148,8 @@ def make_optimizer(s, model, ranks, device, dtype=torch.float32):
 
 def learning_rate(s, step):
     """
-    Linear warm-up that is never 0, then a cosine from the peak to min_lr_rate times the peak,
-    reached at the last step.
+    Linear warm-up that is never 0, then a cosine from the peak to min_lr_rate times the peak, which
+    the last step has.
     """
     warmup = max(1, round(s.warmup * s.max_steps))
     if step < warmup:

@@ -29,7 +29,7 @@ def equalized(matrix):
     matrix (A,B) -> one with the same singular vectors, whose singular values are all near 1.
 
     Five steps of a polynomial, s -> 3.4445 s - 4.775 s^3 + 2.0315 s^5, of every singular value s at
-    once. It brings those between 0.002 and 1 to between 0.68 and 1.21.
+    once. It brings those between 0.002 and 1 to between 0.68 and 1.20.
     """
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.mT if tall else matrix   # x x^T is then the smaller product
@@ -54,9 +54,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__([for_muon, *self.adamw.param_groups], dict(lr=lr))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """As of torch.optim: moves every weight that has a gradient."""
-        for_muon, *self.adamw.param_groups = self.param_groups  # new ones after load_state_dict
+    def step(self):
+        """Moves every weight that has a gradient."""
+        # AdamW works on this optimizer's own groups and state, which load_state_dict makes anew
+        for_muon, *self.adamw.param_groups = self.param_groups
         self.adamw.state = self.state
         self.adamw.step()
         lr = for_muon['lr']
