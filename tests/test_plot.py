@@ -62,7 +62,7 @@ def test_curves(tmp_path):
 
 def test_race(tmp_path):
     lines = [dict(name=name, optimizer='adamw', learning_rate=rate, seed=seed, picks=seed == 0,
-                  val_loss=loss, curve={'300': 3.0, '600': loss})
+                  val_loss=loss, curve={'300': 3.0, '600': loss}, steps=600)
              for name, rate, seed, loss in (('nanogpt', 1e-3, 1, 2.0), ('nanogpt', 3e-3, 1, 1.5),
                                             ('nanogpt', 3e-3, 2, 1.75), ('nanogpt', 3e-3, 0, 1.0),
                                             ('ours', 1e-3, 1, 1.25), ('gelu', 1e-3, 1, 1.0))]
@@ -72,8 +72,11 @@ def test_race(tmp_path):
     assert drawn(figure) == [([300, 600], [3.0, loss]) for loss in (1.5, 1.75, 1.25)]
     words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert words == ['nanogpt, adamw', 'ours, adamw']
-    with pytest.raises(UserError, match='no run of tools/race.py to draw'):
-        plot.race([str(path)], PlotSettings(names='other'))
+    for names, words in (('other', 'other is in none of these'), ('ours,ous', 'ous is in none of')):
+        with pytest.raises(UserError, match=words):
+            plot.race([str(path)], PlotSettings(names=names))
+    with pytest.raises(UserError, match='nanogpt adamw 0.001 1 is there twice'):
+        plot.race([str(path), str(path)], PlotSettings())
 
 
 def test_what_was_given_up_is_no_part_of_a_curve(tmp_path):
@@ -154,6 +157,30 @@ def test_records_of_earlier_days(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plot.main(['records', *paths])
     assert (tmp_path / 'out' / 'records.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_seed_that_chose_the_rates_is_not_drawn(tmp_path):
+    """Nor a name twice, as of two tasks in one file."""
+    made = [dict(name='smear@3e-3', seed=seed, val_nats_per_byte=loss, flops=1, picks=seed == 0,
+                 command='c') for seed, loss in ((0, 1.0), (1, 1.5), (2, 1.25))]
+    path = tmp_path / 'runs.jsonl'
+    path.write_text(''.join(json.dumps(r) + '\n' for r in made))
+    figure = plot.records([str(path)], PlotSettings())
+    assert drawn(figure)[0][1] == [1.5, 1.25]
+
+    path.write_text(''.join(json.dumps(r) + '\n' for r in [*made, made[1]]))
+    with pytest.raises(UserError, match='smear@3e-3, seed 1, is there twice'):
+        plot.records([str(path)], PlotSettings())
+
+
+@pytest.mark.parametrize('more, four', [
+    ('', True), (' --ponder_steps=7', False), (' deep.py', False), (' gone.py --of_old=1', True),
+])
+def test_a_loop_is_called_four_passes_if_it_has_four(more, four, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'deep.py').write_text('ponder_steps = 7')
+    record = dict(name='loop', command=f'python train.py config/loop.py{more}')
+    assert plot.has_four_passes(record) == four
 
 
 def record_of(name, seed, loss, *options, **more):
@@ -262,7 +289,9 @@ def test_whose_values_each_layer_mixes(tmp_path, small_data, capsys):
     (['curves', 'a', '--out=a.txt'], '.png, .svg or .pdf'),
     (['curves', 'a'], 'a: no log'),
     (['curves', 'a', '--x=generated'], 'for records'),
-    (['records', 'nowhere.jsonl'], 'no run'),
+    (['records', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),
+    (['race', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),
+    (['halting', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),
 ])
 def test_refusals(args, words):
     with pytest.raises(UserError, match=words):

@@ -42,7 +42,7 @@ from configurator import check_range
 from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps
 from engine.files import UserError, run, table
-from engine.mechanisms import halts
+from engine.mechanisms import halts, slots_per_token
 from engine.shards import read_meta
 from engine.start import is_own_data, say_other_data
 from engine.trained import data_dir_of, exam_of_run, open_as, read_one
@@ -309,7 +309,7 @@ def main(argv):
         os.makedirs(os.path.dirname(s.json) or '.', exist_ok=True)
         open(s.json, 'a').close()   # an error now, and not when all is computed
     config = model.config
-    if model.mechanism.K == 0:
+    if slots_per_token(model) == 1:
         raise UserError(f"ponder={config.ponder!r}: this model takes one pass for each token; name "
                         "one with several")
     text = open_text(model, tokenizer, settings, s)

@@ -554,15 +554,9 @@ def table_of(records, beside=None):
     Differences are between equal seeds: mean (lowest to highest). Below it what chose the learning
     rates. UserError if there is no run `beside`, or if a name has a seed twice.
     """
+    runs = those_that_judge(records)
     tried = [r for r in records if r.get('picks')]
-    records = [r for r in records if not r.get('picks')] or tried   # so far only these
-    runs = {}  # {name: its records}
-    for r in records:
-        same = runs.setdefault(r['name'], [])
-        if r['seed'] in [other['seed'] for other in same]:
-            raise UserError(f"{r['name']}, seed {r['seed']}, is there twice; a table is of runs "
-                            f"that are alike but for name and seed; one is {r['command']}")
-        same.append(r)
+    records = [r for name in runs for r in runs[name]]
     starts = [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm']
     bases = [name for start in starts for name in runs if start in (name, without_rate(name))]
     if beside and not bases:
@@ -593,6 +587,21 @@ def table_of(records, beside=None):
         text += (f"\n{TRAINS} was changed between: "
                  + ' | '.join(map('; '.join, versions.values())))
     return text
+
+
+def those_that_judge(records):
+    """
+    {name: its records}, without those of the seed that chose learning rates, unless there are no
+    others yet. UserError if a name has a seed twice.
+    """
+    runs = {}
+    for r in [r for r in records if not r.get('picks')] or records:
+        same = runs.setdefault(r['name'], [])
+        if r['seed'] in [other['seed'] for other in same]:
+            raise UserError(f"{r['name']}, seed {r['seed']}, is there twice; give runs that are "
+                            f"alike but for name and seed; one is {r['command']}")
+        same.append(r)
+    return runs
 
 
 def where_made(records):

@@ -16,7 +16,6 @@ Pictures of runs and of a checkpoint. Needs: pip install matplotlib
         which layers' values each layer mixes
 """
 
-import itertools
 import math
 import os
 import re
@@ -28,7 +27,8 @@ from typing import Optional
 import numpy as np
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, read
 from engine.build import without_numbers
 from engine.files import UserError, one_line, run, whole
@@ -36,11 +36,13 @@ from engine.flops import flops_of_new_token
 from engine.hardware import pick_device
 from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
+from model import GPTConfig
 from sample import encode_prompt
 from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
-from tools.compare import read_lines, read_log, seconds_by_step
+from tools.compare import read_lines, read_log, seconds_by_step, those_that_judge
 from tools.explain import look, validation_tokens
-from tools.race import at_best_rate
+from tools.race import at_best_rate, runs_of
+from train import Settings
 
 X = {
     'tokens': 'training tokens',
@@ -64,13 +66,29 @@ class PlotSettings:
     """what to draw"""
     out: Optional[str] = None        # file to write: .png, .svg or .pdf (None: out/KIND.png)
     x: str = 'flops'                 # against 'tokens', 'flops', 'seconds'; records: 'generated'
-    names: Optional[str] = None      # records, halting, race: only these, with commas between
+    names: Optional[str] = None      # all but depth: only these, with commas between
     start: Optional[str] = None      # depth: text, or FILE:path (None: the validation set)
     device: Optional[str] = None     # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
         if self.x not in X:
             raise ValueError(f"x={self.x!r} must be one of {', '.join(map(repr, X))}")
+
+    def draws(self, name):
+        """Whether a run of this name is to be drawn."""
+        return self.names is None or name in self.names.split(',')
+
+    def all_found(self, names):
+        """UserError if one of those asked for is not among the names that were found."""
+        for name in (self.names or '').split(','):
+            if name and name not in names:
+                raise UserError(f"names={self.names}: {name} is in none of these files")
+
+
+def look_of_line(i):
+    """Of line number i, for matplotlib: dashed when the colours have been used."""
+    return dict(color=COLOURS[i % len(COLOURS)],
+                linestyle=('-', '--', '-.')[i // len(COLOURS) % 3])
 
 
 def new_figure(panels=1, size=(7.5, 4.5), most_columns=2):
@@ -126,23 +144,25 @@ PLAIN_WORDS = {
     'loop': ('four passes', ORANGE, 'D'),
     'feedback': ('feedback', '#cc79a7', 'P'),
 }
-MARKS = 'v^<>pPX*hd'    # of the others, in grey
+MARKS = 'v^<>pPX*hd'    # of the others, first in grey
+OTHERS = (GREY, '#56b4e9', '#b09000', '#7a3b00')
 
 
 def records(paths, s):
     """A panel for each runs.jsonl: right answers where the data is a made task, else the loss."""
     panels = [read_records(path, s) for path in paths]
+    s.all_found({name for runs in panels for name in runs})
     if s.x == 'generated':
         panels = [in_generation(panels)]
     rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
     figure, axes = new_figure(len(panels), size=(6 * columns, 4.2 * rows + 0.9))
     others = list(dict.fromkeys(name for runs in panels for name in runs
                                 if name not in PLAIN_WORDS))
-    looks = {name: (name, GREY, MARKS[i % len(MARKS)]) for i, name in enumerate(others)}
+    looks = {name: (name, OTHERS[i // len(MARKS) % len(OTHERS)], MARKS[i % len(MARKS)])
+             for i, name in enumerate(others)}
     looks.update(PLAIN_WORDS)
-    loops = [record for runs in panels for record in runs.get('loop', [])]
-    if any('--ponder_steps' in record['command'] for record in loops):
-        looks['loop'] = ('loop', *PLAIN_WORDS['loop'][1:])      # not four passes
+    if not all(has_four_passes(record) for runs in panels for record in runs.get('loop', [])):
+        looks['loop'] = ('loop', *PLAIN_WORDS['loop'][1:])
     for ax, runs in zip(axes, panels):
         draw_records(ax, runs, looks, s.x)
     add_legend(figure, [looks[name][0] for name in (*PLAIN_WORDS, *others)])
@@ -151,14 +171,19 @@ def records(paths, s):
 
 def read_records(path, s):
     """{name: [record, ..]} of the runs to draw; UserError if there are none."""
-    runs = {}
-    for record in read_lines(path):
-        name = record.get('name')       # choices.py's records have none
-        if name and (s.names is None or name in s.names.split(',')):
-            runs.setdefault(name, []).append(record)
+    made = [r for r in read_all([path]) if r.get('name')]   # choices.py's records have none
+    runs = those_that_judge([r for r in made if s.draws(r['name'])])
     if not runs:
-        raise UserError(f"{path}: missing, or no run of tools/compare.py with one of these names")
+        raise UserError(f"{path}: no run of tools/compare.py with one of these names")
     return runs
+
+
+def read_all(paths):
+    """The records of files that must be there."""
+    for path in paths:
+        if not os.path.isfile(path):
+            raise UserError(f"{path}: no such file")
+    return [record for path in paths for record in read_lines(path)]
 
 
 def in_generation(panels):
@@ -167,9 +192,8 @@ def in_generation(panels):
     token costs, and the loss that of reading token by token. UserError if recipes differ.
     """
     runs, recipes = {}, set()
-    for record in (r for panel in panels for found in panel.values() for r in found):
-        if 'right' in record:       # a made task
-            continue
+    on_text = [r for panel in panels for found in panel.values() for r in found if 'right' not in r]
+    for record in (r for found in those_that_judge(on_text).values() for r in found):
         s, config = configs_of(args_of(record))
         recipes.add(str(replace(s, seed=0, out_dir='')) + str(config.block_size))
         gpt, name = without_numbers(config), record['name']
@@ -191,6 +215,15 @@ def in_generation(panels):
         for record in found:
             record['generated'] = flops_of_new_token(record['gpt'])
     return drawn
+
+
+def has_four_passes(record):
+    """Whether a run of `loop` has, as far as the config files of its command are here."""
+    args = [os.path.join(ROOT, arg) if arg.startswith('config/') else arg
+            for arg in args_of(record)]
+    that_say = [arg for arg in args if arg.startswith('--ponder_steps=') or os.path.exists(arg)]
+    given, _ = read(that_say, '', Settings, GPTConfig)
+    return given.get('ponder_steps', GPTConfig.ponder_steps) == 3
 
 
 def args_of(record):
@@ -252,16 +285,15 @@ def draw_records(ax, runs, looks, x):
 def halting(paths, s):
     """A panel for each data set: medians over seeds, against the passes that were taken."""
     panels = {}     # {data set: {name: [record, ..]}}
-    colours = {}    # of a name, in all panels
+    looks = {}      # of a name, in all panels
     found = {}      # of each data set
     last = {}       # asked again, a run has its newest line
-    for record in [record for path in paths for record in read_lines(path)]:
-        if 'data' not in record:    # not of choices.py
-            continue
-        last[record.get('checkpoint'), record.get('halting'), record['data']] = record
+    for record in [record for record in read_all(paths) if 'data' in record]:   # choices.py's
+        folder = os.path.normpath(record.get('checkpoint') or '')
+        last[folder, record.get('halting'), record['data']] = {**record, 'checkpoint': folder}
+    s.all_found({name_of(folder) for folder, *_ in last})
     for record in last.values():
-        name = name_of(record.get('checkpoint', ''))
-        if name and (s.names is None or name in s.names.split(',')):
+        if s.draws(name_of(record['checkpoint'])):
             found.setdefault(os.path.basename(record['data'].rstrip('/')), []).append(record)
     for data, beside in found.items():
         runs = panels[data] = {}
@@ -270,15 +302,15 @@ def halting(paths, s):
             name = names[record['checkpoint']]
             if not record['taus']:
                 name += ', the same for all'
-            colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+            looks.setdefault(name, look_of_line(len(looks)))
             runs.setdefault(name, []).append(record)
     if not panels:
-        raise UserError(f"{', '.join(paths)}: no line of tools/choices.py with one of these names")
+        raise UserError(f"{', '.join(paths)}: no line of tools/choices.py")
     size = (1 + 4.2 * len(panels), 4.2)
     figure, axes = new_figure(len(panels), size, most_columns=len(panels))
     for ax, (data, runs) in zip(axes, panels.items()):
         for name, found in runs.items():
-            draw_halting(ax, name, found, colours[name])
+            draw_halting(ax, name, found, looks[name])
         answers = found[0]['answers']
         ax.set(xlabel='passes per token', ylabel='loss (nats per token), better ↓')
         if answers:
@@ -304,23 +336,26 @@ def names_of(folders):
             for folder, path in paths.items()}
 
 
-def draw_halting(ax, name, records, colour):
-    """A line over all thresholds; a dotted one for the same passes at random."""
+def draw_halting(ax, name, records, look):
+    """
+    A line over all thresholds that most seeds have; a dotted one for the same passes at random.
+    """
     key, place = ('taus', 'tau') if records[0]['taus'] else ('everyone', 'passes')
     scale = 100 if records[0]['answers'] else 1
     found = {}      # of each threshold, or number of passes: the rows of all seeds
     for row in [row for record in records for row in record[key]]:
         found.setdefault(row[place], []).append(row)
     points = []
-    for rows in found.values():
+    most = max(map(len, found.values()))    # medians of other seeds are no part of a line
+    for rows in [rows for rows in found.values() if len(rows) == most]:
         chosen = [row.get('chosen', row.get('result')) for row in rows]
         dealt = [np.mean(row['random']) for row in rows if 'random' in row]
         passes = np.median([row['passes'] for row in rows])
         points.append((passes, scale * np.median(chosen), scale * np.median(dealt or chosen)))
     passes, chosen, dealt = zip(*sorted(points))
-    ax.plot(passes, chosen, 'o-', color=colour, markersize=5, label=name)
+    ax.plot(passes, chosen, marker='o', markersize=5, label=name, **look)
     if key == 'taus':
-        ax.plot(passes, dealt, ':', color=colour)
+        ax.plot(passes, dealt, **{**look, 'linestyle': ':'})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -355,17 +390,21 @@ def curves(paths, s):
     if s.x == 'generated':
         raise UserError("x=generated is for records")
     figure, (ax,) = new_figure()
-    colours = {}    # of a name, which its seeds share
-    for path, name in names_of(paths).items():
-        known = name in colours
-        colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+    looks = {}      # of a name, which its seeds share
+    names = names_of(paths)
+    s.all_found(names.values())
+    for path, name in names.items():
+        if not s.draws(name):
+            continue
+        known = name in looks
+        look = looks.setdefault(name, look_of_line(len(looks)))
         run = read_run(path, s.x)
         x, losses = zip(*run['loss'])
         late = sum(place < x[-1] / 20 for place in x)   # the fall from ln V says little
-        ax.plot(x[late:], losses[late:], color=colour, linewidth=1.2, alpha=0.8,
-                label=None if known else name)
+        ax.plot(x[late:], losses[late:], linewidth=1.2, alpha=0.8, label=None if known else name,
+                **look)
         if run['val_loss']:
-            ax.plot(*zip(*run['val_loss']), 'o', color=colour, markersize=5)
+            ax.plot(*zip(*run['val_loss']), 'o', color=look['color'], markersize=5)
     ax.set(xlabel=X[s.x], ylabel='loss (nats per token), better ↓')
     ax.set_title('lines: training loss, marks: validation loss', loc='left', size=TEXT)
     write_legend(ax, [ax])
@@ -375,17 +414,19 @@ def curves(paths, s):
 def race(paths, s):
     """A line for each seed through its validation losses, each pair at its best rate."""
     runs = {}       # {(name, optimizer): its records}
-    for r in [record for path in paths for record in read_lines(path)]:
-        if 'curve' in r and (not s.names or r['name'] in s.names.split(',')):
-            runs.setdefault((r['name'], r['optimizer']), []).append(r)
+    for r in runs_of(read_all(paths)):
+        runs.setdefault((r['name'], r['optimizer']), []).append(r)
     if not runs:
         raise UserError(f"{', '.join(paths)}: no run of tools/race.py to draw")
+    s.all_found({name for name, _ in runs})
     figure, (ax,) = new_figure()
-    for (pair, made), colour in zip(runs.items(), itertools.cycle(COLOURS)):
+    drawn = [pair for pair in runs if s.draws(pair[0])]
+    for i, pair in enumerate(drawn):
         label = ', '.join(pair)
-        for r in at_best_rate(made):
+        for r in at_best_rate(runs[pair]):
             steps, losses = zip(*((int(step), loss) for step, loss in r['curve'].items()))
-            ax.plot(steps, losses, 'o-', color=colour, linewidth=1.2, markersize=4, label=label)
+            ax.plot(steps, losses, marker='o', linewidth=1.2, markersize=4, label=label,
+                    **look_of_line(i))
             label = None        # its seeds share one
     ax.set(xlabel='steps', ylabel='validation loss (nats per token), better ↓')
     write_legend(ax, [ax])

@@ -360,6 +360,18 @@ def key_of(record):
     return tuple(record.get(key) for key in ('name', 'optimizer', 'learning_rate', 'seed'))
 
 
+def runs_of(records):
+    """Those of runs, and not of times. UserError if they are of several races."""
+    runs = [r for r in records if LOSS in r]
+    keys = [key_of(r) for r in runs]
+    twice = [' '.join(map(str, key)) for key in keys if keys.count(key) > 1]
+    if twice:
+        raise UserError(f"{twice[0]} is there twice: give the runs of one race")
+    if len({r['steps'] for r in runs}) > 1:
+        raise UserError("there are several numbers of steps: give the runs of one race")
+    return runs
+
+
 def timed_in(records):
     """{(name, optimizer): ms a step} of those that took turns last."""
     together = [r['ms'] for r in records if 'ms' in r]
@@ -369,17 +381,9 @@ def timed_in(records):
 def table_of(records):
     """
     A row per name, optimizer and learning rate: the loss of the seed that chose between rates, and
-    of each other seed; where a curve meets the mean of nanoGPT's ends with AdamW. UserError if the
-    records are of several recipes.
+    of each other seed; where a curve meets the mean of nanoGPT's ends with AdamW.
     """
-    runs = [r for r in records if LOSS in r]
-    keys = [key_of(r) for r in runs]
-    twice = [' '.join(map(str, key)) for key in keys if keys.count(key) > 1]
-    if twice:
-        raise UserError(f"{twice[0]}: is there twice; a table is of one race")
-    if len({r['steps'] for r in runs}) > 1:
-        raise UserError("these runs have different numbers of steps; a table is of one race")
-
+    runs = runs_of(records)
     rows = {}   # {(name, optimizer, rate): its records}
     for r in sorted(runs, key=lambda r: r['seed']):
         rows.setdefault(key_of(r)[:3], []).append(r)
@@ -418,7 +422,7 @@ def goal_of(runs):
     """The mean loss at which nanoGPT's own, with AdamW, ends at its best rate; None without one."""
     made = [r for r in runs if (r['name'], r['optimizer']) == ('nanogpt', 'adamw')]
     ends = [r[LOSS] for r in at_best_rate(made)] if made else []
-    return statistics.mean(ends) if ends else None
+    return statistics.mean(ends) if ends else None      # none at that rate yet
 
 
 def steps_to(curve, goal):
