@@ -170,7 +170,8 @@ def prepare_text(settings, paths, folder):
     source = ' '.join(paths) or 'Python source'
     texts = python_sources(settings.packages)
     if paths:
-        texts = your_texts([file for path in paths for file in walk(path)], folder)
+        files = [file for path in paths for file in walk(path)]
+        texts = your_texts(list({os.path.realpath(file): file for file in files}.values()), folder)
     return write_dataset(folder, texts, tokenizer, settings.val_fraction, source)
 
 

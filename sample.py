@@ -24,6 +24,7 @@ from engine.checkpoint import change_steps
 from engine.decode import compile_decoding
 from engine.files import UserError, on_disk, run
 from engine.generate import stream
+from engine.mechanisms import slots_per_token
 from engine.shards import encode
 from engine.tasks import TASKS
 from engine.trained import exam_for_prompt, open_as, read_one
@@ -99,10 +100,21 @@ def check_length(tokens, block_size, name):
 
 
 def as_question(prompt, exam):
-    """A made task's problem as in training: its question has an end, and a file's line has none."""
-    text = bytes(token for token in prompt if token != exam['eot']).strip()
-    end = TASKS[exam['task']].end.encode()
-    return list(text if end in text else text + end)
+    """
+    A made task's problem as in training, perhaps with the beginning of its answer: its question has
+    an end, and a file's line has none. UserError if it is no problem of the task.
+    """
+    task = TASKS[exam['task']]
+    text = bytes(token for token in prompt if token != exam['eot'])
+    text = text.decode('utf-8', 'replace').strip()
+    question, _, answer = text.partition(task.end)
+    question += task.end
+    try:
+        task.checked_answer(question)
+    except (ValueError, IndexError):
+        raise UserError(f"{text}: no problem of {exam['task']}, which this model is trained on; "
+                        "see engine/tasks.py") from None
+    return list((question + answer).encode())
 
 
 def behind_examples(question, exam, block_size):
@@ -177,7 +189,7 @@ def main(argv):
     seconds = time.perf_counter() - started
 
     if s.show_steps:
-        legend = ' '.join(shaded(f" {n} ", n) for n in range(1, model.mechanism.K + 2))
+        legend = ' '.join(shaded(f" {n} ", n) for n in range(1, slots_per_token(model) + 1))
         print(f"\n\npasses per token: {legend}", end='')
     print(f"\n\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s, "
           f"{passes / tokens:.2f} passes per token", file=sys.stderr)

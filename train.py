@@ -17,8 +17,8 @@ which is the same on every machine: that of config/size/tiny.py. Ctrl-C, SIGTERM
 max_seconds or a log that cannot be written saves and stops at the next step; a second signal stops
 at once. The exit status after a signal is not 0.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting but
-max_seconds, derived ones too: a config file for the same mechanism) and log.jsonl (a JSON object
-for each line of steps or evaluation).
+max_seconds, derived ones too: a config file for the same mechanism and size) and log.jsonl (a JSON
+object for each line of steps or evaluation).
 """
 
 import math

@@ -239,8 +239,9 @@ def change_steps(model, K):
     config = model.config
     if K < 0:
         raise UserError(f"ponder_steps={K} must not be negative")
-    if config.ponder == 'none':
-        raise UserError("ponder_steps: this model has ponder='none'; leave the setting out")
+    if config.ponder in ('none', 'smear'):
+        raise UserError(f"ponder_steps: this model has ponder={config.ponder!r}, and so one pass; "
+                        "leave the setting out")
     if K > 0 and config.halting != 'none' and not halts(model):
         raise UserError(f"ponder_steps={K}: this model was trained with ponder_steps=0, so its "
                         "tokens never learned to halt; leave the setting out")

@@ -1,7 +1,8 @@
 """
 What a token costs, in FLOPs, by PyTorch's own formulas: 2 for each multiply-add of a matrix
 product, and attention as if each query of a call read all its keys. Where logits are many, the head
-runs again in backward (some_rows_at_once of model.py), and is counted there, too. Norms,
+runs again in backward (some_rows_at_once of model.py), and is counted there, too: with so many
+`texts` at once. Norms,
 activations and Depth-Attention's mixing are no matrix products, and are left out.
 """
 
@@ -17,28 +18,28 @@ from engine.build import new_model, shapes_only
 from engine.files import UserError
 
 
-def flops_per_token(gpt, T=None, training=True):
+def flops_per_token(gpt, T=None, training=True, texts=1):
     """
-    FLOPs of one token in a text of T (None: block_size), forward and backward, or forward alone. In
-    training the mean over what is drawn, at the beginning of a run; nobody halts.
+    FLOPs of one token in `texts` of T (None: block_size) side by side, forward and backward, or
+    forward alone. In training the mean over what is drawn, at the beginning of a run; nobody halts.
 
     Of a deep model one layer and two are counted, as all layers cost the same. In a model.py where
     they do not, `counted_flops` counts them all.
     """
     layers = gpt.config.n_layer
     if layers <= 2:
-        return counted_flops(gpt, T, training)
-    first, second = (counted_flops(gpt, T, training, n_layer) for n_layer in (1, 2))
+        return counted_flops(gpt, T, training, texts)
+    first, second = (counted_flops(gpt, T, training, texts, n_layer) for n_layer in (1, 2))
     return first + (layers - 1) * (second - first)
 
 
-def counted_flops(gpt, T=None, training=True, n_layer=None):
+def counted_flops(gpt, T=None, training=True, texts=1, n_layer=None):
     """flops_per_token, with so many layers (None: the model's)."""
     T = T or gpt.config.block_size
     config = replace(gpt.config, block_size=T, n_layer=n_layer or gpt.config.n_layer)
     with shapes_only():
         twin = new_model(config).train()        # where nobody halts
-        idx = torch.zeros(1, T, dtype=torch.long)
+        idx = torch.zeros(texts, T, dtype=torch.long)
     mechanism = twin.mechanism
     mechanism.begin_step(-1, 1)     # before any token halts, whatever halt_start is
     draws = mechanism.draws() if training else mechanism.draws()[:1]
@@ -50,7 +51,7 @@ def counted_flops(gpt, T=None, training=True, n_layer=None):
             else:
                 twin(idx)
         total += counter.flops
-    return total / len(draws) / T
+    return total / len(draws) / idx.numel()
 
 
 class Counter(TorchDispatchMode):

@@ -29,7 +29,7 @@ from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
 from engine.muon import matrices_of_blocks
 from engine.prepare import recompute_blocks
 from engine.shards import read_meta
-from engine.start import asked_of_model, old_config, start_config
+from engine.start import asked_of_model, check_asked, old_config, start_config
 from model import RMSNorm
 
 WORLDS = (1, 8, 64)  # numbers of GPUs to plan for
@@ -150,6 +150,7 @@ def print_plan(settings, given, builtin, state):
     if old is None and not asked.keys() & {'n_tokens', 'vocab_size'}:
         n_tokens, vocabulary = planned_vocabulary(settings.data_dir, builtin)
     config = start_config(settings, asked, n_tokens, old)
+    check_asked(config, asked)
     # GPUs are planned without one
     on_gpu = (settings.device or 'cuda').startswith('cuda')
     device = None if on_gpu else pick_device(settings.device)
@@ -162,7 +163,7 @@ def print_plan(settings, given, builtin, state):
     settings = replace(settings, micro_batch=size)
 
     model = without_numbers(config)
-    per_token = flops_per_token(model)
+    per_token = flops_per_token(model, texts=size)
     tokens = settings.max_steps * settings.batch_tokens
     flops = per_token * tokens
     print(f"parameters  {model.num_params() / 1e6:,.2f}M, vocabulary {config.vocab_size:,} "

@@ -349,6 +349,8 @@ class FolderTokenizer:
             raise UserError(f"{path}: only byte-level BPE is supported, as in GPT-NeoX, Llama 3, "
                             "Qwen and Ouro")
         self.library.encode_special_tokens = True
+        self.library.no_truncation()    # the file may ask to cut or fill up what is encoded
+        self.library.no_padding()
         self.name = f'hf:{folder}'
         tokens = sorted(self.library.get_vocab(with_added_tokens=False).items())
         self.id = '+'.join(hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()

@@ -25,6 +25,7 @@ class Task:
     A kind of problem; `size` is its dial. Each has
 
         question(rng, size)     a question, drawn with a random.Random
+        form                    a regular expression that every question matches
         answer(question)        its answer
         difficulty(question)    how much work it is, one step after the other
         longest(size)           characters of the longest problem
@@ -34,12 +35,19 @@ class Task:
     end = '='           # the last character of a question
     unit = ''           # what `difficulty` counts
 
+    def checked_answer(self, question):
+        """The answer to what somebody has typed; ValueError if it is no question of the task."""
+        if not re.fullmatch(self.form, question):
+            raise ValueError(question)
+        return self.answer(question)
+
 
 class Addition(Task):
     """
     Sums of two numbers with `size` digits, the first digit first. In 70 % of the problems 60 % of
     the pairs of digits are made to add up to 9, so that carries run far.
     """
+    form = r'[0-9]+\+[0-9]+='
     largest_size = 100
     default_size = 4
     unit = 'longest carry'
@@ -56,6 +64,8 @@ class Addition(Task):
 
     def answer(self, question):
         first, second = question[:-1].split('+')
+        if len(first) != len(second):
+            raise ValueError(question)
         digits = len(first) + 1
         return str(int(first) + int(second)).zfill(digits)
 
@@ -84,6 +94,7 @@ class Traffic(Task):
     front of it moves there, all at once; the road ends at a wall. This is rule 184 of Wolfram's
     elementary cellular automata, in which jams move backwards.
     """
+    form = r'[0-9]+:[.>]+\|'
     largest_size = 99
     default_size = 8
     end = '|'
@@ -114,6 +125,7 @@ class Minimax(Task):
     as both branches, then the player who chooses. Players a, c, .. take the lower value, b, d, ..
     the higher.
     """
+    form = r'[0-9]{2}[0-9a-h]*[a-h]='
     largest_size = 8
     default_size = 4
     unit = 'levels'
@@ -137,7 +149,8 @@ class Minimax(Task):
                 branches = values.pop(), values.pop()
                 low = self.players.index(character) % 2 == 0
                 values.append(min(branches) if low else max(branches))
-        return str(values[0])
+        [value] = values    # ValueError without a player who has the last choice
+        return str(value)
 
     def difficulty(self, question):
         return self.players.index(question[-2]) + 1

@@ -17,7 +17,7 @@ SMALL = [*(f'--{name}={value}' for name, value in SHAPE.items()), '--block_size=
 def test_a_table_of_each_kind(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'ceilings', lambda device, dtype: (1e11, 1e10))
     monkeypatch.setattr(bench, 'DEPTHS', {2: 0.54369})
-    bench.main([*SMALL, '--ponder=loop', '--toggles=plain,latent,router'])
+    bench.main([*SMALL, '--toggles=plain,latent,router'])
     models = ['plain', 'latent']
     rows = cells(capsys.readouterr().out)
     assert [row[0] for row in rows] == [
@@ -121,6 +121,8 @@ def test_ratios(capsys):
 def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='toggles=plane.*depth_attn'):
         bench.main(['--toggles=plane'])
+    with pytest.raises(UserError, match='depth_attn: chosen here for each row, by --toggles'):
+        bench.main(['--against=.', '--against_options=--depth_attn=True', '--depth_attn=True'])
     with pytest.raises(UserError, match='nowhere: there is no tools/bench.py'):
         bench.main(['--against=nowhere'])
     monkeypatch.setattr(bench, 'ROOT', str(tmp_path))

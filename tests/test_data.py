@@ -94,9 +94,12 @@ def test_your_own_files_through_the_command_line(tmp_path):
     (tmp_path / 'texts' / '.hidden').write_bytes(b'secret')
     os.mkfifo(tmp_path / 'texts' / 'pipe')
 
-    command = [PROGRAM, 'texts', 'all.jsonl', '--name=mine', '--val_fraction=0.2']
+    # texts/0.txt is in texts: a file counts once
+    command = [PROGRAM, 'texts', 'all.jsonl', 'texts/0.txt', '--name=mine', '--val_fraction=0.2']
     said = program(*command, cwd=tmp_path).stderr
     assert '1 of 124 files are left out' in said and 'texts/picture.bin' in said
+    meta = read_meta(tmp_path / 'data' / 'mine')
+    assert meta['train']['bytes'] + meta['val']['bytes'] == sum(map(len, texts.values()))
     train, val = documents(tmp_path / 'data' / 'mine')
     assert train | val == set(texts.values()), "every document whole, byte for byte"
     assert not train & val and len(val) >= 3

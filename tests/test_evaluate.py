@@ -196,6 +196,14 @@ def test_a_shard_in_the_place_of_another_is_refused(folder, small_data, tmp_path
         evaluate.main([folder, str(tmp_path / 'd'), '--device=cpu'])
 
 
+def test_a_file_of_utf_16_is_no_text(model, tmp_path, capsys):
+    for encoding in ('utf-8', 'utf-16'):
+        path = tmp_path / 'text.txt'
+        path.write_text('def f(x): return x\n', encoding=encoding)
+        evaluate.evaluate_text(model, get_tokenizer('byte'), str(path), evaluate.EvaluateSettings())
+        assert ('text.txt has NUL bytes' in capsys.readouterr().err) == (encoding == 'utf-16')
+
+
 def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path, capsys):
     """Whatever the tokenizer made of them, and as in train.py: a Latin-1 text in three ways."""
     text = 'caf\xe9 cr\xe8me br\xfbl\xe9e\n'.encode('latin-1') * 9
@@ -279,7 +287,7 @@ def test_a_long_context_loses_its_beginning(model):
 
 def test_what_lm_eval_asks_for(model, folder, monkeypatch, capsys):
     """In its place a stand-in, which asks for a text and for answers, in this order."""
-    text, pairs = 'some text', [([1, 2, 3], [4, 5]), ([256], [7]), ([*range(9)], [9])]
+    text, pairs = 'some text', [([1, 2, 3], [4, 5]), ([256], [7]), ([*range(24)], [9, 9])]
     asked = []
 
     def simple_evaluate(lm, tasks, num_fewshot, task_manager):
@@ -295,10 +303,13 @@ def test_what_lm_eval_asks_for(model, folder, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, place, SimpleNamespace(**parts))
     evaluate.main([folder, '--tasks=piqa,arc', '--num_fewshot=0', '--device=cpu'])
     assert asked == [(['piqa', 'arc'], 0)]
-    told, *answers = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr()
+    told, *answers = json.loads(said.out.splitlines()[-1])
+    assert "1 of 3 questions are longer than the model's context, 24 tokens" in said.err
     assert told == pytest.approx(-plain_loop(model, [256, *text.encode()]), abs=1e-4)
     for (total, greedy), pair in zip(answers, pairs, strict=True):
-        assert (pytest.approx(total, abs=1e-4), greedy) == by_hand(model, *pair)
+        context, words = pair
+        assert (pytest.approx(total, abs=1e-4), greedy) == by_hand(model, context[-23:], words)
 
 
 def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):

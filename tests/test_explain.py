@@ -259,6 +259,8 @@ def test_on_a_made_task_only_answers_count(tmp_path, sums):
     assert ''.join(counted) == '046100'
     with pytest.raises(UserError, match='--start=abc: no problem of addition'):
         page_of(tmp_path, make(**SIZE), 'abc', data_dir=sums)
+    with pytest.raises(UserError, match='--start=12.34=46: the answer is 046, as'):
+        page_of(tmp_path, make(**SIZE), '56+44=10,12+34=46', data_dir=sums)
 
 
 def test_bytes_are_joined_to_characters():

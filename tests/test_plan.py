@@ -186,6 +186,8 @@ def test_numbers_of_a_plan(dry_run, tmp_path):
         dry_run(*shape, '--batch_tokens=1000')
     save(tmp_path / 'out', model)
     assert f'parameters  {parameters}' in dry_run('--init_from=resume')  # of the run that is there
+    with pytest.raises(UserError, match='n_layer=24, but the model loaded has 2'):
+        dry_run('--init_from=resume', '--n_layer=24')
 
 
 def cells(out, row):

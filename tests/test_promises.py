@@ -9,7 +9,7 @@ from conftest import ONE_EACH, TOGGLES, close, make, rows_of, slow_but
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.build import new_model
+from engine.build import new_model, without_numbers
 from engine.flops import counted_flops, flops_of_new_token, flops_per_token
 from engine.generate import left_pad
 from engine.mechanisms import halts
@@ -170,6 +170,14 @@ def test_flops_of_the_plain_model_by_hand():
         forward = 2 * (LAYERS + keys + HEAD)
         assert flops_per_token(model, T, training=False) == forward
         assert flops_per_token(model, T) == 3 * forward     # of each matrix, and of its input
+
+
+def test_flops_of_a_head_that_runs_again_are_counted():
+    """As soon as the logits of all texts together are many (some_rows_at_once)."""
+    model = without_numbers(GPTConfig(**{**SIZE, 'vocab_size': 50304}))
+    one, several = [flops_per_token(model, 100, texts=texts) for texts in (1, 8)]
+    assert 100 * 50304 < 2 ** 25 < 8 * 100 * 50304
+    assert several - one == 2 * 50304 * model.config.n_embd
 
 
 def test_flops_of_a_new_token():

@@ -314,6 +314,8 @@ def test_a_tokenizer_is_all_that_decides_what_a_number_means(fields, tmp_path):
 @pytest.mark.parametrize('fields', [
     dict(padding=dict(strategy='BatchLongest', direction='Right', pad_to_multiple_of=None,
                       pad_id=0, pad_type_id=0, pad_token='<|padding|>')),
+    dict(padding=dict(strategy=dict(Fixed=64), direction='Right', pad_to_multiple_of=None, pad_id=0,
+                      pad_type_id=0, pad_token='<|padding|>')),
     dict(truncation=dict(direction='Right', max_length=9, strategy='LongestFirst', stride=0)),
     dict(post_processor=dict(type='ByteLevel', add_prefix_space=True, trim_offsets=True)),
     dict(pre_tokenizer=dict(BYTES, trim_offsets=False)),
@@ -323,7 +325,10 @@ def test_a_tokenizer_is_all_that_decides_what_a_number_means(fields, tmp_path):
 ])
 def test_what_changes_no_number_is_the_same_tokenizer(fields, tmp_path):
     own, other = with_tokenizer(tmp_path, 'own'), with_tokenizer(tmp_path, 'other', **fields)
-    assert one_tokenizer(*(identity(get_tokenizer(name)) for name in (own, other)))
+    own, other = get_tokenizer(own), get_tokenizer(other)
+    assert one_tokenizer(identity(own), identity(other))
+    for text in ('a', 'def f(x): return x\n' * 9):
+        assert own.encode_ordinary(text) == other.encode_ordinary(text)
 
 
 @pytest.mark.parametrize('kind', ['safetensors', 'bin'])

@@ -131,9 +131,13 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     for block_size, solved in (31, 0), (32, 1), (48, 2):    # 16 tokens each; room for the answer
         behind = behind_solved([256, *b'1999+8001='], exam, block_size)
         assert len(behind) == 11 + 16 * solved
+    for start in ('hello', '74+67,19+80', '74 + 67'):
+        with pytest.raises(UserError, match='no problem of addition'):
+            sample.main([folder, f'--start={start}', '--device=cpu'])
     asked.clear()       # a text that leaves no room for them
-    sample.main([folder, f"--start={'1' * 127}=", '--max_new_tokens=1', '--device=cpu'])
-    assert asked == [[[*b'1' * 127, ord('=')]]]
+    long = '1' * 63 + '+' + '1' * 63 + '='
+    sample.main([folder, f'--start={long}', '--max_new_tokens=1', '--device=cpu'])
+    assert asked == [[[*long.encode()]]]
     asked.clear()       # none is named: one of the validation set
     capsys.readouterr()
     sample.main([folder, '--max_new_tokens=5', '--device=cpu'])

@@ -207,7 +207,7 @@ def test_looking_changes_no_answer(monkeypatch, name):
 def test_an_answer_ends_with_the_context(server):
     events = server.ask(text='a' * 60, max_new_tokens=100, sides=[dict(model='text')])
     assert events[0]['most'] == 4
-    assert events[-1]['end'].endswith('the context of 64 tokens is full') or '∎' in written(events)
+    assert events[-1]['end'].endswith('no more than 64 tokens fit') or '∎' in written(events)
 
 
 def test_an_error_in_model_py_is_one_line_on_the_page(monkeypatch, capsys):

@@ -109,6 +109,21 @@ def test_minimax_from_the_root_down():
         assert task.answer(question) == str(best(leaves, levels))
 
 
+@pytest.mark.parametrize('name, typed', [
+    ('addition', '74 + 67='), ('addition', '74+670='), ('addition', '74+67,80+90='),
+    ('addition', '+='), ('addition', 'hello='),
+    ('traffic', '2:>>_>__|'), ('traffic', ':>.|'), ('traffic', '1:|'),
+    ('minimax', '37a25a='), ('minimax', '3='), ('minimax', '3a7='), ('minimax', '37a5b8='),
+])
+def test_what_is_no_question_has_no_answer(name, typed):
+    task = TASKS[name]
+    with pytest.raises((ValueError, IndexError)):
+        task.checked_answer(typed)
+    for seed in range(50):
+        question = task.question(random.Random(seed), task.default_size)
+        assert task.checked_answer(question) == task.answer(question)
+
+
 @pytest.mark.parametrize('name', TASKS)
 @pytest.mark.parametrize('size', [1, 7])
 def test_the_longest_problem_is_as_long_as_said(name, size):

@@ -730,6 +730,7 @@ def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, sm
     ('router', 'ponder_steps=3', 'validation loss'),
     ('router', 'halt_tau=1.0', '1.000 passes'),
     ('plain', 'ponder_steps=1', "ponder='none'"),
+    ('smear', 'ponder_steps=1', "ponder='smear', and so one pass"),
 ])
 def test_passes_can_change_at_evaluation(run_train, tmp_path, capsys, name, setting, words):
     run_train('out', *options(name), '--max_steps=1', '--eval_tokens=64')
@@ -862,12 +863,13 @@ def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path
             run_train('third', f'--init_from={tmp_path / "second"}', '--halting=none', shape=[])
 
 
-def test_where_the_mechanism_trains_alone_all_else_stays(run_train, tmp_path):
+def test_where_the_mechanism_trains_alone_all_else_stays(run_train, tmp_path, capsys):
     """Ouro's two stages: a gate after the model, on the model's own losses."""
     loop = ['--ponder=loop', '--halting=exit', '--ponder_steps=2']
     first = run_train('first', *loop, '--exit_loss=uniform')
     second = run_train('second', f'--init_from={tmp_path / "first"}', '--halting=ouro',
                        '--ouro_stage=2', shape=[])
+    assert '33 of the parameters are trained, and the loss is their own' in capsys.readouterr().out
     own = {name for name in second['model'] if name.startswith('mechanism.')}
     assert own == second['model'].keys() - first['model'].keys() != set()
     same_weights(first, {'model': {name: second['model'][name] for name in first['model']}})

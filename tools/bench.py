@@ -50,7 +50,7 @@ from engine.flops import flops_per_token
 from engine.generate import generate, stream
 from engine.hardware import Ranks, expect_new_lengths, pick_compile, pick_device, pick_dtype
 from engine.mechanisms import halts, iterates, slots_per_token
-from engine.prepare import compile_blocks
+from engine.prepare import prepare
 from engine.skip import skip_stopped_tokens
 from engine.trained import exam_of_run, load_model
 from model import HALTING, GPTConfig
@@ -178,9 +178,11 @@ class TrainingStep:
         self.model = model.train()
         self.idx = idx          # (B,T); each token is its own target, which does not matter here
         self.dtype = dtype
+        self.cudnn = model.config.ponder != 'chain'     # for whose masks `prepare` switches it off
         self.optimizer = make_optimizer(settings, model, Ranks(0, 1), idx.device, dtype)
 
     def __call__(self):
+        torch.backends.cuda.enable_cudnn_sdp(self.cudnn)    # models take turns
         mechanism = self.model.mechanism
         mechanism.begin_step(0, 1)
         mechanism.drawn = mechanism.draws()[0]
@@ -210,23 +212,15 @@ def bench_steps(setup, configs, flops):
     """Training steps of models {name: config}, each against the first. flops: the machine's."""
     steps, work = {}, {}
     for name, config in configs.items():
-        model = ready_to_train(config, setup.device)
-        if pick_compile(setup.train.compile, setup.device):
-            compile_blocks(model)
+        model = new_model(config)
+        prepare(model, setup.train, setup.device)
         shape = (setup.train.micro_batch, config.block_size)
         idx = torch.randint(0, config.n_tokens, shape, device=setup.device)
         step = TrainingStep(model, idx, setup.dtype, setup.train)
         steps[name] = partial(seconds, step, setup.device)
         if len(model.mechanism.draws()) == 1:       # else the mean over draws is counted
-            work[name] = flops_per_token(model) * idx.numel() / flops
+            work[name] = flops_per_token(model, texts=shape[0]) * idx.numel() / flops
     print_times(f'step, {shape[0]} x {shape[1]} tokens', take_turns(steps, setup.own.repeats), work)
-
-
-def ready_to_train(config, device):
-    model = new_model(config).to(device)
-    if config.halting == 'router':
-        skip_stopped_tokens(model)
-    return model
 
 
 def bench_decoding(setup, configs, bandwidth):
@@ -259,7 +253,9 @@ def bench_decoding(setup, configs, bandwidth):
 
 def drawn(config, depth, device):
     """A model whose tokens take `depth` of its passes on average, whatever its weights say."""
-    model = ready_to_train(config, device)
+    model = new_model(config).to(device)
+    if config.halting == 'router':
+        skip_stopped_tokens(model)
     p = DEPTHS[depth]
 
     class Drawn(type(model.mechanism)):
@@ -422,6 +418,9 @@ class Setup:
 
 def main(argv):
     given, folders = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
+    for name in ('ponder', 'ponder_steps', 'halting', 'depth_attn'):
+        if any(arg.startswith(f'--{name}=') for arg in argv):
+            raise UserError(f"{name}: chosen here for each row, by --toggles (--help)")
     train = build(Settings, given)
     device = pick_device(train.device)
     dtype, _ = pick_dtype(train.dtype, device)

@@ -160,6 +160,9 @@ def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
     with open(path, 'rb') as f:
         text = f.read()
+    if b'\0' in text[:8192]:
+        print(f"warning: {path} has NUL bytes, which UTF-16 has, and what is no text",
+              file=sys.stderr)
     if tokenizer.name != 'byte' and not is_utf8(text):
         print(f"warning: {path} is no UTF-8: where it is not, U+FFFD is read", file=sys.stderr)
     tokens = encode(tokenizer, text)
@@ -312,6 +315,11 @@ def harness(model, tokenizer, batch_size, exact):
         def _loglikelihood_tokens(self, requests, disable_tqdm=False):
             pairs = [(context, answer) for _, context, answer in requests]
             answers = [None] * len(requests)
+            T = model.config.block_size
+            cut = sum(len(context) + len(answer) > T + 1 for context, answer in pairs)
+            if cut:
+                print(f"warning: {cut:,} of {len(pairs):,} questions are longer than the model's "
+                      f"context, {T} tokens, and lost their beginning", file=sys.stderr)
             progress = Progress()
             for done, (i, *answer) in enumerate(log_likelihoods(model, pairs, batch_size, exact)):
                 answers[i] = tuple(answer)

@@ -298,12 +298,16 @@ def problem_tokens(start, exam, block_size):
     task, eot, asked = TASKS[exam['task']], exam['eot'], []
     for problem in re.split(r'[,\s]+', text.strip()):
         question, _, answer = problem.partition(task.end)
+        question += task.end
         try:
-            answer = answer or task.answer(question + task.end)
+            truth = task.checked_answer(question)
         except (ValueError, IndexError):
             raise UserError(f"--start={problem}: no problem of {exam['task']}, which this model is "
                             "trained on; see engine/tasks.py") from None
-        asked += [eot, *(question + task.end + answer).encode()]
+        if not truth.startswith(answer):    # the page would count the right one as wrong
+            raise UserError(f"--start={problem}: the answer is {truth}, as this model is trained "
+                            "to write it")
+        asked += [eot, *(question + (answer or truth)).encode()]
     if len(asked) > block_size:
         raise UserError(f"--start has {len(asked)} tokens, the model's context (block_size) is "
                         f"{block_size}: give fewer problems")

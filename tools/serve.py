@@ -132,7 +132,7 @@ class Served:
         return ', '.join([self.name, *changed])
 
     def prompt(self, text):
-        """(tokens to read, the first that is part of the question): as sample.py reads --start."""
+        """(tokens to read, the first that is part of the question)."""
         block_size = self.model.config.block_size
         try:
             tokens = encode(self.tokenizer, text.encode()).tolist()[:-1]
@@ -152,7 +152,7 @@ class Served:
         task = TASKS[self.exam['task']]
         question, mark, answer = bytes(tokens).decode('utf-8', 'replace').partition(task.end)
         try:
-            truth = task.answer(question + mark)
+            truth = task.checked_answer(question + mark)
         except (ValueError, IndexError):
             return f"{answer} (no problem of {self.exam['task']}, which it was trained on)"
         return f"{answer} is right" if answer == truth else f"{answer} is wrong: it is {truth}"
@@ -208,7 +208,7 @@ def answer(served, question, side, look, top, stopped):
     elif not ended and count < most:
         words.append("stopped")
     elif not ended and most < question.max_new_tokens:
-        words.append(f"the context of {most_read} tokens is full")
+        words.append(f"no more than {most_read} tokens fit")
     yield dict(end=', '.join(words))
 
 
