@@ -111,7 +111,7 @@ def as_question(prompt, exam):
     question += task.end
     try:
         task.checked_answer(question)
-    except (ValueError, IndexError):
+    except ValueError:
         raise UserError(f"{text}: no problem of {exam['task']}, which this model is trained on; "
                         "see engine/tasks.py") from None
     return list((question + answer).encode())

@@ -1,8 +1,7 @@
 """
 What a token costs, in FLOPs, by PyTorch's own formulas: 2 for each multiply-add of a matrix
 product, and attention as if each query of a call read all its keys. Where logits are many, the head
-runs again in backward (some_rows_at_once of model.py), and is counted there, too: with so many
-`texts` at once. Norms,
+runs again in backward (some_rows_at_once of model.py), and is counted there, too. Norms,
 activations and Depth-Attention's mixing are no matrix products, and are left out.
 """
 
@@ -20,8 +19,9 @@ from engine.files import UserError
 
 def flops_per_token(gpt, T=None, training=True, texts=1):
     """
-    FLOPs of one token in `texts` of T (None: block_size) side by side, forward and backward, or
-    forward alone. In training the mean over what is drawn, at the beginning of a run; nobody halts.
+    FLOPs of one token in so many texts of T tokens (None: block_size) at once, forward and
+    backward, or forward alone. In training the mean over what is drawn, at the beginning of a run;
+    nobody halts.
 
     Of a deep model one layer and two are counted, as all layers cost the same. In a model.py where
     they do not, `counted_flops` counts them all.

@@ -301,7 +301,7 @@ def problem_tokens(start, exam, block_size):
         question += task.end
         try:
             truth = task.checked_answer(question)
-        except (ValueError, IndexError):
+        except ValueError:
             raise UserError(f"--start={problem}: no problem of {exam['task']}, which this model is "
                             "trained on; see engine/tasks.py") from None
         if not truth.startswith(answer):    # the page would count the right one as wrong

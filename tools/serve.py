@@ -153,7 +153,7 @@ class Served:
         question, mark, answer = bytes(tokens).decode('utf-8', 'replace').partition(task.end)
         try:
             truth = task.checked_answer(question + mark)
-        except (ValueError, IndexError):
+        except ValueError:
             return f"{answer} (no problem of {self.exam['task']}, which it was trained on)"
         return f"{answer} is right" if answer == truth else f"{answer} is wrong: it is {truth}"
 
