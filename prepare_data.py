@@ -170,8 +170,8 @@ def prepare_text(settings, paths, folder):
     source = ' '.join(paths) or 'Python source'
     texts = python_sources(settings.packages)
     if paths:
-        files = [file for path in paths for file in walk(path)]
-        texts = your_texts(list({os.path.realpath(file): file for file in files}.values()), folder)
+        once = {os.path.realpath(file): file for path in paths for file in walk(path)}
+        texts = your_texts(list(once.values()), folder)
     return write_dataset(folder, texts, tokenizer, settings.val_fraction, source)
 
 
@@ -256,7 +256,7 @@ def your_texts(files, folder):
             done += os.path.getsize(path)
     if left_out:
         print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "
-              f"bytes, which UTF-16 has, and what is no text: the first is {left_out[0]}",
+              f"bytes, as UTF-16 has, or what is no text: the first is {left_out[0]}",
               file=sys.stderr)
 
 

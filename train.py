@@ -131,8 +131,8 @@ def make_optimizer(s, model, ranks, device, dtype=torch.float32):
     AdamW for the rest. Weight decay on matrices only. dtype: of the run's products.
     """
     by_muon = matrices_of_blocks(model) if s.optimizer == 'muon' else []
-    moved = set(by_muon)
-    by_adamw = [p for p in model.parameters() if p not in moved]
+    of_blocks = set(by_muon)
+    by_adamw = [p for p in model.parameters() if p not in of_blocks]
     groups = [dict(params=[p for p in by_adamw if p.dim() >= 2], weight_decay=s.weight_decay),
               dict(params=[p for p in by_adamw if p.dim() < 2], weight_decay=0.0)]
     options = dict(lr=s.learning_rate, betas=(s.beta1, s.beta2),

@@ -150,7 +150,8 @@ def print_plan(settings, given, builtin, state):
     if old is None and not asked.keys() & {'n_tokens', 'vocab_size'}:
         n_tokens, vocabulary = planned_vocabulary(settings.data_dir, builtin)
     config = start_config(settings, asked, n_tokens, old)
-    check_asked(config, asked)
+    if not settings.eval_only:      # which may ask for other passes
+        check_asked(config, asked)
     # GPUs are planned without one
     on_gpu = (settings.device or 'cuda').startswith('cuda')
     device = None if on_gpu else pick_device(settings.device)

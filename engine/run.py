@@ -174,7 +174,6 @@ class Log:
         """
         s = self.settings
         parameters = self.model.num_params() / 1e6
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.flops = flops_per_token(self.model, texts=micro_batch)
         world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
@@ -184,8 +183,10 @@ class Log:
                  f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "
                  f"{s.data_dir}{made_by} {epochs:,.1f} times")
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if trained < self.model.num_params():
-            self.say(f"{trained:,} of the parameters are trained, and the loss is their own")
+            self.say(f"only {trained:,} parameters are trained, those of the mechanism, and the "
+                     "loss is its own")
         if epochs > OFTEN:
             shards = min(FINEWEB['fineweb-edu'], math.ceil(s.max_steps * s.batch_tokens / 1e8))
             self.say(f"warning: a text read {epochs:,.0f} times is learned by heart; more of it: "

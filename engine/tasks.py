@@ -143,15 +143,18 @@ class Minimax(Task):
         return branches + self.players[levels - 1]
 
     def answer(self, question):
-        values = []     # of the branches that wait for their player
+        trees = []      # that wait for their player: (value, levels)
         for character in question[:-1]:
             if character.isdigit():
-                values.append(int(character))
-            else:
-                branches = values.pop(), values.pop()
-                low = self.players.index(character) % 2 == 0
-                values.append(min(branches) if low else max(branches))
-        [value] = values    # ValueError without a player who has the last choice
+                trees.append((int(character), 0))
+                continue
+            (right, of_right), (left, of_left) = trees.pop(), trees.pop()
+            level = self.players.index(character)
+            if not level == of_right == of_left:
+                raise ValueError(question)
+            choose = min if level % 2 == 0 else max
+            trees.append((choose(left, right), level + 1))
+        [(value, _)] = trees    # ValueError without a player who has the last choice
         return str(value)
 
     def difficulty(self, question):

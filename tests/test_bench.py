@@ -122,7 +122,7 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='toggles=plane.*depth_attn'):
         bench.main(['--toggles=plane'])
     with pytest.raises(UserError, match='depth_attn: chosen here for each row, by --toggles'):
-        bench.main(['--against=.', '--against_options=--depth_attn=True', '--depth_attn=True'])
+        bench.main(['--depth_attn'])
     with pytest.raises(UserError, match='nowhere: there is no tools/bench.py'):
         bench.main(['--against=nowhere'])
     monkeypatch.setattr(bench, 'ROOT', str(tmp_path))

@@ -162,9 +162,10 @@ def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsy
         choices.main([old, f'--data_dir={spelled}', '--tokens=100', '--lots=1', '--taus=0.2',
                       '--device=cpu'])
         assert 'validation set in' in capsys.readouterr().err
-    plain = save(tmp_path / 'b', make(**size), data_dir=small_data)
-    with pytest.raises(UserError, match="ponder='none'"):
-        choices.main([plain])
+    for ponder in ('none', 'feedback'):     # in generation
+        one_pass = save(tmp_path / 'b', make(**{**size, 'ponder': ponder}), data_dir=small_data)
+        with pytest.raises(UserError, match=f"ponder='{ponder}': this model takes one pass"):
+            choices.main([one_pass])
 
 
 def test_on_a_made_task_answers_count(tmp_path, monkeypatch, capsys):

@@ -60,7 +60,7 @@ def records_in(folder):
 # Plans
 
 
-def layers_in_all_passes(gpt):
+def layers_in_all_passes(gpt, texts):
     """In the place of flops_per_token, which takes a second for each model."""
     c = gpt.config
     passes = 1 if c.ponder == 'none' else c.ponder_steps + 1
@@ -346,7 +346,11 @@ def test_of_as_many_flops_is_who_was_trained_for_them_and_not_who_is_deeper(rate
                             '+0.1250 (+0.1250 to +0.1250), worse']
 
 
-def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys):
+def fails(*_):
+    raise UserError("20 steps with a loss that is not finite")
+
+
+def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys, monkeypatch):
     """Which a seed chooses that is in no row of the table."""
     common.remove('--learning_rate=0.01')
     recipe = tmp_path / 'recipe.py'
@@ -373,6 +377,10 @@ def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys
     compare.main(args)      # nothing is made twice
     assert len(in_process) == 10
 
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, 'make_run', fails)
+        with pytest.raises(UserError, match='2 of the runs that choose a rate failed.*too high'):
+            compare.main([*args, '--names=loop', '--lrs=1e-2,1'])
     compare.main([*common, '--names=plain', '--seeds=0', '--lrs=1e-2', f'--out={tmp_path}/one'])
     assert len(in_process) == 11        # of one rate no seed need choose
     assert '@1e-2 ' in capsys.readouterr().out
@@ -426,7 +434,7 @@ def test_differences_are_to_the_run_that_beside_names():
 
 def test_a_table_is_of_one_recipe():
     """As of two runs.jsonl in one file."""
-    with pytest.raises(UserError, match='loop, seed 1, is there twice.*one is c 2'):
+    with pytest.raises(UserError, match='loop, seed 1, is there twice.*one of both is c 2'):
         table_of(('loop', 1, 1.5, 100), ('loop', 2, 1.5, 100), ('loop', 1, 1.0, 100),
                  command=['c 0', 'c 1', 'c 2'])
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from configurator import build, read
+from engine.build import without_numbers
 from engine.files import UserError
 from engine.flops import flops_per_token
 from engine.hardware import Ranks
@@ -188,6 +189,10 @@ def test_numbers_of_a_plan(dry_run, tmp_path):
     assert f'parameters  {parameters}' in dry_run('--init_from=resume')  # of the run that is there
     with pytest.raises(UserError, match='n_layer=24, but the model loaded has 2'):
         dry_run('--init_from=resume', '--n_layer=24')
+    many = dry_run(*shape[:5], '--batch_tokens=8192', '--micro_batch=128', '--vocab_size=50304')
+    twin = without_numbers(replace(model.config, vocab_size=50304))
+    per_token = flops_per_token(twin, texts=128)
+    assert f'{per_token / 1e6:,.1f} MFLOPs per token' in many
 
 
 def cells(out, row):

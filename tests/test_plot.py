@@ -159,6 +159,23 @@ def test_records_of_earlier_days(tmp_path, monkeypatch):
     assert (tmp_path / 'out' / 'records.png').read_bytes().startswith(b'\x89PNG')
 
 
+def test_halting_draws_what_all_seeds_have(tmp_path):
+    """And one folder, however it is spelled, once."""
+    def record(folder, right):
+        taus = [dict(tau=tau, passes=2, chosen=share, random=[0.5]) for tau, share in right.items()]
+        return dict(checkpoint=folder, halting='exit', data='data/sums', answers=9, taus=taus)
+    made = [record('out/exit-s1', {0.1: 0.75, 0.5: 1.0}),
+            record('out/exit-s1/', {0.1: 0.25, 0.5: 0.75}), record('out/exit-s2', {0.5: 0.25})]
+    path = tmp_path / 'halting.jsonl'
+    path.write_text(''.join(json.dumps(r) + '\n' for r in made))
+    assert drawn(plot.halting([str(path)], PlotSettings()))[0] == ([2], [50])
+
+
+def test_the_eleventh_line_is_no_other_colour_but_dashed():
+    looks = [tuple(plot.look_of_line(i).values()) for i in range(25)]
+    assert len(set(looks)) == 25
+
+
 def test_the_seed_that_chose_the_rates_is_not_drawn(tmp_path):
     """Nor a name twice, as of two tasks in one file."""
     made = [dict(name='smear@3e-3', seed=seed, val_nats_per_byte=loss, flops=1, picks=seed == 0,
@@ -190,7 +207,7 @@ def record_of(name, seed, loss, *options, **more):
     command = ['python', 'train.py', config, *settings, *options, f'--seed={seed}']
     _, shape = plot.configs_of(command[2:])
     return dict(name=name, seed=seed, val_nats_per_byte=loss, command=shlex.join(command),
-                tokens=9, flops=9 * compare.flops_of(shape), **more)
+                tokens=9, flops=9 * compare.flops_of(shape, 4), **more)
 
 
 def test_loss_against_what_a_new_token_costs(tmp_path, small_data):

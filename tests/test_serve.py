@@ -15,6 +15,7 @@ from conftest import ONE_EACH, ROOT, TOGGLES, make, save
 
 import prepare_data
 import sample
+from engine.files import UserError
 from engine.generate import generate
 from engine.shards import get_tokenizer
 from model import Loop
@@ -181,7 +182,8 @@ def test_a_verdict():
     sums = Served('sums', make(**SIZE), BYTE, EXAM)
     assert sums.verdict([*b'12+34=046']) == '046 is right'
     assert sums.verdict([*b'12+34=47']) == '47 is wrong: it is 046'
-    assert sums.verdict([*b'abc=7']) == '7 (no problem of addition, which it was trained on)'
+    with pytest.raises(UserError, match='hello: no problem of addition'):
+        sums.prompt('hello')
 
 
 def test_a_road_stands_still_after_some_rounds():

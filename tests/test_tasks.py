@@ -114,6 +114,7 @@ def test_minimax_from_the_root_down():
     ('addition', '+='), ('addition', 'hello='),
     ('traffic', '2:>>_>__|'), ('traffic', ':>.|'), ('traffic', '1:|'),
     ('minimax', '37a25a='), ('minimax', '3='), ('minimax', '3a7='), ('minimax', '37a5b8='),
+    ('minimax', '37a5b='), ('minimax', '37c='), ('minimax', '37a25ac='),
 ])
 def test_what_is_no_question_has_no_answer(name, typed):
     task = TASKS[name]

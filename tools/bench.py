@@ -60,8 +60,9 @@ from train import Settings, make_optimizer
 @dataclass
 class BenchSettings:
     """
-    what to measure; shape, micro_batch, optimizer, device, dtype, threads and compile are train's
-    (where decisions are drawn nothing is compiled, and decoding is in fp32)
+    what to measure; shape, micro_batch, optimizer, device, dtype, threads, compile and
+    checkpoint_activations are train's (where decisions are drawn nothing is compiled, and decoding
+    is in fp32)
     """
     toggles: str = 'plain,depth_attn'  # comma-separated names of TOGGLES, the first is the base
     repeats: int = 7                   # timed turns of each candidate, after one not counted
@@ -178,7 +179,7 @@ class TrainingStep:
         self.model = model.train()
         self.idx = idx          # (B,T); each token is its own target, which does not matter here
         self.dtype = dtype
-        self.cudnn = model.config.ponder != 'chain'     # for whose masks `prepare` switches it off
+        self.cudnn = torch.backends.cuda.cudnn_sdp_enabled()    # as it was prepared
         self.optimizer = make_optimizer(settings, model, Ranks(0, 1), idx.device, dtype)
 
     def __call__(self):
@@ -213,6 +214,7 @@ def bench_steps(setup, configs, flops):
     steps, work = {}, {}
     for name, config in configs.items():
         model = new_model(config)
+        torch.backends.cuda.enable_cudnn_sdp(True)      # `prepare` switches it off for some
         prepare(model, setup.train, setup.device)
         shape = (setup.train.micro_batch, config.block_size)
         idx = torch.randint(0, config.n_tokens, shape, device=setup.device)
@@ -411,7 +413,7 @@ def medians_printed(folder, options):
 class Setup:
     """What was asked for, and where it is measured."""
     own: BenchSettings
-    train: Settings       # micro_batch, device, dtype, threads, compile
+    train: Settings       # those that BenchSettings names
     device: torch.device
     dtype: torch.dtype    # of training steps: the autocast type
 
@@ -419,7 +421,7 @@ class Setup:
 def main(argv):
     given, folders = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
     for name in ('ponder', 'ponder_steps', 'halting', 'depth_attn'):
-        if any(arg.startswith(f'--{name}=') for arg in argv):
+        if f'--{name}' in [arg.partition('=')[0] for arg in argv]:
             raise UserError(f"{name}: chosen here for each row, by --toggles (--help)")
     train = build(Settings, given)
     device = pick_device(train.device)

@@ -217,7 +217,7 @@ def make_plan(name, common):
         args.append(f'--n_layer={int(times) * config.n_layer}')
         s, config = configs_of(args)
     settings = {**asdict(s), **asdict(config)}
-    flops = flops_of(config)
+    flops = flops_of(config, s.micro_batch)
     if like:
         ratio = make_plan(like, common).flops / flops
         settings['max_steps'] = round(s.max_steps * ratio)
@@ -233,13 +233,15 @@ def has_flops(record, per_token):
     return math.isclose(record['flops'], record['tokens'] * per_token, rel_tol=0.05)
 
 
-COUNTED = {}    # {a config, as text: FLOPs of a token}, as many names share one
+COUNTED = {}    # {a config and texts, as text: FLOPs of a token}, as many names share one
 
 
-def flops_of(config):
-    if repr(config) not in COUNTED:
-        COUNTED[repr(config)] = flops_per_token(without_numbers(config))
-    return COUNTED[repr(config)]
+def flops_of(config, texts):
+    """FLOPs of a token in training with so many texts at once."""
+    model = repr((config, texts))
+    if model not in COUNTED:
+        COUNTED[model] = flops_per_token(without_numbers(config), texts=texts)
+    return COUNTED[model]
 
 
 def configs_of(args):
@@ -598,8 +600,8 @@ def those_that_judge(records):
     for r in [r for r in records if not r.get('picks')] or records:
         same = runs.setdefault(r['name'], [])
         if r['seed'] in [other['seed'] for other in same]:
-            raise UserError(f"{r['name']}, seed {r['seed']}, is there twice; give runs that are "
-                            f"alike but for name and seed; one is {r['command']}")
+            raise UserError(f"{r['name']}, seed {r['seed']}, is there twice: split what is of "
+                            f"several recipes or tasks; one of both is {r['command']}")
         same.append(r)
     return runs
 
@@ -714,7 +716,7 @@ def main(argv):
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
         failed = make_all(compare, common, files[0])
     for path in files:
-        records = [r for r in read_lines(path) if 'name' in r]
+        records = [r for r in read_lines(path) if 'name' in r and LOSS in r]
         if records:
             print(f"\n{table_of(records, compare.beside)}")
         elif not failed:

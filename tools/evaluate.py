@@ -161,8 +161,7 @@ def read_text(path, tokenizer):
     with open(path, 'rb') as f:
         text = f.read()
     if b'\0' in text[:8192]:
-        print(f"warning: {path} has NUL bytes, which UTF-16 has, and what is no text",
-              file=sys.stderr)
+        print(f"warning: {path} has NUL bytes: it is UTF-16, or no text", file=sys.stderr)
     if tokenizer.name != 'byte' and not is_utf8(text):
         print(f"warning: {path} is no UTF-8: where it is not, U+FFFD is read", file=sys.stderr)
     tokens = encode(tokenizer, text)
@@ -318,8 +317,9 @@ def harness(model, tokenizer, batch_size, exact):
             T = model.config.block_size
             cut = sum(len(context) + len(answer) > T + 1 for context, answer in pairs)
             if cut:
-                print(f"warning: {cut:,} of {len(pairs):,} questions are longer than the model's "
-                      f"context, {T} tokens, and lost their beginning", file=sys.stderr)
+                print(f"warning: {cut:,} of {len(pairs):,} questions with an answer are longer "
+                      f"than the model's context, {T} tokens, and lost their beginning",
+                      file=sys.stderr)
             progress = Progress()
             for done, (i, *answer) in enumerate(log_likelihoods(model, pairs, batch_size, exact)):
                 answers[i] = tuple(answer)

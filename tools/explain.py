@@ -15,8 +15,8 @@ place of the state that comes in, and with the state; the memory of earlier toke
 both.
 Its line shows the likeliest next tokens, as if the model ended there: the last one is what it was
 trained for, unless it says "output" below. With --html it is a page to open in a browser, to point
-at and to click. Of a model of a made task, --start holds problems, with or without their answers;
-two of the validation set come before them, as in training.
+at and to click. Of a model of a made task, --start holds problems, with or without their right
+answers; two of the validation set come before them, as in training.
 """
 
 import math

@@ -82,7 +82,7 @@ class PlotSettings:
         """UserError if one of those asked for is not among the names that were found."""
         for name in (self.names or '').split(','):
             if name and name not in names:
-                raise UserError(f"names={self.names}: {name} is in none of these files")
+                raise UserError(f"names={self.names}: {name} is in none of these")
 
 
 def look_of_line(i):
@@ -200,7 +200,7 @@ def in_generation(panels):
         if halts(gpt) or (iterates(gpt) and EXACT not in record):
             raise UserError(f"x=generated: {name} halts, or its record has no {EXACT}: leave it "
                             "out of --names")
-        if not has_flops(record, flops_of(config)):
+        if not has_flops(record, flops_of(config, s.micro_batch)):
             raise UserError(f"x=generated: {name}'s command does not make the model of its record "
                             "here: leave it out of --names")
         loss = record.get(EXACT, record[LOSS])
@@ -288,8 +288,10 @@ def halting(paths, s):
     looks = {}      # of a name, in all panels
     found = {}      # of each data set
     last = {}       # asked again, a run has its newest line
-    for record in [record for record in read_all(paths) if 'data' in record]:   # choices.py's
-        folder = os.path.normpath(record.get('checkpoint') or '')
+    for record in read_all(paths):
+        if not record.get('checkpoint') or 'data' not in record:    # not of choices.py
+            continue
+        folder = os.path.normpath(record['checkpoint'])
         last[folder, record.get('halting'), record['data']] = {**record, 'checkpoint': folder}
     s.all_found({name_of(folder) for folder, *_ in last})
     for record in last.values():
@@ -338,7 +340,8 @@ def names_of(folders):
 
 def draw_halting(ax, name, records, look):
     """
-    A line over all thresholds that most seeds have; a dotted one for the same passes at random.
+    A line over the thresholds that as many seeds have as any; a dotted one for the same passes at
+    random.
     """
     key, place = ('taus', 'tau') if records[0]['taus'] else ('everyone', 'passes')
     scale = 100 if records[0]['answers'] else 1
@@ -391,11 +394,8 @@ def curves(paths, s):
         raise UserError("x=generated is for records")
     figure, (ax,) = new_figure()
     looks = {}      # of a name, which its seeds share
-    names = names_of(paths)
-    s.all_found(names.values())
-    for path, name in names.items():
-        if not s.draws(name):
-            continue
+    s.all_found({name_of(path) for path in paths})
+    for path, name in names_of([path for path in paths if s.draws(name_of(path))]).items():
         known = name in looks
         look = looks.setdefault(name, look_of_line(len(looks)))
         run = read_run(path, s.x)

@@ -11,8 +11,8 @@ with the seed --pick, and the one that ends lowest runs with --seeds. `ours` is 
 loops start (plain_scaled in tools/compare.py). Each other name is `ours` with one thing changed:
 five as nanoGPT has it, and plain_start has the first weights of config/vanilla.py. All are trained
 as train.py trains: the same windows in the same order, one schedule, weight decay on matrices,
-clipping. Nothing is compiled. Config files and settings of train.py hold for all; of those of a
-model nanoGPT's takes layers, heads, width, context, vocabulary and dropout.
+clipping. Nothing is compiled. Config files and settings of train.py hold for all. Of a model's
+settings, nanoGPT's takes only layers, heads, width, context, vocabulary and dropout.
 
 Writes OUT/NAME-OPTIMIZER-RATE-sSEED/log.jsonl (train.py's format, for tools/plot.py curves
 --x=tokens) and a line per run in OUT/runs.jsonl. Stopped, the same command goes on, and begins the
@@ -21,6 +21,7 @@ executed: take one you trust.
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -89,7 +90,7 @@ class RaceSettings:
     @property
     def pairs(self):
         """Of a name and an optimizer each."""
-        return [(n, o) for n in self.names.split(',') for o in self.optimizers.split(',')]
+        return list(itertools.product(self.names.split(','), self.optimizers.split(',')))
 
 
 # ---- who races -----------------------------------------------------------------------------------
@@ -285,15 +286,15 @@ class Race:
     config: GPTConfig       # of `ours`
     results: str            # a file with a line per run
 
-    def run(self):
+    def make_all(self):
         """Make what is missing of the runs, then time all in turns."""
-        r = self.chosen
-        rates = [float(rate) for rate in r.lrs.split(',')]
-        best = dict.fromkeys(r.pairs, rates[0])
-        if r.picks_rates:
-            best = {pair: self.best_rate(pair, rates) for pair in r.pairs}
-        for seed in map(int, r.seeds.split(',')):
-            for pair in r.pairs:
+        pairs = self.chosen.pairs
+        rates = [float(rate) for rate in self.chosen.lrs.split(',')]
+        best = dict.fromkeys(pairs, rates[0])
+        if self.chosen.picks_rates:
+            best = {pair: self.best_rate(pair, rates) for pair in pairs}
+        for seed in map(int, self.chosen.seeds.split(',')):
+            for pair in pairs:
                 self.loss_of(pair, best[pair], seed)
         self.time_in_turns()
 
@@ -362,7 +363,7 @@ def key_of(record):
 
 def runs_of(records):
     """Those of runs, and not of times. UserError if they are of several races."""
-    runs = [r for r in records if LOSS in r]
+    runs = [r for r in records if 'curve' in r]
     keys = [key_of(r) for r in runs]
     twice = [' '.join(map(str, key)) for key in keys if keys.count(key) > 1]
     if twice:
@@ -374,7 +375,7 @@ def runs_of(records):
 
 def timed_in(records):
     """{(name, optimizer): ms a step} of those that took turns last."""
-    together = [r['ms'] for r in records if 'ms' in r]
+    together = [r['ms'] for r in records if isinstance(r.get('ms'), dict)]
     return {tuple(pair.split()): ms for pair, ms in together[-1].items()} if together else {}
 
 
@@ -400,15 +401,16 @@ def table_of(records):
             f'{statistics.mean(r[LOSS] for r in judges):.4f}' if judges else '',
             ', '.join(f'{step:.0f}' if step else 'not' for step in reached),
             f'{ms:.0f}' if ms else ''])
-    header = ['model', 'optimizer', 'weights', 'rate', 'of the seed that picks', 'of each seed',
-              'mean', f"steps to {goal:.3f}" if goal else 'steps', 'ms a step']
+    header = ['model', 'optimizer', 'weights', 'rate', 'of the seed that picks',
+              'of each other seed', 'mean', f"steps to {goal:.3f}" if goal else 'steps',
+              'ms a step']
     return f"{table(header, lines)}\n\nNats per token. {where_made(runs)}"
 
 
 def at_best_rate(made):
     """
-    Of the runs of one name and optimizer those that judge, at the rate with which the picking seed
-    ended lowest; where nobody picked, at the rate of the lowest mean.
+    The judging runs of one name and optimizer, at its best rate: that with which the picking seed
+    ended lowest, or without such a seed that of the lowest mean.
     """
     judges = [r for r in made if not r['picks']]
     losses = {}     # {rate: losses}
@@ -466,12 +468,12 @@ def main(argv):
         s = replace(s, compile=False, dtype=str(dtype).removeprefix('torch.'))
         if s.threads is not None:
             torch.set_num_threads(s.threads)
-        code = sum_of(CODE + repr((s, config)))
-        keep_recipe(chosen.out, [*options, f'nanogpt={checksum(path)[:12]}', f'code={code}'],
+        keep_recipe(chosen.out, [*options, f'nanogpt={checksum(path)[:12]}', f'code={CODE}',
+                                 f'all={sum_of(repr((s, config)))}', f'dtype={s.dtype}'],
                     s.data_dir)
-        Race(path, chosen, s, config, results).run()
+        Race(path, chosen, s, config, results).make_all()
     records = read_lines(results)
-    if not any(LOSS in r for r in records):
+    if not runs_of(records):
         raise UserError(f"{results}: no finished run here")
     print(table_of(records))
 
