@@ -448,17 +448,17 @@ def test_the_table_beside_nanogpt():
         name = 'nanogpt' if 'nanoGPT' in label else 'ours'
         made = {r['seed']: r for r in runs if (r['name'], r['optimizer'], r['learning_rate']) == (
             name, optimizer.lower(), float(rate))}
-        assert cells[:2] == [f"{made[seed]['val_loss']:.3f}" for seed in (2, 3)]
+        assert cells[:3] == [f"{made[seed]['val_loss']:.3f}" for seed in (1, 2, 3)]
         if (name, optimizer) != ('nanogpt', 'AdamW'):
-            steps = mean(steps_to(made[seed]['curve'], goal) for seed in (2, 3))
-            assert cells[2] == f'{round(steps, -1):.0f}'
+            steps = mean(steps_to(made[seed]['curve'], goal) for seed in (1, 2, 3))
+            assert cells[3] == f'{round(steps, -1):.0f}'
     assert len(table) == 4
 
     tried = {(r['optimizer'], r['learning_rate']): f"{r['val_loss']:.3f}"
              for r in records_of('race') if r['picks']}
     told = {(optimizer.lower(), rate): cell
             for optimizer, *cells in rows('docs/runs/LOG.md', '| nanoGPT, seed 0')
-            for rate, cell in zip((1e-3, 1.5e-3, 3e-3, 6e-3), cells) if cell}
+            for rate, cell in zip((1e-3, 1.5e-3, 3e-3, 6e-3, 1.2e-2), cells) if cell}
     assert told == tried
 
 
