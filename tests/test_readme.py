@@ -322,9 +322,7 @@ def test_names_in_tables_are_in_the_model(page):
 # ---- numbers of docs/runs
 
 TEXTS = {   # their records
-    '0.3 MB': 'text', '3 MB': 'text-long', '5 MB': 'text-2.8M',
-    '0.3 MB, AdamW': 'text-rates-adamw', '0.3 MB, Muon': 'text-rates-muon', # at the best rates
-}
+    '0.3 MB': 'text', '3 MB': 'text-long', '5 MB': 'text-2.8M', '0.3 MB, Muon': 'text-rates-muon'}
 
 
 def records_of(name):
@@ -356,6 +354,23 @@ def test_losses_of_the_log(text):
         told[name_in(label)] = {seed: cell for seed, cell in zip((1, 2, 1337), cells) if cell}
     assert told == {name: {seed: f'{loss:.3f}' for seed, loss in of_run.items()}
                     for name, of_run in losses(text).items()}
+
+
+@pytest.mark.parametrize('records, title', [
+    ('text-rates-muon', '### With 0.3 MB, Muon'), ('text-rates-adamw', '| seed 0, AdamW')])
+def test_what_seed_0_chose_on_the_shortest_text(records, title):
+    made = records_of(records)
+    table = rows('docs/runs/LOG.md', title)
+    for label, *cells in table:
+        tried = {r['learning_rate']: r['val_nats_per_byte'] for r in made
+                 if compare.without_rate(r['name']) == name_in(label) and r['picks']}
+        rates = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+        assert cells[-4:] == [f'{tried[rate]:.3f}' if rate in tried else '' for rate in rates]
+        best = min(tried, key=tried.get)
+        assert cells[:-4] == [] or float(cells[-5]) == best
+        assert {r['learning_rate'] for r in made if not r['picks']
+                and compare.without_rate(r['name']) == name_in(label)} <= {best}
+    assert len(table) == len({compare.without_rate(r['name']) for r in made})
 
 
 def name_in(label):
