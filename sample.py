@@ -26,7 +26,7 @@ from engine.files import UserError, on_disk, run
 from engine.generate import stream
 from engine.mechanisms import slots_per_token
 from engine.shards import encode
-from engine.tasks import TASKS
+from engine.tasks import TASKS, answer_to
 from engine.trained import exam_for_prompt, open_as, read_one
 
 
@@ -104,17 +104,11 @@ def as_question(prompt, exam):
     A made task's problem as in training, perhaps with the beginning of its answer: its question has
     an end, and a file's line has none. UserError if it is no problem of the task.
     """
-    task = TASKS[exam['task']]
+    end = TASKS[exam['task']].end
     text = bytes(token for token in prompt if token != exam['eot'])
-    text = text.decode('utf-8', 'replace').strip()
-    question, _, answer = text.partition(task.end)
-    question += task.end
-    try:
-        task.checked_answer(question)
-    except ValueError:
-        raise UserError(f"{text}: no problem of {exam['task']}, which this model is trained on; "
-                        "see engine/tasks.py") from None
-    return list((question + answer).encode())
+    question, _, answer = text.decode('utf-8', 'replace').strip().partition(end)
+    answer_to(question + end, exam['task'])
+    return list((question + end + answer).encode())
 
 
 def behind_examples(question, exam, block_size):

@@ -36,13 +36,6 @@ class Task:
     end = '='           # the last character of a question
     unit = ''           # what `difficulty` counts
 
-    def checked_answer(self, question):
-        """The answer to what somebody has typed; ValueError if it is no question of the task."""
-        if re.fullmatch(self.form, question):
-            with contextlib.suppress(IndexError):   # a tree without enough leaves
-                return self.answer(question)
-        raise ValueError(question)
-
 
 class Addition(Task):
     """
@@ -165,6 +158,16 @@ class Minimax(Task):
 
 
 TASKS = {'addition': Addition(), 'traffic': Traffic(), 'minimax': Minimax()}
+
+
+def answer_to(question, name):
+    """The answer to what somebody has typed; UserError if it is no question of the task."""
+    task = TASKS[name]
+    if re.fullmatch(task.form, question):
+        with contextlib.suppress(ValueError, IndexError):   # as a tree without enough leaves
+            return task.answer(question)
+    raise UserError(f"{question}: no problem of {name}, which this model is trained on; see "
+                    "engine/tasks.py")
 
 
 def problems(name, size, count, seed):

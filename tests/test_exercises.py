@@ -44,10 +44,10 @@ def counts_of_flops():
     """The same models are counted for every mistake in flops.py; here each once."""
     counted, count = {}, flops.flops_per_token
 
-    def counted_once(gpt, T=None, training=True, texts=1):
-        key = repr((gpt.config, T, training, texts))
+    def counted_once(gpt, T=None, training=True):
+        key = repr((gpt.config, T, training))
         if key not in counted:
-            counted[key] = count(gpt, T, training, texts)
+            counted[key] = count(gpt, T, training)
         return counted[key]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, 'flops_per_token', counted_once)

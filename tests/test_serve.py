@@ -182,7 +182,7 @@ def test_a_verdict():
     sums = Served('sums', make(**SIZE), BYTE, EXAM)
     assert sums.verdict([*b'12+34=046']) == '046 is right'
     assert sums.verdict([*b'12+34=47']) == '47 is wrong: it is 046'
-    with pytest.raises(UserError, match='hello: no problem of addition'):
+    with pytest.raises(UserError, match='hello=: no problem of addition'):
         sums.prompt('hello')
 
 

@@ -118,11 +118,11 @@ def test_minimax_from_the_root_down():
 ])
 def test_what_is_no_question_has_no_answer(name, typed):
     task = TASKS[name]
-    with pytest.raises(ValueError):
-        task.checked_answer(typed)
+    with pytest.raises(UserError, match=f'no problem of {name}'):
+        tasks.answer_to(typed, name)
     for seed in range(50):
         question = task.question(random.Random(seed), task.default_size)
-        assert task.checked_answer(question) == task.answer(question)
+        assert tasks.answer_to(question, name) == task.answer(question)
 
 
 @pytest.mark.parametrize('name', TASKS)

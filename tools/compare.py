@@ -79,13 +79,7 @@ class CompareSettings:
     beside: Optional[str] = None # the name that losses are compared with (None: a plain model)
 
     def __post_init__(self):
-        if not all(seed.isdecimal() for seed in self.seeds.split(',')):
-            raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
-        if self.picks_rates and str(self.pick) in self.seeds.split(','):
-            raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
-                             "rates cannot judge them")
-        if self.lrs:
-            check_rates(self.lrs)
+        check_seeds_and_rates(self)
         check_range(self, 1, math.inf, 'answers')
 
     @property
@@ -94,15 +88,21 @@ class CompareSettings:
         return ',' in (self.lrs or '')
 
 
-def check_rates(lrs):
-    """ValueError if these are no positive numbers with commas between."""
-    for rate in lrs.split(','):
+def check_seeds_and_rates(s):
+    """ValueError if seeds, lrs and pick, of settings that have them, are not what they are for."""
+    seeds = s.seeds.split(',')
+    if not all(seed.isdecimal() for seed in seeds):
+        raise ValueError(f"seeds={s.seeds}: give whole numbers, such as 1,2,3")
+    if s.picks_rates and str(s.pick) in seeds:
+        raise ValueError(f"pick={s.pick} is one of seeds={s.seeds}: what chooses the rates cannot "
+                         "judge them")
+    for rate in s.lrs.split(',') if s.lrs else []:
         try:
             good = 0 < float(rate) < math.inf
         except ValueError:
             good = False
         if not good:
-            raise ValueError(f"lrs={lrs}: give learning rates, such as 1.5e-3,3e-3")
+            raise ValueError(f"lrs={s.lrs}: give learning rates, such as 1.5e-3,3e-3")
 
 
 # name: its config file, and what differs from it. plain_scaled starts as smear, loop, chain and

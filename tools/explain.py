@@ -36,7 +36,7 @@ from engine.mechanisms import SCORES, halts
 from engine.page import model_data, write_page
 from engine.prepare import with_own_dicts
 from engine.shards import identity, one_tokenizer
-from engine.tasks import TASKS
+from engine.tasks import TASKS, answer_to
 from engine.trained import data_dir_of, exam_for_prompt, load_model, only, open_as
 from model import Feedback, Smear, depth_attention, depth_sources, source_layers
 from sample import encode_prompt, read_start
@@ -295,19 +295,14 @@ def what_to_read(start, settings, tokenizer, block_size):
 def problem_tokens(start, exam, block_size):
     """(the tokens of the problems in --start, behind some solved ones, where the first begins)."""
     text = read_start(start).decode('utf-8', 'replace')
-    task, eot, asked = TASKS[exam['task']], exam['eot'], []
+    end, asked = TASKS[exam['task']].end, []
     for problem in re.split(r'[,\s]+', text.strip()):
-        question, _, answer = problem.partition(task.end)
-        question += task.end
-        try:
-            truth = task.checked_answer(question)
-        except ValueError:
-            raise UserError(f"--start={problem}: no problem of {exam['task']}, which this model is "
-                            "trained on; see engine/tasks.py") from None
+        question, _, answer = problem.partition(end)
+        truth = answer_to(question + end, exam['task'])
         if not truth.startswith(answer):    # the page would count the right one as wrong
             raise UserError(f"--start={problem}: the answer is {truth}, as this model is trained "
                             "to write it")
-        asked += [eot, *(question + (answer or truth)).encode()]
+        asked += [exam['eot'], *(question + end + (answer or truth)).encode()]
     if len(asked) > block_size:
         raise UserError(f"--start has {len(asked)} tokens, the model's context (block_size) is "
                         f"{block_size}: give fewer problems")

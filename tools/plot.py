@@ -78,7 +78,7 @@ class PlotSettings:
         """Whether a run of this name is to be drawn."""
         return self.names is None or name in self.names.split(',')
 
-    def all_found(self, names):
+    def check_names(self, names):
         """UserError if one of those asked for is not among the names that were found."""
         for name in (self.names or '').split(','):
             if name and name not in names:
@@ -151,7 +151,7 @@ OTHERS = (GREY, '#56b4e9', '#b09000', '#7a3b00')
 def records(paths, s):
     """A panel for each runs.jsonl: right answers where the data is a made task, else the loss."""
     panels = [read_records(path, s) for path in paths]
-    s.all_found({name for runs in panels for name in runs})
+    s.check_names({name for runs in panels for name in runs})
     if s.x == 'generated':
         panels = [in_generation(panels)]
     rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
@@ -293,7 +293,7 @@ def halting(paths, s):
             continue
         folder = os.path.normpath(record['checkpoint'])
         last[folder, record.get('halting'), record['data']] = {**record, 'checkpoint': folder}
-    s.all_found({name_of(folder) for folder, *_ in last})
+    s.check_names({name_of(folder) for folder, *_ in last})
     for record in last.values():
         if s.draws(name_of(record['checkpoint'])):
             found.setdefault(os.path.basename(record['data'].rstrip('/')), []).append(record)
@@ -394,7 +394,7 @@ def curves(paths, s):
         raise UserError("x=generated is for records")
     figure, (ax,) = new_figure()
     looks = {}      # of a name, which its seeds share
-    s.all_found({name_of(path) for path in paths})
+    s.check_names({name_of(path) for path in paths})
     for path, name in names_of([path for path in paths if s.draws(name_of(path))]).items():
         known = name in looks
         look = looks.setdefault(name, look_of_line(len(looks)))
@@ -418,7 +418,7 @@ def race(paths, s):
         runs.setdefault((r['name'], r['optimizer']), []).append(r)
     if not runs:
         raise UserError(f"{', '.join(paths)}: no run of tools/race.py to draw")
-    s.all_found({name for name, _ in runs})
+    s.check_names({name for name, _ in runs})
     figure, (ax,) = new_figure()
     drawn = [pair for pair in runs if s.draws(pair[0])]
     for i, pair in enumerate(drawn):

@@ -48,7 +48,8 @@ from engine.windows import Windows
 from model import Attention, GPTConfig
 from tools.bench import wait_for
 from tools.compare import (
-    CODE, OURS, check_rates, commit, configs_of, hardware, keep_recipe, read_lines, where_made)
+    CODE, OURS, check_seeds_and_rates, commit, configs_of, hardware, keep_recipe, read_lines,
+    where_made)
 from train import Settings, learning_rate, make_optimizer
 
 START = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0']   # plain_scaled's
@@ -75,12 +76,7 @@ class RaceSettings:
                 raise ValueError(f"names={name}: choose from {', '.join(CONTENDERS)}")
         for optimizer in self.optimizers.split(','):
             replace(Settings(), optimizer=optimizer)    # which checks it
-        check_rates(self.lrs)
-        if not all(seed.isdecimal() for seed in self.seeds.split(',')):
-            raise ValueError(f"seeds={self.seeds}: give whole numbers, such as 1,2,3")
-        if self.picks_rates and str(self.pick) in self.seeds.split(','):
-            raise ValueError(f"pick={self.pick} is one of seeds={self.seeds}: what chooses the "
-                             "rates cannot judge them")
+        check_seeds_and_rates(self)
 
     @property
     def picks_rates(self):
@@ -469,7 +465,7 @@ def main(argv):
         if s.threads is not None:
             torch.set_num_threads(s.threads)
         keep_recipe(chosen.out, [*options, f'nanogpt={checksum(path)[:12]}', f'code={CODE}',
-                                 f'all={sum_of(repr((s, config)))}', f'dtype={s.dtype}'],
+                                 f'settings={sum_of(repr((s, config)))}', f'dtype={s.dtype}'],
                     s.data_dir)
         Race(path, chosen, s, config, results).make_all()
     records = read_lines(results)
