@@ -4,9 +4,9 @@ which needs PyTorch 2.11 or later and nothing else: copy it.
 
     B batch   T tokens   C n_embd   V vocab_size
     nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
-    S vectors that go through the blocks at once: one for each token, until part 4 adds some
-    K ponder_steps: extra passes, or extra vectors, for each token
-    k number of a pass or vector, 0 .. K; beside q and v the keys
+    S slots: the vectors that go through the blocks at once, one for each token until part 4
+    K ponder_steps: extra passes, or extra slots, for each token
+    k number of a pass or slot, 0 .. K; beside q and v the keys
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -23,8 +23,8 @@ parts 1 and 2 are an ordinary GPT; skip what is marked with a later part.
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      values are mixed over layers
-    4  pondering            several passes for each token: Smear, Embedding (PonderLM), Loop, Latent
-                            (PonderLM-2), Feedback, Chain (latent chain of fixed length), Pause
+    4  pondering            several passes for each token: Smear, Loop, Embedding (PonderLM), Chain
+                            (latent chain of fixed length), Pause, Latent (PonderLM-2), Feedback
     5  halting              each token takes as many of these as it needs: Gate (AdaPonderLM), Mask
                             (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
     6  checks               which settings make sense
@@ -42,9 +42,7 @@ To train with this file alone:
     tokens = gpt.eval().generate(prompt, 100)
 
 train.py, sample.py and every tool run these classes, on every device: what you read is what runs.
-(Three pieces have a quicker form, which computes the same and takes their place: Attention.kernel
-on CPUs, in engine/cpu.py; Router.one_pass in training, in engine/skip.py; and memories in
-sample.py --compile=True, in engine/decode.py.)
+(Three pieces have a quicker form, which computes the same: docs/architecture.md lists them.)
 """
 
 import math
@@ -100,18 +98,18 @@ class GPTConfig:
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
-    ponder: str = 'none'                 # smear, embedding, loop, latent, feedback, chain, pause
-    ponder_steps: int = 3                # K: extra passes, or vectors, per token (0: one pass)
+    ponder: str = 'none'                 # smear, loop, embedding, chain, pause, latent, feedback
+    ponder_steps: int = 3                # K: extra passes, or slots, for each token (0: one pass)
+    loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
-    loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
 
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
-    halt_start: Optional[float] = None   # share of the run where it sets in (None: likewise)
-    halt_full: Optional[float] = None    # share of the run where its weight is full (likewise)
+    halt_start: Optional[float] = None   # share of the run where halting's loss begins (likewise)
+    halt_full: Optional[float] = None    # share of the run where it has its full weight (likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -134,7 +132,7 @@ class GPTConfig:
             self.init_std = math.sqrt(0.4 / self.n_embd)    # PonderLM-2's: 0.02 at width 1,000
         if self.embed_scale is None:
             self.embed_scale = 1.0
-            if self.ponder != 'none':   # part 4: sqrt(2.5 C); of Embedding and Pause sqrt(C)
+            if self.ponder != 'none':   # part 4
                 self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
@@ -148,7 +146,8 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------------------
 # 2  The plain GPT
 #
-# Parts 4 and 5 hang on GPT.mechanism. A plain GPT's makes a Memory, and its loss is GPT.loss.
+# GPT.mechanism belongs to parts 4 and 5. Here it does three things: it makes a Memory, calls
+# GPT.trunk, and calls GPT.loss.
 
 
 def at_least_fp32(x):
@@ -191,7 +190,7 @@ class Memory:
     each call of the model, and holds the keys and values of this call alone. Each call of the model
     calls `begin` once, then `update` in every layer.
     """
-    keys_per_token = 1      # that `update` returns; part 4: ChainMemory
+    keys_per_slot = 1       # keys that `update` returns for each slot; part 4: ChainMemory
     loops = ()              # memories of earlier passes; part 4: LoopMemory
 
     def __init__(self):
@@ -246,15 +245,15 @@ class Attention(nn.Module):
         """
         x (B,S,C) -> (B,S,C)
         rope        (cos, sin) of the positions of x, from rope_table
-        memory      keeps these keys and values, and returns them behind those of earlier tokens
+        memory      keeps the keys and values of x, and returns them behind those of earlier tokens
         """
         q, k, v = self.project(x, rope)
         if self.config.depth_attn:                                      # part 3
             sources = depth_sources(self.config, self.layer, memory, x.size(1))
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
-        # (B, nkv, N, hd); in part 4 there may be more than one key per token, and 8 more channels
+        # (B, nkv, N, hd); in part 4 there may be several keys for each slot, and 8 more channels
         keys, values = memory.update(self.layer, k, v)
-        y = self.attend(q, keys, values, memory.keys_per_token)         # (B, nh, S, hd)
+        y = self.attend(q, keys, values, memory.keys_per_slot)          # (B, nh, S, hd)
         return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
 
     def project(self, x, rope):
@@ -267,10 +266,10 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), *rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, q, k, v, per_token=1):
+    def attend(self, q, k, v, per_slot=1):
         """
-        softmax(q k^T / sqrt(hd)) v, (B, nh, S, hd). The queries are those of the newest S vectors,
-        and each reads the keys up to its own; in Chain per_token keys of each vector.
+        softmax(q k^T / sqrt(hd)) v, (B, nh, S, hd). The queries are those of the newest S slots,
+        and each reads the keys up to its own; in Chain per_slot keys of each slot.
         """
         S, N, hd = q.size(2), k.size(2), q.size(3)
         if k.size(3) > hd:      # part 4, WeightedMemory: a key's log w lies in 8 more channels
@@ -280,9 +279,30 @@ class Attention(nn.Module):
         if S == 1 or S == N:                    # no mask tensor: the fastest kernels
             shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not all kernels have it
             y = attention(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
-        else:       # is_causal would count from the first key: Chain, and a text that goes on
-            y = attend_in_turns(attention, q, k, v, per_token)
-        return y[..., :hd]
+        else:       # a text that goes on, and Chain: is_causal would let query 0 read key 0 alone
+            y = attend_in_turns(attention, q, k, v, per_slot)
+        return y[..., :hd]                      # without the 8 channels, if there are any
+
+
+def attend_in_turns(attention, q, k, v, per_slot):
+    """
+    Attention.attend where there are more keys than queries: 256 queries at a time, which read the
+    keys up to those of the last of them, so that masks stay small and little is computed in vain.
+    """
+    S, N = q.size(2), k.size(2)
+    if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    # which keys each of the last 256 queries reads; for 256 earlier ones it is the same, shifted
+    later = torch.arange(min(S, 256) - 1, -1, -1, device=q.device)      # queries after each
+    reads = torch.arange(N, device=q.device) < N - per_slot * later[:, None]       # (256,N)
+    parts = []
+    for first in range(0, S, 256):
+        end = min(first + 256, S)
+        shifted = per_slot * (S - end)
+        n = N - shifted
+        mask = reads[first - end:, shifted:]                            # (end - first, n)
+        parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], mask))
+    return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
 
 
 class MLP(nn.Module):
@@ -320,9 +340,10 @@ LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
 
 def some_rows_at_once(function):
     """
-    Decorator of function(gpt, h, *targets), which makes V logits of each row of h (..,C). If there
-    are more than LOGITS_AT_ONCE, it takes some rows at a time, and backward makes their logits once
-    more: with V = 50,304 the logits of 8 x 2048 tokens would take 3.3 GB.
+    Saves memory, and changes no number. Decorator of function(gpt, h, *targets), which makes V
+    logits of each row of h (..,C): with V = 50,304 those of 8 x 2048 tokens would take 3.3 GB. If
+    there are more than LOGITS_AT_ONCE, it calls the function on some rows at a time, and backward
+    computes their logits again.
     """
     @wraps(function)
     def in_parts(gpt, h, *targets):
@@ -350,7 +371,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; of a plain GPT a bare Mechanism
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; a plain GPT's is a bare Mechanism
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=config.init_std)
@@ -358,15 +379,18 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None):
         """
-        Tokens (B,T) -> (logits (B,T,V), None). With targets (B,T), the next tokens, negative where
-        none is to be predicted: (None, the mean cross-entropy in nats); in training mode the
-        mechanism's loss in its place. (nanoGPT returns the logits too.)
+        Tokens (B,T) -> (logits, loss), one of which is None. targets (B,T) are the next tokens,
+        negative where none is to be predicted.
+
+            without targets             (logits (B,T,V), None)
+            with targets, in eval mode  (None, the mean cross-entropy in nats)
+            in training mode            (None, the loss of the mechanism)
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
             return self.head(h), None
-        if self.training:                       # of a plain GPT self.loss; part 5 adds to it
-            return None, self.mechanism.loss(self, h, targets)
+        if self.training:
+            return None, self.mechanism.loss(self, h, targets)      # of a plain GPT: self.loss
         return None, self.loss(h, targets)
 
     def hidden(self, idx, memory=None):
@@ -382,9 +406,7 @@ class GPT(nn.Module):
         require(length <= limit, f"{length} tokens are more than block_size={limit}")
         memory.begin(idx)
         x = self.embed(idx)
-        if self.config.ponder == 'none':
-            return self.trunk(x, memory)
-        return self.mechanism(self, x, memory)                          # parts 4 and 5
+        return self.mechanism(self, x, memory)          # of a plain GPT: self.trunk(x, memory)
 
     def embed(self, idx):
         """Tokens (B,T) -> embeddings (B,T,C)."""
@@ -457,7 +479,7 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # the largest becomes 0, so that a tiny temperature makes neither inf nor NaN; -inf / inf is one
+    # the largest becomes 0, so that no temperature between these bounds makes NaN
     logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, 1e-30), 1e30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -481,7 +503,7 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 # its own key and the keys of a few earlier layers j, and the softmax of the scores mixes the values
 # of these layers into its own value. Attention over the sequence then reads the mixed values. The
 # sources of layer l, J(l), are the layers below it that are multiples of depth_stride; layer 0 has
-# none. (The paper calls them S(l); here S counts vectors.)
+# none. (The paper calls them S(l); here S counts slots.)
 #
 #     a_{l,j} = softmax_j( q_l . k_j / sqrt(hd) )              j in J(l), and l itself      (Eq. 2)
 #     v~_l    = a_{l,l} v_l + sum_{j in J(l)} a_{l,j} v~_j     earlier ones mixed already   (Eq. 3)
@@ -506,7 +528,7 @@ def source_layers(config, layer):
 
 def depth_sources(config, layer, memory, S):
     """
-    [(k_j, v~_j), ..] of the layers j in J(l), for the newest S vectors. In a Loop (part 4) what
+    [(k_j, v~_j), ..] of the layers j in J(l), for the newest S slots. In a Loop (part 4) what
     layer l itself made in earlier passes comes first, so that there even layer 0 has sources.
     """
     loops = [of_pass.newest(layer, S) for of_pass in memory.loops]
@@ -541,12 +563,12 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 #
 # A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts. A
 # mechanism takes the place of the one call of the trunk in GPT.hidden. Attention is causal in every
-# one of them. What else a slot reads is said by the memory that its pass gets:
+# one of them. What a slot may read is said by the memory that its pass gets:
 #
 #     Smear                       a WeightedMemory, whose weights only hide padding
-#     Embedding, Loop             a WeightedMemory for each pass: a pass reads its own keys
+#     Loop, Embedding             a WeightedMemory for each pass: a pass reads its own keys
 #     Chain                       a ChainMemory for each pass: a pass reads earlier ones, too
-#     Latent, Feedback, Pause     one SlotMemory: all slots of all tokens in a row
+#     Pause, Latent, Feedback     one SlotMemory: all slots of all tokens in a row
 #
 # To add one: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in PONDER;
 # its settings in GPTConfig. Smear is the shortest.
@@ -554,10 +576,10 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 class Mechanism(nn.Module):
     """
-    What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
-    gpt.trunk; it has its own weights, its memory, its loss. gpt is passed to each method: kept in
-    an attribute it would be a submodule of its own mechanism, and its weights be listed twice. A
-    plain GPT has this class itself.
+    What happens between embed(idx) and head(h). A plain GPT has this class itself. A paper's class
+    says in `forward` how it uses gpt.trunk; it has its own weights, its memory, its loss. gpt is
+    passed to each method: kept in an attribute it would be a submodule of its own mechanism, and
+    its weights be listed twice.
     """
     passes = None       # (B,T), if tokens halt: how many passes each took in the last call
 
@@ -576,16 +598,19 @@ class Mechanism(nn.Module):
     def forward(self, gpt, x, memory):
         """
         Embeddings x (B,T,C) -> the hidden states (B,T,C) that predict the next tokens. memory: from
-        new_memory; GPT.hidden has called its `begin`.
+        new_memory; GPT.hidden has called its `begin`. A plain GPT's: one pass.
         """
-        raise NotImplementedError
+        return gpt.trunk(x, memory)
 
     def loss(self, gpt, h, targets):
         """What training minimises; h (B,T,C) is what `forward` returned."""
         return gpt.loss(h, targets)
 
     def draws(self):
-        """The values that begin_step chooses from, equally likely; the costliest first."""
+        """
+        The values that begin_step chooses from, equally likely: how many sweeps, or passes. The
+        costliest first, as engine/plan.py plans for it.
+        """
         return [None]
 
     @staticmethod
@@ -594,7 +619,7 @@ class Mechanism(nn.Module):
         The default of GPTConfig.embed_scale: with the default init_std, embeddings begin with RMS
         1, like hidden states.
         """
-        return math.sqrt(2.5 * C)       # 1 / init_std, by default sqrt(0.4 / C)
+        return math.sqrt(2.5 * C)       # 1 / init_std
 
     # ---- what all have
 
@@ -634,55 +659,6 @@ class Mechanism(nn.Module):
         return value
 
 
-def shift(x, first):
-    """x (B,T,C) one token later, behind `first` (B,1,C). None: zeros, where a text begins."""
-    if first is None:
-        first = torch.zeros_like(x[:, :1])
-    return torch.cat((first, x[:, :-1]), dim=1)
-
-
-class Smear(Mechanism):
-    """
-    Smear, as in modded-nanogpt and nanochat: the embedding of the token before joins the input.
-    (There a gate, or a weight, says how much; here all of it joins.)
-
-        h_t     = trunk(x_t + x_{t-1})                                                   x_{-1} = 0
-
-    One vector is carried on to the next token. Cost: one pass, as the plain GPT.
-    """
-    K = 0       # whatever ponder_steps says
-
-    def new_memory(self, pad):
-        return WeightedMemory(pad)
-
-    def forward(self, gpt, x, memory):
-        x = x.where(memory.is_token[..., None], 0.0)        # padding is not handed on
-        before = shift(x, memory.carried)                               # x_{t-1}
-        memory.carried = x[:, -1:]
-        return gpt.trunk(x + before, memory)
-
-
-def attend_in_turns(attention, q, k, v, per_token):
-    """
-    Attention.attend where there are more keys than queries: 256 queries at a time, which read the
-    keys up to those of the last of them, so that masks stay small and little is computed in vain.
-    """
-    S, N = q.size(2), k.size(2)
-    if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-    # which keys each of the last 256 queries reads; for 256 earlier ones it is the same, shifted
-    later = torch.arange(min(S, 256) - 1, -1, -1, device=q.device)      # queries after each
-    reads = torch.arange(N, device=q.device) < N - per_token * later[:, None]       # (256,N)
-    parts = []
-    for first in range(0, S, 256):
-        end = min(first + 256, S)
-        shifted = per_token * (S - end)
-        n = N - shifted
-        mask = reads[first - end:, shifted:]                            # (end - first, n)
-        parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], mask))
-    return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
-
-
 LOG_ZERO = -1e3     # stands for log 0: a softmax makes 0 of it, also in fp16
 
 
@@ -693,9 +669,10 @@ def log_weight(is_read, log_w=None):
 
 class WeightedMemory(Memory):
     """
-    A Memory whose keys have weights w: log w is added to all scores against a key, so that the
-    softmax counts it w times. Padding has weight 0, so nobody reads it. (A query of padding reads
-    padding alone; what comes out of it is not used.)
+    A Memory for padded rows, for weighted keys, and for what a mechanism carries to the next token.
+    If a key has weight w, log w is added to all scores against it, so that the softmax counts it w
+    times. Padding has weight 0, so nobody reads it. (A query of padding reads padding alone; what
+    comes out of it is not used.)
 
     No mask says this, so attention stays as fast: the weight lies with its key, in 8 more channels.
     There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its scores get
@@ -708,7 +685,7 @@ class WeightedMemory(Memory):
         self.pad = pad
         self.earlier = earlier
         self.is_token = None        # (B,T): False for padding
-        self.log_w = None           # (B,S): of the next keys. None: all weigh 1, in every pass
+        self.log_w = None           # (B,S): of the next keys. None, in all passes: all weigh 1
         self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
 
     def begin(self, x):
@@ -767,6 +744,59 @@ class Memories(list):
             memory.begin(x)
 
 
+def shift(x, first):
+    """x (B,T,C) one token later, behind `first` (B,1,C). None: zeros, where a text begins."""
+    if first is None:
+        first = torch.zeros_like(x[:, :1])
+    return torch.cat((first, x[:, :-1]), dim=1)
+
+
+class Smear(Mechanism):
+    """
+    Smear, as in modded-nanogpt and nanochat: the embedding of the token before joins the input.
+    (There a gate, or a weight, says how much; here all of it joins.)
+
+        h_t     = trunk(x_t + x_{t-1})                                                   x_{-1} = 0
+
+    One vector is carried on to the next token. Cost: one pass, as the plain GPT.
+    """
+    K = 0       # whatever ponder_steps says
+
+    def new_memory(self, pad):
+        return WeightedMemory(pad)
+
+    def forward(self, gpt, x, memory):
+        x = x.where(memory.is_token[..., None], 0.0)        # padding is not handed on
+        before = shift(x, memory.carried)                               # x_{t-1}
+        memory.carried = x[:, -1:]
+        return gpt.trunk(x + before, memory)
+
+
+class LoopMemory(WeightedMemory):
+    """With Depth-Attention, what a layer made in earlier loops is a source of that layer, too."""
+
+    def __init__(self, pad=None, earlier=None):
+        super().__init__(pad, earlier)
+        self.loops = [*earlier.loops, earlier] if earlier else []       # of the passes before
+
+
+class Loop(Mechanism):
+    """
+    The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
+    norm once, or with loop_norm after each. With depth_attn, what the same layer made in earlier
+    loops is a source too, as in Depth-Attention's paper. Cost: K + 1 passes.
+    """
+
+    def new_memory(self, pad):
+        return Memories(LoopMemory, self.K + 1, pad)
+
+    def forward(self, gpt, x, memory):
+        for k in range(self.K + 1):
+            last = k == self.K
+            x = gpt.trunk(x, memory[k], norm=last or self.config.loop_norm)
+        return x
+
+
 class Embedding(Mechanism):
     """
     PonderLM: Pretraining Language Models to Ponder in Continuous Space (arXiv 2505.20674)
@@ -812,28 +842,50 @@ class Embedding(Mechanism):
         return mean.view_as(h) * config.embed_scale
 
 
-class LoopMemory(WeightedMemory):
-    """With Depth-Attention, what a layer made in earlier loops is a source of that layer, too."""
+class ChainMemory(WeightedMemory):
+    """
+    The memory of pass k: it keeps the keys of this pass, and returns those of passes 0 .. k, in the
+    order of tokens: x_0 z_0^(1) ..  x_1 z_1^(1) ..
+    """
 
     def __init__(self, pad=None, earlier=None):
         super().__init__(pad, earlier)
-        self.loops = [*earlier.loops, earlier] if earlier else []       # of the passes before
+        self.earlier_passes = [*earlier.earlier_passes, earlier] if earlier else []
+        self.keys_per_slot = len(self.earlier_passes) + 1
+
+    def update(self, layer, k, v):
+        k, v = super().update(layer, k, v)
+        if not self.earlier_passes:
+            return k, v
+        passes = [*self.earlier_passes, self]
+        keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
+        values = torch.stack([memory.values[layer] for memory in passes], dim=3)
+        if torch.is_grad_enabled():     # stack has copied them: keep views of that, drop k and v
+            self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
+        return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
 
 
-class Loop(Mechanism):
+class Chain(Mechanism):
     """
-    The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
-    norm once, or with loop_norm after each. With depth_attn, what the same layer made in earlier
-    loops is a source too, as in Depth-Attention's paper. Cost: K + 1 passes.
+    Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), its arm of
+    fixed length; Router is the adaptive one. The paper counts k from 1, we from 0.
+
+        z_t^(0)   = trunk of the token's embedding, at slot (t, 0)
+        z_t^(k+1) = trunk of z_t^(k), at slot (t, k+1)                            k = 0 .. K - 1
+        slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k                (Eq. 2)
+
+    Pass k never looks at later passes, so all tokens take it at once: exact, in parallel, without
+    iteration, and the keys of earlier passes are computed once.
+
+    Cost: K + 1 passes, whose attention reads 1, 2, .. K + 1 times as many keys.
     """
 
     def new_memory(self, pad):
-        return Memories(LoopMemory, self.K + 1, pad)
+        return Memories(ChainMemory, self.K + 1, pad)                   # (Eq. 2)
 
     def forward(self, gpt, x, memory):
         for k in range(self.K + 1):
-            last = k == self.K
-            x = gpt.trunk(x, memory[k], norm=last or self.config.loop_norm)
+            x = gpt.trunk(x, memory[k])
         return x
 
 
@@ -845,9 +897,9 @@ class SlotMemory(WeightedMemory):
 
     def begin(self, x):
         slots = self.N
-        super().begin(x)                    # it counts tokens in N; here N counts slots
+        super().begin(x)                    # it sets N to the number of tokens; here N counts slots
         self.token_pos = self.pos
-        self.N = self.N_before = slots      # of earlier tokens, until next_pass adds T n
+        self.N = self.N_before = slots      # those of earlier tokens, until next_pass adds T n
 
     def next_pass(self, n=1, log_w=None):
         """As in WeightedMemory. The slots of a token share its position."""
@@ -867,6 +919,34 @@ def side_by_side(slots):
     return torch.stack(slots, dim=2).flatten(1, 2)
 
 
+class Pause(Mechanism):
+    """
+    Pause tokens, a baseline of the papers: K copies of one learned embedding follow each token, at
+    its position, and the last of them predicts the next token. Cost: one pass of K + 1 slots per
+    token, each of which reads K + 1 times as many keys.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.ponder_steps > 0:     # else it would be a weight without a gradient
+            self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
+
+    @staticmethod
+    def default_embed_scale(C):
+        return math.sqrt(C)     # as Embedding, in whose paper it is a baseline
+
+    def new_memory(self, pad):
+        return SlotMemory(pad)
+
+    def forward(self, gpt, x, memory):
+        n = self.K + 1
+        slots = [x]
+        for _ in range(self.K):
+            slots.append((self.pause * self.config.embed_scale).expand_as(x))
+        h = gpt.trunk(side_by_side(slots), memory.next_pass(n))
+        return h[:, n - 1::n]                                           # (B,T,C)
+
+
 class Latent(Mechanism):
     """
     PonderLM-2: Pretraining LLM with Latent Thoughts in Continuous Space (arXiv 2509.23184)
@@ -878,13 +958,13 @@ class Latent(Mechanism):
     What comes out of a token's last slot predicts the next token. Attention is causal over this
     row of slots, so a token's thoughts depend on all slots before them: the exact way is
     sequential. Training, and a text that is read at once, solve it by Jacobi iteration: guess all
-    thoughts, run the trunk over all slots, take what comes out as the next guess. For K = 2 and
-    R = jacobi_iters (in training also R - 1):
+    thoughts, run the trunk over all slots, take what comes out as the next guess. One such run is a
+    sweep. For K = 2 thoughts and R = jacobi_iters (in training also R - 1) the slots of a token are
 
-        sweep 0             x_t                 guesses z_1
-        sweep 1             x_t  z_1            renews z_1, guesses z_2
-        sweeps 2 .. R + 1   x_t  z_1  z_2       renew both
-        sweep R + 2         x_t  z_1  z_2       gives the output, at the slot of z_2
+        sweep 0             x_t                     guesses z_{t,1}
+        sweep 1             x_t  z_{t,1}            renews z_{t,1}, guesses z_{t,2}
+        sweeps 2 .. R + 1   x_t  z_{t,1}  z_{t,2}   renew both
+        sweep R + 2         x_t  z_{t,1}  z_{t,2}   gives the output, at the slot of z_{t,2}
 
     z_{t,k} is exact after t K + k sweeps, the output at token t after (t + 1) K + 1.
 
@@ -933,14 +1013,15 @@ class Latent(Mechanism):
         """The slots of a token in each sweep: 1, 2, .. K, and then R + 1 times K + 1."""
         if self.K == 0:
             return [1]
-        return [*range(1, self.K + 1), *[self.K + 1] * (self.R + 1)]
+        growing = list(range(1, self.K + 1))
+        return growing + [self.K + 1] * (self.R + 1)
 
 
 class Feedback(Mechanism):
     """
     Latent feedback: what the trunk made of a token joins the input of the next one. Two sources:
-    P2N, in the code of Depth-Attention's authors (not announced, no paper), and the Full-bandwidth
-    Transformer (arXiv 2608.08888), which has a gate too; here there is none.
+    P2N, its name in the code of Depth-Attention's authors (there is no paper), and the
+    Full-bandwidth Transformer (arXiv 2608.08888), which has a gate too; here there is none.
 
         h_t     = trunk(x_t + h_{t-1}), which attends to all tokens before it            h_{-1} = 0
 
@@ -980,83 +1061,8 @@ class Feedback(Mechanism):
         return h
 
 
-class ChainMemory(WeightedMemory):
-    """
-    The memory of pass k: it keeps the keys of this pass, and returns those of passes 0 .. k, in the
-    order of tokens: x_0 z_0^(1) ..  x_1 z_1^(1) ..
-    """
-
-    def __init__(self, pad=None, earlier=None):
-        super().__init__(pad, earlier)
-        self.earlier_passes = [*earlier.earlier_passes, earlier] if earlier else []
-        self.keys_per_token = len(self.earlier_passes) + 1
-
-    def update(self, layer, k, v):
-        k, v = super().update(layer, k, v)
-        if not self.earlier_passes:
-            return k, v
-        passes = [*self.earlier_passes, self]
-        keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
-        values = torch.stack([memory.values[layer] for memory in passes], dim=3)
-        if torch.is_grad_enabled():     # stack has copied them: keep views of that, drop k and v
-            self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
-        return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
-
-
-class Chain(Mechanism):
-    """
-    Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), its arm of
-    fixed length; Router is the adaptive one. The paper counts k from 1, we from 0.
-
-        z_t^(0)   = trunk of the token's embedding, at slot (t, 0)
-        z_t^(k+1) = trunk of z_t^(k), at slot (t, k+1)                            k = 0 .. K - 1
-        slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k                (Eq. 2)
-
-    Pass k never looks at later passes, so all tokens take it at once: exact, in parallel, without
-    iteration, and the keys of earlier passes are computed once.
-
-    Cost: K + 1 passes, whose attention reads 1, 2, .. K + 1 times as many keys.
-    """
-
-    def new_memory(self, pad):
-        return Memories(ChainMemory, self.K + 1, pad)                   # (Eq. 2)
-
-    def forward(self, gpt, x, memory):
-        for k in range(self.K + 1):
-            x = gpt.trunk(x, memory[k])
-        return x
-
-
-class Pause(Mechanism):
-    """
-    Pause tokens, a baseline of the papers: K copies of one learned embedding follow each token, at
-    its position, and the last of them predicts the next token. Cost: one pass of K + 1 slots per
-    token, each of which reads K + 1 times as many keys.
-    """
-
-    def __init__(self, config):
-        super().__init__(config)
-        if config.ponder_steps > 0:     # else it would be a weight without a gradient
-            self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
-
-    @staticmethod
-    def default_embed_scale(C):
-        return math.sqrt(C)     # as Embedding, in whose paper it is a baseline
-
-    def new_memory(self, pad):
-        return SlotMemory(pad)
-
-    def forward(self, gpt, x, memory):
-        n = self.K + 1
-        slots = [x]
-        for _ in range(self.K):
-            slots.append((self.pause * self.config.embed_scale).expand_as(x))
-        h = gpt.trunk(side_by_side(slots), memory.next_pass(n))
-        return h[:, n - 1::n]                                           # (B,T,C)
-
-
-PONDER = {'none': Mechanism, 'smear': Smear, 'embedding': Embedding, 'latent': Latent,
-          'feedback': Feedback, 'chain': Chain, 'loop': Loop, 'pause': Pause}
+PONDER = {'none': Mechanism, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, 'chain': Chain,
+          'pause': Pause, 'latent': Latent, 'feedback': Feedback}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1064,11 +1070,11 @@ PONDER = {'none': Mechanism, 'smear': Smear, 'embedding': Embedding, 'latent': L
 #
 #               a token stops        in training         keys of a token     output of a token
 #               if this is < tau     tokens stop         that stopped
-#     Gate      gate                 from halt_start on  of its last pass    of its last pass
-#     Mask      p(thought needed)    never; keys fade    weight 0            weighted sum of slots
-#     Router    p(pass reached)      always              weight 0            weighted sum of passes
-#     Exit      1 - confidence       from halt_full on   of its last pass    of its last pass
-#     Ouro      p(not left yet)      never               of its last pass    of its last pass
+#     Gate      s, its gate          from halt_start on  of its last pass    of its last pass
+#     Mask      w, p(needed)         never; keys fade    weight 0            weighted sum of slots
+#     Router    reach, p(reached)    always              weight 0            weighted sum of passes
+#     Exit      doubt                from halt_full on   of its last pass    of its last pass
+#     Ouro      stay, p(not left)    never               of its last pass    of its last pass
 
 
 class Halting(Mechanism):
@@ -1080,8 +1086,8 @@ class Halting(Mechanism):
     Time is saved once all have stopped and the loop ends: in generation. (For Router in training
     see engine/skip.py.)
 
-    Each subclass also inherits from the mechanism that it extends. Halting is named first: where
-    both have a method, Halting's is the one.
+    Gate takes `mixture` from Embedding, and Mask the sweeps from Latent: they inherit from both.
+    Halting is named first: where both have a method, Halting's is the one.
     """
     works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
@@ -1133,7 +1139,7 @@ def mean_where(chosen, values):
 
 
 def without_autocast(module, h):
-    """module(h) in the precision of its weights, the result at least in fp32: halt_tau is small."""
+    """module(h) in the precision of its weights, at least fp32: bf16 is coarse beside halt_tau."""
     device = h.device.type
     if not torch.amp.is_autocast_available(device):     # the meta device: shapes, no numbers
         device = 'cpu'
@@ -1144,9 +1150,9 @@ def without_autocast(module, h):
 
 def catch_up(memory, stand_in):
     """
-    In generation, before a pass. Tokens of an earlier call have no keys in its memory if the whole
-    call stopped before this pass. This fills the gap, with stand_in(k, v) of what the memory of the
-    pass before has there.
+    Called before pass k in generation, with its memory. If all tokens of an earlier call stopped
+    before pass k, the memory has no keys of theirs. This puts stand_in(k, v) in their place, made
+    from the keys and values that memory.earlier, the memory of pass k - 1, has of them.
     """
     n_earlier = memory.tokens - len(memory.pos)     # tokens before the newest
     for layer in memory.earlier.keys:
@@ -1259,8 +1265,9 @@ class Mask(Halting, Latent):
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
-    A router reads a token's own slot and says how likely it is that each of PonderLM-2's thoughts
-    is needed. So much weigh its keys, and its part in the output. (From Latent: draws, R, sweeps.)
+    A router reads a token's own slot and says how many of PonderLM-2's thoughts the token needs.
+    From that follow the weight w of a thought's keys, and its share s of the output. (From Latent:
+    draws, R, sweeps.)
 
         s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -1353,11 +1360,11 @@ class RouterMemory(ChainMemory):
     def weightless(k, v):
         """Keys and values of the same shapes (B, nkv, n, hd + 8); the keys have weight 0."""
         k, v = torch.zeros_like(k), torch.zeros_like(v)
-        k[..., -8:] = LOG_ZERO      # which adds 8 LOG_ZERO / sqrt(hd) to scores: enough
+        k[..., -8:] = LOG_ZERO      # as log w in `weighted`, and 8 / sqrt(hd) times that: enough
         return k, v
 
 
-class Router(Halting, Chain):
+class Router(Halting):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
@@ -1428,7 +1435,7 @@ class Router(Halting, Chain):
         return self.config.halt_lambda * self.onset() * mean            # (9), (10)
 
 
-class LoopExit(Halting, Loop):
+class LoopExit(Halting):
     """What Exit and Ouro share."""
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
@@ -1541,8 +1548,8 @@ class Exit(LoopExit):
 class Ouro(LoopExit):
     """
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
-    Language Models (arXiv 2510.25741). The paper counts passes from 1; it has loop_norm=True, as
-    config/halting_ouro.py has.
+    Language Models (arXiv 2510.25741). The paper counts passes from 1. Its norm follows every pass,
+    so config/halting_ouro.py sets loop_norm=True.
 
         lam_k   = sigmoid(w h^k + b)            one gate for all passes
         stay_k  = prod_{j <= k} (1 - lam_j)     probability of another pass after k; stay_{-1} = 1
@@ -1601,20 +1608,12 @@ class Ouro(LoopExit):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
         lams = self.kept.lam
-        p = self.leaving(lams)                                          # (3)
+        before = [torch.ones_like(lams[0]), *self.kept.stay]            # stay_{k-1}
+        p = [lam * stay for lam, stay in zip(lams, before)] + before[-1:]           # (3)
         nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.kept.h, p))    # (B,T)
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
         return mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
-
-    @staticmethod
-    def leaving(lams):
-        """p_k, (B,T) each."""
-        p, stay = [], torch.ones_like(lams[0])
-        for lam in lams:
-            p.append(lam * stay)
-            stay = stay * (1 - lam)
-        return [*p, stay]
 
     def penalty(self, gpt, targets):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""

@@ -51,7 +51,7 @@ class SparseMemory(RouterMemory):
         """
         self.place = self.pos = place
         self.log_w = log_weight(taken)
-        self.keys_per_token = (place + 1) * self.keys_per_token     # (B,n): what each query reads
+        self.keys_per_slot = (place + 1) * self.keys_per_slot       # (B,n): what each query reads
         return self
 
     def weighted(self, k, v):
@@ -75,13 +75,13 @@ class SparseMemory(RouterMemory):
 
 class SkippingAttention(Attention):
 
-    def attend(self, q, k, v, per_token):
-        """Attention.attend; per_token may be how many keys each query reads, (B,S)."""
-        if isinstance(per_token, int):
-            return super().attend(q, k, v, per_token)
+    def attend(self, q, k, v, per_slot):
+        """Attention.attend; per_slot may be how many keys each query reads, (B,S)."""
+        if isinstance(per_slot, int):
+            return super().attend(q, k, v, per_slot)
         shared, hd = q.size(1) // k.size(1), q.size(3)
         q = F.pad(q, (0, k.size(3) - hd), value=1.0)
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-        reads = torch.arange(k.size(2), device=q.device) < per_token[:, None, :, None]  # (B,1,n,N)
+        reads = torch.arange(k.size(2), device=q.device) < per_slot[:, None, :, None]  # (B,1,n,N)
         dropout = self.config.dropout if self.training else 0.0
         return self.kernel(q, k, v, reads, dropout, scale=hd ** -0.5)[..., :hd]

@@ -33,7 +33,7 @@ def rotate(x, pos, theta):
 
 
 class Cache:
-    keys_per_token = 1
+    keys_per_slot = 1
 
     def __init__(self):
         self.tokens = 0
@@ -137,7 +137,7 @@ def iterations_needed(T):
 
 
 class Frozen:
-    keys_per_token = 1
+    keys_per_slot = 1
 
     def __init__(self, T, active=None, before=None):
         self.pos = torch.arange(T)

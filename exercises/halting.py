@@ -42,7 +42,7 @@ class Frozen:
     The memory of one pass over a text of T tokens. GPT.trunk calls its update in each layer, where
     active tokens get new keys and values, and others keep theirs.
     """
-    keys_per_token = 1              # as in exercise 3
+    keys_per_slot = 1               # as in exercise 3
 
     def __init__(self, T, active=None, before=None):
         self.pos = torch.arange(T)  # as in exercise 3; each pass reads the whole text

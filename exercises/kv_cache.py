@@ -39,7 +39,7 @@ import torch
 
 class Cache:
     """The keys and values of all tokens read so far, layer by layer."""
-    keys_per_token = 1      # attention asks for it: here each token leaves one key in each layer
+    keys_per_slot = 1       # attention asks for it: here each token leaves one key in each layer
 
     def __init__(self):
         self.tokens = 0     # read so far, the newest included
@@ -232,7 +232,7 @@ def check_mask(n, S):
            f"{name} makes its mask on the CPU, whatever `device` says")
 
 
-def attend(self, q, k, v, per_token=1):
+def attend(self, q, k, v, per_slot=1):
     """In the place of Attention.attend: the student's mask says who reads whom."""
     reads = mask(q.size(2), k.size(2), q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=reads, enable_gqa=True)

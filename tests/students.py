@@ -302,7 +302,7 @@ def rotate(x, pos, theta):
     'kv_cache': '''
 class Cache:
     """One tensor for keys and values; positions by addition."""
-    keys_per_token = 1
+    keys_per_slot = 1
 
     def __init__(self):
         self.both, self.tokens = {}, 0
@@ -403,7 +403,7 @@ def iterations_needed(T):
 class Frozen:
     """Arithmetic in the place of where."""
 
-    keys_per_token = 1
+    keys_per_slot = 1
 
     def __init__(self, T, active=None, before=None):
         self.pos, self.keys, self.values = torch.arange(T), {}, {}

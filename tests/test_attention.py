@@ -29,12 +29,12 @@ def random_qkv(nh, nkv, S, N, hd=HD):
     return q, k, v
 
 
-def plain_attention(q, k, v, per_token=1, log_w=0.0):
+def plain_attention(q, k, v, per_slot=1, log_w=0.0):
     """Query s, of token T - S + s, reads all keys of tokens up to its own. log_w: (B,N)."""
     S, N = q.size(2), k.size(2)
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-    token_of_query = torch.arange(S) + N // per_token - S
-    reads = torch.arange(N) // per_token <= token_of_query[:, None]
+    token_of_query = torch.arange(S) + N // per_slot - S
+    reads = torch.arange(N) // per_slot <= token_of_query[:, None]
     scores = q @ k.mT / math.sqrt(q.size(-1))
     if torch.is_tensor(log_w):
         scores = scores + log_w[:, None, None]
@@ -72,22 +72,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize('S, T, per_token', CASES)
+@pytest.mark.parametrize('S, T, per_slot', CASES)
 @pytest.mark.parametrize('nkv', [2, 4])
 @pytest.mark.parametrize('weights', [False, True])
-def test_attend_equals_plain_attention(S, T, per_token, nkv, weights):
-    q, k, v = random_qkv(4, nkv, S, T * per_token)
+def test_attend_equals_plain_attention(S, T, per_slot, nkv, weights):
+    q, k, v = random_qkv(4, nkv, S, T * per_slot)
     log_w = 0.0
     if weights:
-        log_w = torch.randn(B, T * per_token, generator=torch.Generator().manual_seed(1)).double()
+        log_w = torch.randn(B, T * per_slot, generator=torch.Generator().manual_seed(1)).double()
         log_w[0, 1:4] = LOG_ZERO
 
     def got(q, k, v):
         k, v = weighted(log_w)(k, v) if weights else (k, v)
-        return attention(nkv=nkv).attend(q, k, v, per_token)
+        return attention(nkv=nkv).attend(q, k, v, per_slot)
 
     def want(q, k, v):
-        return plain_attention(q, k, v, per_token, log_w)
+        return plain_attention(q, k, v, per_slot, log_w)
 
     for a, b in zip(with_gradients(got, q, k, v), with_gradients(want, q, k, v)):
         close(a, b, 1e-12)
@@ -130,13 +130,13 @@ def nearly(a, b):
     assert (a.double() - b).norm() < 0.01 * b.norm()
 
 
-@pytest.mark.parametrize('S, T, per_token', CASES)
-def test_attend_with_two_matmuls_as_its_kernel(S, T, per_token, monkeypatch):
+@pytest.mark.parametrize('S, T, per_slot', CASES)
+def test_attend_with_two_matmuls_as_its_kernel(S, T, per_slot, monkeypatch):
     """Whatever `attend` hands to PyTorch's kernel, it may hand to this one."""
     monkeypatch.setattr(Attention, 'kernel', staticmethod(two_matmuls))
-    q, k, v = bf16(*random_qkv(4, 2, S, T * per_token))
-    want = plain_attention(q.double(), k.double(), v.double(), per_token)
-    nearly(attention(nkv=2).attend(q, k, v, per_token), want)
+    q, k, v = bf16(*random_qkv(4, 2, S, T * per_slot))
+    want = plain_attention(q.double(), k.double(), v.double(), per_slot)
+    nearly(attention(nkv=2).attend(q, k, v, per_slot), want)
 
 
 def some_keys(S, N):
@@ -178,19 +178,19 @@ def test_two_matmuls_equals_pytorchs_attention(what):
     (F.scaled_dot_product_attention, torch.float64, 1e-12),
     (two_matmuls, torch.bfloat16, 0.01),
 ])
-@pytest.mark.parametrize('per_token', [1, 2])
-def test_dropout_drops_weights(kernel, dtype, tol, per_token, monkeypatch):
+@pytest.mark.parametrize('per_slot', [1, 2])
+def test_dropout_drops_weights(kernel, dtype, tol, per_slot, monkeypatch):
     """Of many draws: each weight w is 0 or w / (1 - p), as often as it should be."""
     monkeypatch.setattr(Attention, 'kernel', staticmethod(kernel))
-    draws, p, N = 800, 0.3, 7 * per_token
+    draws, p, N = 800, 0.3, 7 * per_slot
     q, k, _ = random_qkv(4, 4, 7, N, hd=N)
     v = torch.eye(N).expand(B, 4, N, N)     # what comes out is the weights themselves
     q, k, v = (x.to(dtype) for x in (q, k, v))
     module = attention(dropout=p)
-    weights = module.eval().attend(q, k, v, per_token)
+    weights = module.eval().attend(q, k, v, per_slot)
     torch.manual_seed(3)
     many = [x.repeat(draws, 1, 1, 1) for x in (q, k, v)]
-    drawn = module.train().attend(*many, per_token).unflatten(0, (draws, B))
+    drawn = module.train().attend(*many, per_slot).unflatten(0, (draws, B))
     kept = drawn.abs() > 1e-12
     close(drawn, torch.where(kept, weights / (1 - p), 0.0), tol)
     close(kept.double().mean(0), (weights > 0) * (1 - p), 0.1)

@@ -38,7 +38,7 @@ RUNS = {**{name: TOGGLES[name] for name in ONE_EACH}, 'gain': GAIN,
         'topk': TOGGLES['embedding_topk']}
 
 # without a body; what programs do without; while model.py is imported
-NOT_CALLED = {'Mechanism.forward', 'Halting.penalty', 'GPT.generate', 'some_rows_at_once'}
+NOT_CALLED = {'Halting.penalty', 'GPT.generate', 'some_rows_at_once'}
 
 
 def functions():
@@ -176,7 +176,7 @@ EDITS = {
     'a chain that reads its own pass alone': (dict(ponder='chain'), """\
         passes = [*self.earlier_passes, self]
 """, """\
-        passes = [self] * self.keys_per_token
+        passes = [self] * self.keys_per_slot
 """),
     'a loss without the first letter of a line': ({}, """\
         return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)

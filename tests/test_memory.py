@@ -142,7 +142,7 @@ def test_a_chain_reads_token_after_token_the_passes_up_to_its_own():
             k, v = random_kv(T)
             all_k[i].append(k)
             keys, values = memory[i].update(0, k, v)
-            assert memory[i].keys_per_token == i + 1
+            assert memory[i].keys_per_slot == i + 1
             passes = [torch.cat(parts, dim=2) for parts in all_k[:i + 1]]
             want = [one[:, :, t] for t in range(memory.tokens) for one in passes]
             assert torch.equal(keys, torch.stack(want, dim=2))

@@ -176,8 +176,8 @@ def test_ouro_equals_a_slow_loop_pass_by_pass(tied, tmp_path, tokens):
     close(model(tokens)[0], logits[-1])             # its threshold of 1.0 means all passes
     assert (model.mechanism.passes == 4).all()
     close(torch.stack([model.head(h) for h in model.mechanism.kept.h]), torch.stack(logits))
-    lams = [model.mechanism.lam(h) for h in model.mechanism.kept.h[:-1]]
-    close(torch.stack(model.mechanism.leaving(lams)), torch.stack(p))
+    stay = torch.stack([torch.ones_like(p[0]), *model.mechanism.kept.stay, torch.zeros_like(p[0])])
+    close(stay[:-1] - stay[1:], torch.stack(p))
 
 
 @pytest.mark.parametrize('threshold', [0.3, 0.7, 0.95])
