@@ -1,6 +1,7 @@
 """
-A new mechanism is one class: the one on the page docs/modify.md, taken from there, keeps the
-promises without a change anywhere else. And the loop that the page changes computes the same.
+A new mechanism is one class, and so is a new halting rule: those on the page docs/modify.md, taken
+from there, keep the promises without a change anywhere else. And the loop that the page changes
+computes the same.
 """
 
 import importlib.util
@@ -26,6 +27,7 @@ from model import Loop, Mechanism, Memories, Memory, Smear, WeightedMemory, rope
 from tools.explain import look
 
 SETTINGS = dict(ponder='inject', ponder_steps=3)
+SETTLED = dict(ponder='loop', ponder_steps=3, loop_norm=True, halting='settled', halt_tau=0.4)
 PROMISES = [test for name, test in vars(test_promises).items() if name.startswith('test_')
             and {'toggle'} <= inspect.signature(test).parameters.keys() <= {'toggle', 'idx'}
             and 'naive' not in name]    # its slow loop is below
@@ -41,14 +43,16 @@ def code_of_the_page(part):
 
 
 @pytest.fixture(autouse=True)
-def inject(tmp_path, monkeypatch):
-    """The code of the page, among the names of model.py, with its entry in the table."""
-    path = tmp_path / 'inject.py'
-    path.write_text('from model import *\n\n\n' + code_of_the_page('class Inject('))
-    spec = importlib.util.spec_from_file_location('inject', path)
+def classes_of_the_page(tmp_path, monkeypatch):
+    """The code of the page, among the names of model.py, with its entries in the tables."""
+    path = tmp_path / 'page.py'
+    path.write_text('\n\n'.join(['from model import *', code_of_the_page('class Inject('),
+                                 code_of_the_page('class Settled(')]))
+    spec = importlib.util.spec_from_file_location('page', path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(library, 'PONDER', {**library.PONDER, 'inject': module.Inject})
+    monkeypatch.setitem(library.PONDER, 'inject', module.Inject)
+    monkeypatch.setitem(library.HALTING, 'settled', module.Settled)
 
 
 def naive(model, idx):
@@ -74,9 +78,10 @@ def test_forward_is_the_naive_loop(steps, idx):
     close(model(idx)[0], naive(model, idx), 1e-12)
 
 
+@pytest.mark.parametrize('toggle', [SETTINGS, SETTLED], ids=['inject', 'settled'])
 @pytest.mark.parametrize('promise', PROMISES, ids=lambda promise: promise.__name__)
-def test_it_keeps_the_promise(promise, idx):
-    given = dict(toggle=SETTINGS, idx=idx)
+def test_it_keeps_the_promise(promise, toggle, idx):
+    given = dict(toggle=toggle, idx=idx)
     promise(**{name: given[name] for name in inspect.signature(promise).parameters})
 
 
@@ -84,6 +89,30 @@ def test_flops_are_those_that_torch_counts():
     with_two = make(**{**SETTINGS, 'n_layer': 2})
     assert flops_per_token(with_two) == counted_flops(with_two)
     assert flops_per_token(make(**SETTINGS)) == pytest.approx(counted_flops(make(**SETTINGS)))
+
+
+def test_settled_tokens_leave_after_the_pass_that_hardly_changed_them():
+    """Of texts of one token, where a token that left is in nobody's way."""
+    tokens = torch.arange(40)[:, None]
+    every = make(**{**SETTLED, 'halt_tau': 0.0})
+    h = torch.stack([every.ln_f(x) for x in outputs_of_passes(every, tokens)])     # (K+1,B,1,C)
+    change = (h[1:] - h[:-1]).norm(dim=-1) / h[1:].norm(dim=-1)                 # (K,B,1)
+    left = torch.cat([change[:-1] < SETTLED['halt_tau'], torch.ones_like(change[:1]).bool()])
+    last = 1 + left.byte().argmax(0)                                    # (B,1): its last pass
+    model = make(**SETTLED)
+    out = model(tokens)[0]
+    assert torch.equal(model.mechanism.passes, last + 1)
+    assert len(last.unique()) > 1
+    close(out, model.head(h.gather(0, last[None, ..., None].expand(-1, -1, -1, h.size(-1)))[0]))
+
+
+def outputs_of_passes(model, tokens):
+    """What the blocks made of tokens (B,T) in each pass, before the final norm: (B,T,C) each."""
+    outputs = []
+    hook = model.h[-1].register_forward_hook(lambda module, args, out: outputs.append(out))
+    model(tokens)
+    hook.remove()
+    return outputs
 
 
 def test_passes_are_reported():
@@ -161,7 +190,7 @@ def test_who_asks_for_numbers_is_told_that_shapes_have_none(monkeypatch):
 
 
 def test_the_page_shows_smear_as_it_is():
-    assert code_of_the_page('class Smear(') == inspect.getsource(Smear)
+    assert code_of_the_page('memory.carried = x[:, -1:]') == inspect.getsource(Smear.forward)
 
 
 def test_the_changed_loop_of_the_page_is_the_loop_and_three_lines(idx, monkeypatch):
