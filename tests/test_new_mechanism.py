@@ -13,7 +13,7 @@ import textwrap
 import pytest
 import test_promises
 import torch
-from conftest import ROOT, close, make
+from conftest import ROOT, close, make, save
 from test_plan import planned_as_if_run
 
 import model as library
@@ -104,6 +104,17 @@ def test_settled_tokens_leave_after_the_pass_that_hardly_changed_them():
     assert torch.equal(model.mechanism.passes, last + 1)
     assert len(last.unique()) > 1
     close(out, model.head(h.gather(0, last[None, ..., None].expand(-1, -1, -1, h.size(-1)))[0]))
+
+
+def test_a_trained_loop_is_given_the_rule(tmp_path, idx):
+    trained = make(**{**SETTLED, 'halting': 'none'}, vocab_size=320, n_tokens=257)
+    folder = save(tmp_path / 'loop', trained)
+    model, *_ = load_model(folder, 'cpu', halting='settled')
+    model.config.halt_tau = 0.0
+    close(model(idx)[0], trained.float()(idx)[0], 1e-5)
+    model.config.halt_tau = SETTLED['halt_tau']
+    model(idx)
+    assert (model.mechanism.passes < 4).any()
 
 
 def outputs_of_passes(model, tokens):
