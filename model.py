@@ -284,20 +284,24 @@ class Attention(nn.Module):
         return y[..., :hd]                      # without the 8 channels, if there are any
 
 
+QUERIES_AT_ONCE = 256
+
+
 def attend_in_turns(attention, q, k, v, per_slot):
     """
-    Attention.attend where there are more keys than queries: 256 queries at a time, which read the
-    keys up to those of the last of them, so that masks stay small and little is computed in vain.
+    Attention.attend where there are more keys than queries. A few queries at a time read the keys
+    up to those of the last of them, so that masks stay small and little is computed in vain.
     """
     S, N = q.size(2), k.size(2)
     if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-    # which keys each of the last 256 queries reads; for 256 earlier ones it is the same, shifted
-    later = torch.arange(min(S, 256) - 1, -1, -1, device=q.device)      # queries after each
-    reads = torch.arange(N, device=q.device) < N - per_slot * later[:, None]       # (256,N)
+    at_once = min(S, QUERIES_AT_ONCE)
+    # which keys each of the last queries reads; for as many earlier ones it is the same, shifted
+    later = torch.arange(at_once - 1, -1, -1, device=q.device)          # queries after each
+    reads = torch.arange(N, device=q.device) < N - per_slot * later[:, None]        # (at_once, N)
     parts = []
-    for first in range(0, S, 256):
-        end = min(first + 256, S)
+    for first in range(0, S, at_once):
+        end = min(first + at_once, S)
         shifted = per_slot * (S - end)
         n = N - shifted
         mask = reads[first - end:, shifted:]                            # (end - first, n)

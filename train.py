@@ -317,15 +317,16 @@ class Trainer:
             if last or stop or self.step % s.save_interval == 0:
                 with self.log.clock_stopped():
                     self.save()
-            self.log.step(self.step, loss, norm, self.optimizer.param_groups[0]['lr'])
+            lr = self.optimizer.param_groups[0]['lr']
+            self.log.step(self.step, loss, norm, lr, last or stop)
+            if last or self.step % s.eval_interval == 0:
+                with self.log.clock_stopped():
+                    self.evaluate()     # says that it does not, if the run is to stop
+                    self.model.train()
             if stop and not last:
                 self.log.say(f"stopped at step {self.step}; go on with the same command and "
                              "--init_from=resume")
                 return
-            if last or self.step % s.eval_interval == 0:
-                with self.log.clock_stopped():
-                    self.evaluate()
-                    self.model.train()
 
     @torch.no_grad()
     def evaluate(self):

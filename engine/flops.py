@@ -6,6 +6,7 @@ activations and Depth-Attention's mixing are no matrix products, and are left ou
 """
 
 import contextlib
+import sys
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+import model
 from engine.build import new_model, shapes_only
 from engine.files import UserError
 
@@ -73,6 +75,8 @@ class Counter(TorchDispatchMode):
 @contextlib.contextmanager
 def counted():
     """A Counter, around code that runs on shapes alone; UserError where it asks for numbers."""
+    queries_at_once = model.QUERIES_AT_ONCE
+    model.QUERIES_AT_ONCE = sys.maxsize     # else Chain's queries would not read all their keys
     try:
         with sdpa_kernel(SDPBackend.MATH), Counter() as counter:    # attention as two products
             yield counter
@@ -81,6 +85,8 @@ def counted():
             raise
         raise UserError("FLOPs are counted on shapes, and something in model.py asks for numbers: "
                         f"{error}") from None
+    finally:
+        model.QUERIES_AT_ONCE = queries_at_once
 
 
 def flops_of_new_token(gpt, T=None):

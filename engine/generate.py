@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from engine.files import UserError
 from engine.mechanisms import halts, iterates, slots_per_token
+from engine.variant import variant_of
 from model import require, sample
 
 
@@ -101,7 +102,8 @@ def check_pieces(gpt):
     """
     Warn if the model predicts otherwise when a text is read in pieces, or beside padding, than at
     once: then model.py was changed, and something reaches other tokens, and not by the memory. Not
-    for what is read by iteration, nor in 16 bits: there the two differ anyway.
+    for what is read by iteration, nor in 16 bits: there the two differ anyway. Nor beside padding
+    where keys depend on absolute positions, which padding shifts: left_pad refuses that.
     """
     T = min(12, gpt.config.block_size - 2)
     if iterates(gpt) or gpt.wte.weight.itemsize < 4 or T < 2:
@@ -110,7 +112,10 @@ def check_pieces(gpt):
     text = torch.arange(T, device=device)[None] * 7 % gpt.config.n_tokens       # any will do
     # with a memory: without one, compiled blocks would be compiled for this length
     at_once = gpt.head(gpt.hidden(text, gpt.new_memory())).softmax(-1)          # (1,T,V)
-    for pad, how in (0, "in pieces, as in generation,"), (2, "beside padding, as in a batch,"):
+    ways = {0: "in pieces, as in generation,", 2: "beside padding, as in a batch,"}
+    if variant_of(gpt.config).late_k_norm:
+        del ways[2]
+    for pad, how in ways.items():
         memory = gpt.new_memory(torch.tensor([pad], device=device) if pad else None)
         parts = F.pad(text, (pad, 0)).split([pad + T // 2, *[1] * (T - T // 2)], dim=1)
         h = torch.cat([gpt.hidden(part, memory) for part in parts], dim=1)[:, pad:]
@@ -132,7 +137,8 @@ def left_pad(prompts, config, device):
     """
     Right-align prompts: tokens (B, longest), and the padding left of each row (B,), None for none.
     Rotary attention sees differences of positions only: rows shifted to the right need no positions
-    of their own.
+    of their own. ValueError where that is not so: in a released model whose keys are normed after
+    the rotation.
     """
     rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
     lengths = [len(row) for row in rows]
@@ -144,6 +150,9 @@ def left_pad(prompts, config, device):
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side='left')
     if min(lengths) == longest:
         return tokens, None
+    require(not variant_of(config).late_k_norm,
+            "prompts of unequal lengths: this model's keys depend on where a text begins, so give "
+            "one prompt at a time")
     return tokens, torch.tensor([longest - n for n in lengths], device=device)
 
 

@@ -104,6 +104,7 @@ class Log:
         self.outcomes = []          # of a made task's problems, in the last evaluation
         self.checked = False        # whether check_pieces was called
         self.flops = 0.0            # per token, of a step
+        self.first = True           # whether no step was counted yet
         # since the last line of steps:
         self.began = 0.0            # when that was, by the clock
         self.losses = []            # of each step
@@ -215,11 +216,15 @@ class Log:
             shares = [(passes > k).float().mean() for k in range(most)]
             self.passes.append(torch.stack(shares))                     # (most,)
 
-    def step(self, step, loss, norm, lr):
-        """Count a step that is done. Of the first, the last, every log_interval-th, say so."""
+    def step(self, step, loss, norm, lr, last):
+        """
+        Count a step that is done. Of every log_interval-th say so, of the last, and of the first in
+        this process, whose time is another one: it compiles. last: no more come.
+        """
         self.losses.append(loss)
         s = self.settings
-        due = step in (1, s.max_steps) or step % s.log_interval == 0
+        due = self.first or last or step % s.log_interval == 0
+        self.first = False
         if not due and not self.silent():
             return
         now = time.perf_counter()
@@ -281,7 +286,9 @@ class Log:
         if exam is None:
             per_byte = loss * meta['val']['tokens'] / meta['val']['bytes']
             bits = per_byte / math.log(2)
-            unit = f"nats per token, {per_byte:.4f} nats ({bits:.3f} bits) per byte"
+            # of other tokens than bytes the windows may hold more or fewer bytes than the whole set
+            about = '' if meta['tokenizer'] == 'byte' else 'about '
+            unit = f"nats per token, {about}{per_byte:.4f} nats ({bits:.3f} bits) per byte"
         where = ''
         if s.eval_only:
             folder = s.out_dir if s.init_from == 'resume' else s.init_from

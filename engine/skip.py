@@ -10,8 +10,13 @@ from model import Attention, Memories, Router, RouterMemory, log_weight
 
 
 def skip_stopped_tokens(model):
-    """Let a model with Router leave out stopped tokens in training."""
+    """
+    Let a model with Router leave out stopped tokens in training. Not one whose attention is another
+    than model.py's, as in some that others released.
+    """
     if not isinstance(model.mechanism, Router):     # with ponder_steps=0 it has none
+        return
+    if any(type(block.attn) is not Attention for block in model.h):
         return
     replaced = [(model, 'mechanism', SkippingRouter(model.config))]
     for block in model.h:

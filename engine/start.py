@@ -59,6 +59,8 @@ def start_model(settings, given, meta, state, ranks, device):
         if settings.eval_only and steps not in (None, model.config.ponder_steps):
             change_steps(model, steps)
     check_asked(model.config, asked)
+    if is_new(settings) and state is not None and ranks.rank == 0:
+        say_kept_numbers(asked, state['config'])
     check_data(model.config, meta, state, settings, ranks)
     step = 0 if is_new(settings) else state['step']
     if settings.init_from == 'resume' and not settings.eval_only:
@@ -103,6 +105,22 @@ def start_config(settings, asked, n_tokens, old):
         return config_of({**old, **changed})
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def say_kept_numbers(asked, old):
+    """
+    A warning where a run with another halting rule keeps the numbers of the rule before: the user
+    named settings.json, in which all numbers stand, and may not have meant these.
+    """
+    rule = asked.get('halting')
+    if rule not in HALTING or rule == old.get('halting'):
+        return
+    kept = [name for name, own in HALTING[rule].defaults.items()
+            if asked.get(name) is not None and asked[name] == old.get(name) != own]
+    if kept:
+        numbers = ', '.join(f'{name}={asked[name]}' for name in kept)
+        print(f"warning: {numbers}: as in the model before; for those of {rule} add "
+              + ' '.join(f'--{name}=None' for name in kept), file=sys.stderr)
 
 
 def vocabulary_of(n_tokens):

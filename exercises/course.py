@@ -24,7 +24,7 @@ from engine.score import token_nats
 from engine.trained import load_model
 
 TEXT = 2 ** 17                                       # tokens that `context` scores
-EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)   # of its groups of positions
+EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)   # of its groups of places
 
 
 def print_context(folders):
@@ -33,7 +33,8 @@ def print_context(folders):
     rows = []
     for begin, end in zip(EDGES, EDGES[1:]):
         if begin < longest:
-            name = f"{begin}" if end == begin + 1 else f"{begin} to {min(end, longest) - 1}"
+            fewest, most = begin + 1, min(end, longest)     # tokens that stand before
+            name = f"{most}" if fewest == most else f"{fewest} to {most}"
             rows.append([name] + [column[begin:end].mean().item() for column in columns])
     rows.append(['all'] + [column.mean().item() for column in columns])
     print(table(['tokens before', *folders], rows))
@@ -41,7 +42,7 @@ def print_context(folders):
 
 @torch.no_grad()
 def loss_by_context(folder):
-    """Nats per token at each place of a window, (block_size,): place p has p tokens before it."""
+    """Nats per token at each place of a window, (block_size,): p + 1 tokens predict place p."""
     model, tokenizer, settings = load_model(folder, 'cpu')
     rows = windows(own_text(settings, 'val', TEXT, tokenizer), model.config.block_size)
     return token_nats(model, rows).mean(0)

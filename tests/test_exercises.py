@@ -273,7 +273,7 @@ def test_the_measurements_of_the_course(tmp_path, small_data, capsys):
     course.main(['context', folder, folder])
     course.main(['time', folder])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[2:5]] == ['0', '1', '2']
+    assert [line.split()[1] for line in lines[2:5]] == ['1', '2', '3']
     assert lines[-1].split()[1:4] == ['560', 'to', '599']
 
 

@@ -65,6 +65,13 @@ def test_a_step_is_the_output_of_a_model_with_fewer(ponder):
         assert_equal(after[steps], output(model))
 
 
+def test_what_a_step_is_called():
+    """Also of a single token, whose slots are as many as its passes would be."""
+    for ponder, kind in ('latent', 'slot'), ('pause', 'slot'), ('loop', 'pass'), ('none', 'pass'):
+        for T in 1, 3:
+            assert explain.look(make(ponder=ponder, ponder_steps=2), torch.arange(T)).kind == kind
+
+
 def test_feedback_without_and_with_the_state():
     model = make(ponder='feedback')
     seen = explain.look(model, IDX)

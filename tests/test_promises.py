@@ -172,6 +172,14 @@ def test_flops_of_the_plain_model_by_hand():
         assert flops_per_token(model, T) == 3 * forward     # of each matrix, and of its input
 
 
+def test_flops_of_attention_grow_with_the_keys_of_every_query():
+    """Also where Chain's queries come in turns, which leave out later keys."""
+    for settings in {}, dict(ponder='chain', ponder_steps=1):
+        model = GPT(GPTConfig(**SIZE, **settings))
+        at_128, at_256, at_512 = [flops_per_token(model, T) for T in (128, 256, 512)]
+        assert at_512 - at_256 == 2 * (at_256 - at_128)
+
+
 def test_flops_of_a_head_that_runs_again_are_counted():
     """As soon as the logits of all texts together are many (some_rows_at_once)."""
     model = without_numbers(GPTConfig(**{**SIZE, 'vocab_size': 50304}))

@@ -23,7 +23,7 @@ import train
 from engine import checkpoint
 from engine.checkpoint import change_steps, load_checkpoint, model_of
 from engine.files import UserError
-from engine.generate import generate
+from engine.generate import check_pieces, generate
 from engine.released import FolderTokenizer, describe
 from engine.shards import encode, get_tokenizer, identity, one_tokenizer
 from engine.trained import load_model
@@ -146,6 +146,16 @@ def test_cached_generation_equals_recomputing(c, tmp_path, tokens):
     for _ in range(5):
         seen = torch.cat((seen, model(seen)[0][:, -1:].argmax(-1)), 1)
     assert torch.equal(cached, seen)
+
+
+def test_prompts_of_one_length_only_where_keys_depend_on_where_a_text_begins(tmp_path, capsys):
+    folder, _ = write_folder(tmp_path, DEPTH)
+    model = load_released(folder)
+    with pytest.raises(ValueError, match='give one prompt at a time'):
+        generate(model, [[3, 1, 4], [1, 5]], 1)
+    assert [len(row) for row in generate(model, [[3, 1, 4], [1, 5, 9]], 1)] == [4, 4]
+    check_pieces(model)
+    assert capsys.readouterr().err == ''
 
 
 def test_mechanisms_and_depth_attention_in_the_blocks_of_pythia(tmp_path, tokens):

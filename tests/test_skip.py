@@ -3,13 +3,17 @@ engine/skip.py: Router in training without the tokens that stopped. What it comp
 model.py's; it goes through the blocks with fewer tokens.
 """
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from conftest import DEPTH, DEPTH_GQA, ROUTER, close, make
 from test_promises import targets
 
+from engine.build import new_model
 from engine.prepare import compile_blocks, recompute_blocks
 from engine.skip import skip_stopped_tokens
+from engine.variant import config_of
 
 EXTRAS = {'plain': {}, 'gqa': dict(n_kv_head=2), 'depth': DEPTH, 'depth_gqa': DEPTH_GQA}
 every_extra = pytest.mark.parametrize('extra', EXTRAS)
@@ -112,3 +116,12 @@ def test_other_models_are_left_alone():
         before = type(model.mechanism), type(model.h[0].attn)
         skip_stopped_tokens(model)
         assert (type(model.mechanism), type(model.h[0].attn)) == before
+
+
+def test_attention_that_is_not_that_of_model_py_stays():
+    """Of some models that others released."""
+    config = asdict(make(**ROUTER).config)
+    model = new_model(config_of({**config, 'variant': dict(late_k_norm=True)}))
+    before = type(model.mechanism), type(model.h[0].attn)
+    skip_stopped_tokens(model)
+    assert (type(model.mechanism), type(model.h[0].attn)) == before

@@ -179,6 +179,16 @@ def test_a_time_limit_and_a_resume_that_says_nothing_more(run_train, tmp_path, m
     same_weights(straight, load_checkpoint(str(tmp_path / 'again')))
 
 
+def test_the_first_step_of_a_process_has_a_line_of_its_own(run_train, tmp_path, capsys):
+    """It compiles: among others it would slow them all. And no step is lost from the log."""
+    few = ['--max_steps=15', '--log_interval=10', '--eval_interval=3']
+    with stopped_at(3):
+        run_train('out', *few)
+    assert 'evaluation stopped; --init_from=resume --eval_only=True' in capsys.readouterr().out
+    run_train('out', *few, '--init_from=resume')
+    assert [r['step'] for r in log_of(tmp_path / 'out') if 'loss' in r] == [1, 3, 4, 10, 15]
+
+
 def test_settings_given_when_resuming_count(run_train):
     run_train('out', '--max_steps=4')
     given = ['--weight_decay=0.3', '--beta1=0.8', '--dropout=0.1']
@@ -887,11 +897,24 @@ def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
         assert second['config']['depth_stride'] == stride
 
 
-def test_another_rule_has_its_own_defaults(run_train, tmp_path):
+def test_another_rule_has_its_own_defaults(run_train, tmp_path, capsys):
     run_train('first', '--ponder=loop', '--halting=exit')
     start = [f'--init_from={tmp_path / "first"}', *NO_LEARNING]
-    second = run_train('second', *start, '--ponder=chain', '--halting=router', shape=[])
+    router = ['--ponder=chain', '--halting=router']
+    second = run_train('second', *start, *router, shape=[])
     assert [second['config'][name] for name in ('halt_lambda', 'halt_start')] == [0.4, 0.0]
+    assert 'warning' not in capsys.readouterr().err
+
+    kept = [str(tmp_path / 'first' / 'settings.json'), *start, *router]
+    third = run_train('third', *kept, f'--out_dir={tmp_path / "third"}', shape=[])
+    assert third['config']['halt_lambda'] == 0.1
+    assert ('halt_lambda=0.1, halt_start=0.5, halt_full=0.7: as in the model before; for those of '
+            'router add --halt_lambda=None --halt_start=None --halt_full=None'
+            ) in capsys.readouterr().err
+    fourth = run_train('fourth', *kept, '--halt_lambda=None', '--halt_start=None',
+                       '--halt_full=None', f'--out_dir={tmp_path / "fourth"}', shape=[])
+    assert fourth['config'] == second['config']
+    assert 'as in the model before' not in capsys.readouterr().err
 
 
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):

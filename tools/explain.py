@@ -38,7 +38,7 @@ from engine.prepare import with_own_dicts
 from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, answer_to
 from engine.trained import data_dir_of, exam_for_prompt, load_model, only, open_as
-from model import Feedback, Smear, depth_attention, depth_sources, source_layers
+from model import Feedback, SlotMemory, Smear, depth_attention, depth_sources, source_layers
 from sample import encode_prompt, read_start
 from tools.evaluate import token_arrays
 from tools.serve import Served, serve
@@ -169,7 +169,8 @@ def look(model, idx):
         values = values[steps - 1, position]                                # (T,L,L+1)
     last = after[steps - 1, position]                                       # (T,V)
     mixed = ~torch.isclose(last, logits, atol=1e-3).all(-1)
-    kind = 'pass' if recorder.outputs[-1].size(1) == T else 'slot'
+    has_slots = mechanism.K > 0 and isinstance(model.new_memory(), SlotMemory)
+    kind = 'slot' if has_slots else 'pass'
     moved = None
     if carries:
         kind = 'state'
