@@ -42,7 +42,8 @@ To train with this file alone:
     tokens = gpt.eval().generate(prompt, 100)
 
 train.py, sample.py and every tool run these classes, on every device: what you read is what runs.
-(Three pieces have a quicker form, which computes the same: docs/architecture.md lists them.)
+(In the place of GPT.generate programs use engine/generate.py. Three pieces have a quicker form,
+which computes the same: docs/architecture.md lists them.)
 """
 
 import math
@@ -94,7 +95,7 @@ class GPTConfig:
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # s: mix in layers 0, s, 2s, .. (None: n_layer // 2, or 1)
+    depth_stride: Optional[int] = None   # s: the sources are layers 0, s, .. (None: n_layer // 2)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
@@ -168,7 +169,7 @@ def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
     turns by the angle p theta^(-2i / hd). pos (S,) -> cos and sin (S, 1 head, hd/2), in fp32, or in
-    float64 if dtype is that.
+    float64 if dtype is that. (In engine/skip.py pos is (B,S).)
     """
     dtype = torch.promote_types(dtype, torch.float32)   # bf16 cannot tell position 257 from 256
     twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
@@ -191,14 +192,14 @@ class Memory:
     calls `begin` once, then `update` in every layer.
     """
     keys_per_slot = 1       # keys that `update` returns for each slot; part 4: ChainMemory
-    loops = ()              # memories of earlier passes; part 4: LoopMemory
+    depth_memories = ()     # of earlier passes, which part 3 reads too; part 4: LoopMemory
 
     def __init__(self):
         self.tokens = 0             # read so far, the newest T included
-        self.pos = None             # (T,): the positions of the newest
+        self.pos = None             # (S,): positions of the slots of the next pass
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.N = 0                  # keys that each layer will have at the end of this call
+        self.N = 0                  # keys that each layer will have after the next pass
 
     def begin(self, x):
         """Before the blocks read tokens x (B,T), or their embeddings (B,T,C)."""
@@ -289,22 +290,24 @@ QUERIES_AT_ONCE = 256
 
 def attend_in_turns(attention, q, k, v, per_slot):
     """
-    Attention.attend where there are more keys than queries. A few queries at a time read the keys
-    up to those of the last of them, so that masks stay small and little is computed in vain.
+    Attention.attend where there are more keys than queries: never in the training of a plain GPT.
+    QUERIES_AT_ONCE queries at a time read the keys up to those of the last of them, so that masks
+    stay small and little is computed in vain.
     """
     S, N = q.size(2), k.size(2)
     if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     at_once = min(S, QUERIES_AT_ONCE)
-    # which keys each of the last queries reads; for as many earlier ones it is the same, shifted
+    # reads[i]: which keys the i-th of the last queries reads. Each query before it reads per_slot
+    # keys fewer, so an earlier group of queries has the same mask, over fewer keys.
     later = torch.arange(at_once - 1, -1, -1, device=q.device)          # queries after each
     reads = torch.arange(N, device=q.device) < N - per_slot * later[:, None]        # (at_once, N)
     parts = []
     for first in range(0, S, at_once):
         end = min(first + at_once, S)
-        shifted = per_slot * (S - end)
-        n = N - shifted
-        mask = reads[first - end:, shifted:]                            # (end - first, n)
+        fewer = per_slot * (S - end)
+        n = N - fewer
+        mask = reads[first - end:, fewer:]                              # (end - first, n)
         parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], mask))
     return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
 
@@ -344,7 +347,7 @@ LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
 
 def some_rows_at_once(function):
     """
-    Saves memory, and changes no number. Decorator of function(gpt, h, *targets), which makes V
+    It only saves memory: skip it at first. Decorator of function(gpt, h, *targets), which makes V
     logits of each row of h (..,C): with V = 50,304 those of 8 x 2048 tokens would take 3.3 GB. If
     there are more than LOGITS_AT_ONCE, it calls the function on some rows at a time, and backward
     computes their logits again.
@@ -354,8 +357,8 @@ def some_rows_at_once(function):
         n = max(1, LOGITS_AT_ONCE // gpt.config.vocab_size)
         if h.shape[:-1].numel() <= n:
             return function(gpt, h, *targets)
-        rows = [h.flatten(0, -2), *(target.flatten() for target in targets)]
-        parts = zip(*(row.split(n) for row in rows))
+        rows = [h.flatten(0, -2)] + [target.flatten() for target in targets]
+        parts = zip(*[row.split(n) for row in rows])                # (h, *targets) of n rows each
         done = [checkpoint(function, gpt, *part, use_reentrant=False) for part in parts]
         return torch.cat(done).unflatten(0, h.shape[:-1])
     return in_parts
@@ -535,8 +538,8 @@ def depth_sources(config, layer, memory, S):
     [(k_j, v~_j), ..] of the layers j in J(l), for the newest S slots. In a Loop (part 4) what
     layer l itself made in earlier passes comes first, so that there even layer 0 has sources.
     """
-    loops = [of_pass.newest(layer, S) for of_pass in memory.loops]
-    return loops + [memory.newest(j, S) for j in source_layers(config, layer)]
+    in_earlier_passes = [of_pass.newest(layer, S) for of_pass in memory.depth_memories]
+    return in_earlier_passes + [memory.newest(j, S) for j in source_layers(config, layer)]
 
 
 def depth_attention(q, k, v, sources, mode='softmax'):
@@ -565,9 +568,10 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: several passes, or several slots, for each token before the next one is predicted
 #
-# A slot is one vector that goes through the blocks in one pass: a token, or one of its thoughts. A
-# mechanism takes the place of the one call of the trunk in GPT.hidden. Attention is causal in every
-# one of them. What a slot may read is said by the memory that its pass gets:
+# A slot is a place in the row of vectors that goes through the blocks. A token has one, and each of
+# its thoughts, vectors that the model makes to think further, may have one too. A mechanism calls
+# the trunk as often as its paper says. Attention is causal in every pass. What else a slot may read
+# is said by the memory that the pass gets:
 #
 #     Smear                       a WeightedMemory, whose weights only hide padding
 #     Loop, Embedding             a WeightedMemory for each pass: a pass reads its own keys
@@ -583,9 +587,9 @@ class Mechanism(nn.Module):
     What happens between embed(idx) and head(h). A plain GPT has this class itself. A paper's class
     says in `forward` how it uses gpt.trunk; it has its own weights, its memory, its loss. gpt is
     passed to each method: kept in an attribute it would be a submodule of its own mechanism, and
-    its weights be listed twice.
+    gpt.train() would never end.
     """
-    passes = None       # (B,T), if tokens halt: how many passes each took in the last call
+    passes = None       # (B,T), if tokens halt: how many passes, or slots, each took last time
 
     def __init__(self, config):
         super().__init__()
@@ -612,7 +616,7 @@ class Mechanism(nn.Module):
 
     def draws(self):
         """
-        The values that begin_step chooses from, equally likely: how many sweeps, or passes. The
+        The values that begin_step chooses from, equally likely: Latent's R, Feedback's K. The
         costliest first, as engine/plan.py plans for it.
         """
         return [None]
@@ -620,8 +624,8 @@ class Mechanism(nn.Module):
     @staticmethod
     def default_embed_scale(C):
         """
-        The default of GPTConfig.embed_scale: with the default init_std, embeddings begin with RMS
-        1, like hidden states.
+        The default embed_scale of a mechanism (a plain GPT's is 1): with the default init_std,
+        embeddings begin with RMS 1, like hidden states.
         """
         return math.sqrt(2.5 * C)       # 1 / init_std
 
@@ -656,8 +660,8 @@ class Mechanism(nn.Module):
         self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
 
     @staticmethod
-    def set_by_begin_step(value):
-        """self.progress or self.drawn; ValueError if no begin_step was called."""
+    def from_begin_step(value):
+        """value, which begin_step has set; ValueError if it was not called."""
         require(value is not None, "in training mode: call gpt.mechanism.begin_step(step, steps) "
                                    "before each optimizer step (to generate: gpt.eval())")
         return value
@@ -673,10 +677,9 @@ def log_weight(is_read, log_w=None):
 
 class WeightedMemory(Memory):
     """
-    A Memory for padded rows, for weighted keys, and for what a mechanism carries to the next token.
-    If a key has weight w, log w is added to all scores against it, so that the softmax counts it w
-    times. Padding has weight 0, so nobody reads it. (A query of padding reads padding alone; what
-    comes out of it is not used.)
+    A Memory whose keys have weights w: log w is added to all scores against a key, so that the
+    softmax counts it w times. Padding has weight 0, so no token reads it. (What comes out of
+    padding itself is not used.) `carried` is what Smear and Feedback hand to the next token.
 
     No mask says this, so attention stays as fast: the weight lies with its key, in 8 more channels.
     There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its scores get
@@ -688,8 +691,9 @@ class WeightedMemory(Memory):
         super().__init__()
         self.pad = pad
         self.earlier = earlier
+        self.earlier_passes = [*earlier.earlier_passes, earlier] if earlier else []
         self.is_token = None        # (B,T): False for padding
-        self.log_w = None           # (B,S): of the next keys. None, in all passes: all weigh 1
+        self.log_w = None           # (B,S): of the next keys. None, then always: all weigh 1
         self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
 
     def begin(self, x):
@@ -777,18 +781,22 @@ class Smear(Mechanism):
 
 
 class LoopMemory(WeightedMemory):
-    """With Depth-Attention, what a layer made in earlier loops is a source of that layer, too."""
+    """With Depth-Attention, what a layer made in earlier passes is a source of that layer, too."""
 
-    def __init__(self, pad=None, earlier=None):
-        super().__init__(pad, earlier)
-        self.loops = [*earlier.loops, earlier] if earlier else []       # of the passes before
+    @property
+    def depth_memories(self):
+        return self.earlier_passes
 
 
 class Loop(Mechanism):
     """
-    The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row, the final
-    norm once, or with loop_norm after each. With depth_attn, what the same layer made in earlier
-    loops is a source too, as in Depth-Attention's paper. Cost: K + 1 passes.
+    The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row.
+
+        x^{k+1} = the blocks on x^k,  x^0 = x, with loop_norm then the final norm       k = 0 .. K
+        h       = the final norm of x^{K+1}, if it is not normed already
+
+    With depth_attn, what the same layer made in earlier passes is a source too, as in
+    Depth-Attention's paper. Cost: K + 1 passes.
     """
 
     def new_memory(self, pad):
@@ -849,12 +857,11 @@ class Embedding(Mechanism):
 class ChainMemory(WeightedMemory):
     """
     The memory of pass k: it keeps the keys of this pass, and returns those of passes 0 .. k, in the
-    order of tokens: x_0 z_0^(1) ..  x_1 z_1^(1) ..
+    order of tokens: slots (0,0) .. (0,k)  (1,0) .. (1,k) ..
     """
 
     def __init__(self, pad=None, earlier=None):
         super().__init__(pad, earlier)
-        self.earlier_passes = [*earlier.earlier_passes, earlier] if earlier else []
         self.keys_per_slot = len(self.earlier_passes) + 1
 
     def update(self, layer, k, v):
@@ -864,7 +871,8 @@ class ChainMemory(WeightedMemory):
         passes = [*self.earlier_passes, self]
         keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
         values = torch.stack([memory.values[layer] for memory in passes], dim=3)
-        if torch.is_grad_enabled():     # stack has copied them: keep views of that, drop k and v
+        # the graph of a training step keeps what stack copied: keep views of that, drop k and v
+        if torch.is_grad_enabled():
             self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
         return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
 
@@ -913,9 +921,13 @@ class SlotMemory(WeightedMemory):
 
     def rewind(self):
         """Forget the slots of the newest tokens: they were guesses."""
-        self.N = n = self.N_before
-        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items() if n > 0}
-        self.values = {layer: v[:, :, :n] for layer, v in self.values.items() if n > 0}
+        n = self.N_before
+        self.N = n
+        if n == 0:          # an empty entry would be copied for nothing
+            self.keys = {}
+            self.values = {}
+        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
+        self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
 
 
 def side_by_side(slots):
@@ -985,7 +997,7 @@ class Latent(Mechanism):
 
     @property
     def R(self):
-        return self.set_by_begin_step(self.drawn) if self.training else self.config.jacobi_iters
+        return self.from_begin_step(self.drawn) if self.training else self.config.jacobi_iters
 
     def new_memory(self, pad):
         return SlotMemory(pad)
@@ -1052,16 +1064,16 @@ class Feedback(Mechanism):
         return SlotMemory(pad)          # one slot a token, which the next pass replaces
 
     def forward(self, gpt, x, memory):
-        steps = self.set_by_begin_step(self.drawn) if self.training else self.K
+        K = self.from_begin_step(self.drawn) if self.training else self.K
         is_token = memory.is_token[..., None]                           # (B,T,1)
         carried = memory.carried                            # h of the token before these
         shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, so far: carried, 0, 0, ..
-        for _ in range(min(steps + 1, x.size(1))):          # T passes are always exact
+        for _ in range(min(K + 1, x.size(1))):              # T passes are always exact
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + shifted, memory.next_pass())
             h = h.where(is_token, 0.0)                      # padding carries nothing on
             shifted = shift(h, carried)
-        memory.carried = h[:, -1:] if steps > 0 else None   # K = 0: nothing is fed back
+        memory.carried = h[:, -1:] if K > 0 else None       # K = 0: nothing is fed back
         return h
 
 
@@ -1116,7 +1128,7 @@ class Halting(Mechanism):
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
-        progress = self.set_by_begin_step(self.progress)
+        progress = self.from_begin_step(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
             return 1.0
@@ -1143,7 +1155,10 @@ def mean_where(chosen, values):
 
 
 def without_autocast(module, h):
-    """module(h) in the precision of its weights, at least fp32: bf16 is coarse beside halt_tau."""
+    """
+    module(h), computed in the dtype of its weights, whatever autocast says: bf16 is coarse beside
+    halt_tau. The result is at least fp32.
+    """
     device = h.device.type
     if not torch.amp.is_autocast_available(device):     # the meta device: shapes, no numbers
         device = 'cpu'
@@ -1154,19 +1169,19 @@ def without_autocast(module, h):
 
 def catch_up(memory, stand_in):
     """
-    Called before pass k in generation, with its memory. If all tokens of an earlier call stopped
+    Called before pass k, with its memory. If all tokens of an earlier call in generation stopped
     before pass k, the memory has no keys of theirs. This puts stand_in(k, v) in their place, made
     from the keys and values that memory.earlier, the memory of pass k - 1, has of them.
     """
     n_earlier = memory.tokens - len(memory.pos)     # tokens before the newest
-    for layer in memory.earlier.keys:
-        N = memory.keys[layer].size(2) if layer in memory.keys else 0
-        if N == n_earlier:
+    for layer, earlier_keys in memory.earlier.keys.items():
+        has = memory.keys[layer].size(2) if layer in memory.keys else 0
+        if has == n_earlier:
             continue
-        k = memory.earlier.keys[layer][:, :, N:n_earlier]
-        v = memory.earlier.values[layer][:, :, N:n_earlier]
+        k = earlier_keys[:, :, has:n_earlier]
+        v = memory.earlier.values[layer][:, :, has:n_earlier]
         k, v = stand_in(k, v)
-        if N > 0:
+        if has > 0:
             k = torch.cat((memory.keys[layer], k), dim=2)
             v = torch.cat((memory.values[layer], v), dim=2)
         memory.keys[layer], memory.values[layer] = k, v
@@ -1200,7 +1215,7 @@ class Gate(Halting, Embedding):
     pondering. (The paper writes i for k; P^k and E^k are P_k and E_k of Embedding.)
 
         s^k     = sigmoid(MLP_k(h^k))            a gate after every pass but the last      (2), (3)
-        m^{k+1} = m^k and s^k >= tau, m^0 = 1    who takes another pass                    (4), (5)
+        m^0     = 1,  m^{k+1} = m^k (s^k >= tau)    who takes another pass                 (4), (5)
         E^{k+1} = E^k + m^{k+1} s^k P^k W        as in PonderLM, scaled by the gate      (6) to (9)
         a token with m^k = 0 keeps the keys and values of its last pass, in every layer        (10)
 
@@ -1232,8 +1247,10 @@ class Gate(Halting, Embedding):
         return Memories(FrozenMemory, self.K + 1, pad)
 
     def forward(self, gpt, x, memory):
-        m, out = memory.is_token, torch.zeros_like(x)                   # (B,T), (B,T,C)
-        self.taken, self.kept = [], SimpleNamespace(s=[])
+        m = memory.is_token                                             # (B,T)
+        out = torch.zeros_like(x)                                       # (B,T,C)
+        self.taken = []
+        self.kept = SimpleNamespace(s=[])
         for k in range(self.K + 1):
             h = gpt.trunk(x, memory[k].freeze_except(m))                # h^k, (10)
             out = torch.where(m[..., None], h, out)
@@ -1251,7 +1268,7 @@ class Gate(Halting, Embedding):
         return out.to(x.dtype)
 
     def may_stop(self):
-        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_start
+        return not self.training or self.from_begin_step(self.progress) >= self.config.halt_start
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
@@ -1307,7 +1324,9 @@ class Mask(Halting, Latent):
 
     def slot_by_slot(self, gpt, x, memory):
         """A new token x (B,1,C) and its thoughts, until none is needed -> (B,1,C)."""
-        go_on, h, out = memory.is_token, x, 0.0
+        go_on = memory.is_token                                         # (B,1)
+        h = x                           # what goes through the next slot
+        out = 0.0
         log_w = at_least_fp32(x.new_zeros(len(x), 1, self.K + 1))       # w = 1
         self.taken = []
         for k in range(self.K + 1):
@@ -1327,7 +1346,8 @@ class Mask(Halting, Latent):
         """A text x (B,T,C), by Latent's sweeps -> (B,T,C)."""
         is_token = memory.is_token[..., None].expand(-1, -1, self.K + 1)
         log_w = at_least_fp32(x.new_zeros(is_token.shape))              # w = 1
-        needed, h = is_token, ()
+        needed = is_token
+        h = ()
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
         # slots all the same, as the next one may want them again.
         for n in self.slots_of_sweeps():
@@ -1364,7 +1384,7 @@ class RouterMemory(ChainMemory):
     def weightless(k, v):
         """Keys and values of the same shapes (B, nkv, n, hd + 8); the keys have weight 0."""
         k, v = torch.zeros_like(k), torch.zeros_like(v)
-        k[..., -8:] = LOG_ZERO      # as log w in `weighted`, and 8 / sqrt(hd) times that: enough
+        k[..., -8:] = LOG_ZERO      # scores gain 8 / sqrt(hd) times this: a softmax makes 0 of it
         return k, v
 
 
@@ -1401,9 +1421,12 @@ class Router(Halting):
         return Memories(RouterMemory, self.K + 1, pad)
 
     def forward(self, gpt, x, memory):
-        z, go_on, out = x, memory.is_token, 0.0
+        z = x
+        go_on = memory.is_token                                         # (B,T)
+        out = 0.0
         reach = at_least_fp32(x.new_ones(go_on.shape))                  # (B,T)
-        self.taken, self.kept = [], SimpleNamespace(z=[], g=[], next_reach=[])
+        self.taken = []
+        self.kept = SimpleNamespace(z=[], g=[], next_reach=[])
         for k in range(self.K + 1):
             z = self.one_pass(gpt, z, memory[k], go_on)                 # z^(k), (B,T,C)
             self.taken.append(go_on)
@@ -1440,7 +1463,7 @@ class Router(Halting):
 
 
 class LoopExit(Halting):
-    """What Exit and Ouro share."""
+    """What Exit and Ouro share: a Loop whose tokens leave, and h^k, what pass k made, normed."""
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
 
@@ -1463,8 +1486,8 @@ class Exit(LoopExit):
         L^k     = cross-entropy of head(h^k)
         loss    = sum_k prior_k L^k             which passes must predict: exit_loss, below
 
-    A token leaves when its doubt is below halt_tau. Its newest keys and values are read after it
-    left, as in Gate. exit_loss is one of
+    A token leaves when its doubt is below halt_tau. Then later tokens read the keys and values of
+    its last pass, as in Gate. exit_loss is one of
 
         last        prior_k = 1 for k = K, else 0
         uniform     prior_k = 1 / (K + 1)
@@ -1476,10 +1499,10 @@ class Exit(LoopExit):
                     into that of exit_loss
         leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
                     a token took: later tokens learn to read the keys of those that left
-        staying     tokens with negative targets (those of a question: they are given, and nothing
-                    is to be predicted there) learn to stay, since all that follows reads them: a
-                    loss pulls their predictions towards equal probabilities, with a weight that
-                    grows from 0 at halt_start to halt_lambda at halt_full
+        staying     a negative target marks a token of a question, where nothing is to be
+                    predicted. All that follows reads it, so it should take every pass. A loss pulls
+                    its predictions towards equal probabilities, so that its doubt stays high, with
+                    a weight that grows from 0 at halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
     there are heads after earlier passes for uniform and ramp (from halt_start on), for leaving
@@ -1489,8 +1512,10 @@ class Exit(LoopExit):
     """
 
     def forward(self, gpt, x, memory):
-        go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
-        self.taken, self.kept = [], SimpleNamespace(h=[], doubt=[])
+        go_on = memory.is_token                                         # (B,T)
+        out = torch.zeros_like(x)                                       # (B,T,C)
+        self.taken = []
+        self.kept = SimpleNamespace(h=[], doubt=[])
         for k in range(self.K + 1):
             x, h = self.loop_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
@@ -1508,7 +1533,7 @@ class Exit(LoopExit):
         return out
 
     def may_stop(self):
-        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_full
+        return not self.training or self.from_begin_step(self.progress) >= self.config.halt_full
 
     @staticmethod
     @some_rows_at_once
@@ -1588,9 +1613,11 @@ class Ouro(LoopExit):
         return without_autocast(self.gate, h).squeeze(-1).sigmoid()     # (B,T)
 
     def forward(self, gpt, x, memory):
-        go_on, out = memory.is_token, torch.zeros_like(x)               # (B,T), (B,T,C)
+        go_on = memory.is_token                                         # (B,T)
+        out = torch.zeros_like(x)                                       # (B,T,C)
         stay = 1.0
-        self.taken, self.kept = [], SimpleNamespace(h=[], lam=[], stay=[])
+        self.taken = []
+        self.kept = SimpleNamespace(h=[], lam=[], stay=[])
         for k in range(self.K + 1):
             x, h = self.loop_pass(gpt, x, memory[k], go_on)
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
@@ -1614,7 +1641,8 @@ class Ouro(LoopExit):
         lams = self.kept.lam
         before = [torch.ones_like(lams[0]), *self.kept.stay]            # stay_{k-1}
         p = [lam * stay for lam, stay in zip(lams, before)] + before[-1:]           # (3)
-        nats = sum(p_k * gpt.token_losses(h, targets) for h, p_k in zip(self.kept.h, p))    # (B,T)
+        nats = sum(p_k * gpt.token_losses(h_k, targets)
+                   for p_k, h_k in zip(p, self.kept.h))                 # (B,T)
         tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
         return mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)

@@ -153,7 +153,7 @@ def test_a_chain_reads_token_after_token_the_passes_up_to_its_own():
 
 def test_loops_know_those_before_them():
     memory = Memories(LoopMemory, 3, None)
-    assert [loop.loops for loop in memory] == [[], memory[:1], memory[:2]]
+    assert [loop.depth_memories for loop in memory] == [[], memory[:1], memory[:2]]
 
 
 # ---- tokens that stopped -------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Recorder:
         mode = config.depth_mode
         weights = depth_attention(q, k, rows[-1], list(zip(keys, rows)), mode).mean(1)
 
-        loops, below = len(memory.loops), [*source_layers(config, layer)]
+        loops, below = len(memory.depth_memories), [*source_layers(config, layer)]
         row = self.shares[-1][:, :, layer]                              # (1,S,L+1)
         row.zero_()
         row[..., -1] = weights[..., :loops].sum(-1)
