@@ -3,7 +3,7 @@ Text to token shards.
 
     python prepare_data.py                          built-in corpus: the standard library, as bytes
     python prepare_data.py --packages=True          and every installed package, for larger runs
-    python prepare_data.py PATH... --name=mine      your .txt and .jsonl files, or folders of them
+    python prepare_data.py PATH... --name=mine      your .txt and .jsonl files, or folders of text
     python prepare_data.py shakespeare              the classic, a megabyte
     python prepare_data.py fineweb-edu --shards=10  10 x 100M tokens of the web; or plain `fineweb`
     python prepare_data.py addition --size=6        problems that take steps: engine/tasks.py; or
@@ -325,7 +325,8 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
             print(f"warning: no UTF-8 in {no_utf8} documents, and {tokenizer.name} reads nothing "
                   "else: they have U+FFFD in places; convert them, as with iconv", file=sys.stderr)
         if not 0 < val.bytes < train.bytes:
-            advice = "give more text, or a larger --val_fraction"
+            other = 'larger' if val.bytes == 0 else 'smaller'
+            advice = f"give more text, or a {other} --val_fraction"
             if task_of({'source': source}):
                 advice = "it has too few problems that differ: give a larger --size"
             raise UserError(f"{source}: no sensible split, {train.bytes:,} bytes to train and "

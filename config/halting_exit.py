@@ -3,8 +3,8 @@ The looped Transformer whose tokens leave when the model is confident (arXiv 260
 prior makes each pass predict, so that any of them can be the last. Three things are ours: it sets
 in late, tokens then leave in training too, and questions learn to stay. The rest is as in
 config/loop.py.
-Cost: as config/loop.py in training, plus a head per pass; in generation only the passes that are
-taken, plus a head for each.
+Cost: as config/loop.py in training, plus heads after earlier passes from the half of a run on; in
+generation only the passes that are taken, plus a head for each.
 """
 out_dir = 'out/halting_exit'
 ponder = 'loop'

@@ -233,7 +233,7 @@ def test_vocabularies_that_cannot_be_had(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('argv, words', [
     (['gone.txt'], 'gone.txt: no such file'),
-    (['empty.txt'], 'no sensible split, 0 bytes.*give more text'),
+    (['empty.txt'], 'no sensible split, 0 bytes.*give more text, or a larger'),
     (['traffic', '--size=1'], 'no sensible split.*too few problems that differ: give a larger'),
     (['data/mine'], 'a data set, no text.*--check data/mine'),
     (['--val_fraction=0.7'], 'val_fraction=0.7'),
@@ -256,6 +256,13 @@ def test_what_cannot_be_prepared_is_one_line(tmp_path, monkeypatch, argv, words)
     with pytest.raises(UserError, match=words):
         prepare_data.main(argv)
     assert contents('data/mine') == before
+
+
+def test_where_validation_got_more_a_smaller_fraction_is_advised(tmp_path):
+    texts = [b'%d ' % n * 5000 for n in range(99)]
+    long = next(text for text in texts if prepare_data.position(text) < 0.1)
+    with pytest.raises(UserError, match='give more text, or a smaller --val_fraction'):
+        write_dataset(str(tmp_path), [*numbered(9), long], get_tokenizer('byte'), 0.1, 'texts')
 
 
 def test_missing_data_names_its_command(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@ A fair comparison: the same data, tokens, batches and optimiser for every mechan
 one run after another.
 
     python tools/compare.py config/tasks.py --names=plain_scaled,loop,plain_scaled_as_loop
-    python tools/compare.py         every mechanism at 2.8M, three seeds: hours on a laptop
+    python tools/compare.py         every mechanism at 2.8M, three seeds: a day or two
     python tools/compare.py --names=plain_scaled,smear --lrs=1.5e-3,3e-3,6e-3
         each at the best of these peak learning rates, found with a seed of its own (--pick)
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
