@@ -1605,7 +1605,7 @@ class Ouro(LoopExit):
 
     def init_weights(self, gpt):
         super().init_weights(gpt)
-        if self.config.ouro_stage == 2:     # it trains the gate alone
+        if self.config.ouro_stage == 2:     # the gate alone is trained, so all else is frozen here
             gpt.requires_grad_(False)
             self.requires_grad_(True)
 

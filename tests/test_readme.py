@@ -452,7 +452,7 @@ def test_tables_of_other_learning_rates_and_muon():
         found[label] = [of[name_in(label), best[label], seed] for seed in (1, 2, 3)]
         assert rate == best[label]
         assert cells == [f'{loss:.3f}' for loss in found[label]]
-    assert len(best) == len(found) == 5
+    assert len(best) == len(found) == 6
 
 
 def test_the_table_beside_nanogpt():
