@@ -321,7 +321,8 @@ def test_names_in_tables_are_in_the_model(page):
 # ---- numbers of docs/runs
 
 TEXTS = {   # their records
-    '0.3 MB': 'text', '3 MB': 'text-long', '5 MB': 'text-2.8M', '0.3 MB, Muon': 'text-rates-muon'}
+    '0.3 MB': 'text', '3 MB': 'text-long', '5 MB': 'text-2.8M', '0.3 MB, Muon': 'text-rates-muon',
+    '3 MB, Muon': 'text-long-muon'}
 
 
 def records_of(name):
@@ -358,8 +359,9 @@ def test_losses_of_the_log(text):
 @pytest.mark.parametrize('records, title, rates', [
     ('text-rates-muon', '### With 0.3 MB, Muon', (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)),
     ('text-rates-adamw', '| seed 0, AdamW', (1.5e-3, 3e-3, 6e-3, 1.2e-2)),
+    ('text-long-muon', '### With 3 MB, Muon', (1.5e-3, 3e-3, 6e-3)),
 ])
-def test_what_seed_0_chose_on_the_shortest_text(records, title, rates):
+def test_what_seed_0_chose_at_09M(records, title, rates):
     made = records_of(records)
     table = rows('docs/runs/LOG.md', title)
     for label, *cells in table:
