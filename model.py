@@ -693,7 +693,7 @@ class WeightedMemory(Memory):
         self.earlier = earlier
         self.earlier_passes = [*earlier.earlier_passes, earlier] if earlier else []
         self.is_token = None        # (B,T): False for padding
-        self.log_w = None           # (B,S): of the next keys. None, then always: all weigh 1
+        self.log_w = None           # (B,S): of the next keys. None: no key here has a weight
         self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
 
     def begin(self, x):
@@ -792,8 +792,9 @@ class Loop(Mechanism):
     """
     The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row.
 
-        x^{k+1} = the blocks on x^k,  x^0 = x, with loop_norm then the final norm       k = 0 .. K
-        h       = the final norm of x^{K+1}, if it is not normed already
+        x^0     = x
+        x^{k+1} = blocks(x^k), with loop_norm the final norm of that                    k = 0 .. K
+        h       = x^{K+1}, normed
 
     With depth_attn, what the same layer made in earlier passes is a source too, as in
     Depth-Attention's paper. Cost: K + 1 passes.
