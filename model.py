@@ -924,11 +924,9 @@ class SlotMemory(WeightedMemory):
         """Forget the slots of the newest tokens: they were guesses."""
         n = self.N_before
         self.N = n
-        if n == 0:          # an empty entry would be copied for nothing
-            self.keys = {}
-            self.values = {}
-        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
-        self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
+        # an empty entry would make `update` copy for nothing
+        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items() if n > 0}
+        self.values = {layer: v[:, :, :n] for layer, v in self.values.items() if n > 0}
 
 
 def side_by_side(slots):
@@ -1216,7 +1214,7 @@ class Gate(Halting, Embedding):
     pondering. (The paper writes i for k; P^k and E^k are P_k and E_k of Embedding.)
 
         s^k     = sigmoid(MLP_k(h^k))            a gate after every pass but the last      (2), (3)
-        m^0     = 1,  m^{k+1} = m^k (s^k >= tau)    who takes another pass                 (4), (5)
+        m^{k+1} = m^k (s^k >= tau), m^0 = 1      who takes another pass                    (4), (5)
         E^{k+1} = E^k + m^{k+1} s^k P^k W        as in PonderLM, scaled by the gate      (6) to (9)
         a token with m^k = 0 keeps the keys and values of its last pass, in every layer        (10)
 

@@ -112,10 +112,10 @@ def check_pieces(gpt):
     text = torch.arange(T, device=device)[None] * 7 % gpt.config.n_tokens       # any will do
     # with a memory: without one, compiled blocks would be compiled for this length
     at_once = gpt.head(gpt.hidden(text, gpt.new_memory())).softmax(-1)          # (1,T,V)
-    ways = {0: "in pieces, as in generation,", 2: "beside padding, as in a batch,"}
-    if variant_of(gpt.config).late_k_norm:
-        del ways[2]
-    for pad, how in ways.items():
+    ways = [(0, "in pieces, as in generation,")]
+    if not variant_of(gpt.config).late_k_norm:
+        ways.append((2, "beside padding, as in a batch,"))
+    for pad, how in ways:
         memory = gpt.new_memory(torch.tensor([pad], device=device) if pad else None)
         parts = F.pad(text, (pad, 0)).split([pad + T // 2, *[1] * (T - T // 2)], dim=1)
         h = torch.cat([gpt.hidden(part, memory) for part in parts], dim=1)[:, pad:]
