@@ -16,9 +16,9 @@ the other. GPT.hidden is the first two; GPT.forward adds the third, or with targ
     h = gpt.trunk(x)            embeddings         -> hidden states (B,T,C)
     logits = gpt.head(h)        hidden states      -> (B,T,V)
 
-Depth-Attention works inside the trunk. Every other method is a mechanism: it takes the place of the
-call of gpt.trunk in GPT.hidden; docs/architecture.md has their drawings. Read from top to bottom:
-parts 1 and 2 are an ordinary GPT; skip what is marked with a later part.
+Depth-Attention works inside the trunk. Every other method is a mechanism: GPT.hidden calls it, and
+it calls gpt.trunk (a plain GPT's once); docs/architecture.md has their drawings. Read from top to
+bottom: parts 1 and 2 are an ordinary GPT; skip what is marked with a later part.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
@@ -95,7 +95,7 @@ class GPTConfig:
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # s: the sources are layers 0, s, .. (None: n_layer // 2)
+    depth_stride: Optional[int] = None   # s: sources are layers 0, s, .. (None: n_layer // 2, or 1)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
@@ -391,7 +391,7 @@ class GPT(nn.Module):
 
             without targets             (logits (B,T,V), None)
             with targets, in eval mode  (None, the mean cross-entropy in nats)
-            in training mode            (None, the loss of the mechanism)
+            with targets, in training   (None, the loss of the mechanism)
         """
         h = self.hidden(idx)                                            # (B,T,C)
         if targets is None:
@@ -402,8 +402,8 @@ class GPT(nn.Module):
 
     def hidden(self, idx, memory=None):
         """
-        Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens: embed and trunk, or
-        a mechanism in the place of the trunk.
+        Tokens (B,T) -> the hidden states (B,T,C) that predict the next tokens: embed, then the
+        mechanism, which calls the trunk.
         memory      from new_memory; idx follows what it has read. None: idx is the whole text
         ValueError for more tokens than block_size.
         """
