@@ -16,16 +16,17 @@ the other. GPT.hidden is the first two; GPT.forward adds the third, or with targ
     h = gpt.trunk(x)            embeddings         -> hidden states (B,T,C)
     logits = gpt.head(h)        hidden states      -> (B,T,V)
 
-Depth-Attention works inside the trunk. Every other method is a mechanism: GPT.hidden calls it, and
-it calls gpt.trunk (a plain GPT's once); docs/architecture.md has their drawings. Read from top to
-bottom: parts 1 and 2 are an ordinary GPT; skip what is marked with a later part.
+Depth-Attention works inside the trunk. Every other method is a mechanism, a class of its own:
+GPT.hidden calls the mechanism, and the mechanism calls gpt.trunk (in a plain GPT once, and that is
+all). docs/architecture.md has drawings. Read from top to bottom: parts 1 and 2 are an ordinary GPT;
+skip what is marked with a later part.
 
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      values are mixed over layers
     4  pondering            several passes for each token: Smear, Loop, Embedding (PonderLM), Chain
                             (latent chain of fixed length), Pause, Latent (PonderLM-2), Feedback
-    5  halting              each token takes as many of these as it needs: Gate (AdaPonderLM), Mask
+    5  halting              each token takes as many passes as it needs: Gate (AdaPonderLM), Mask
                             (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
     6  checks               which settings make sense
 
@@ -41,9 +42,9 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-train.py, sample.py and every tool run these classes, on every device: what you read is what runs.
-(In the place of GPT.generate programs use engine/generate.py. Three pieces have a quicker form,
-which computes the same: docs/architecture.md lists them.)
+train.py, sample.py and every tool run these classes, on every device. There are four exceptions,
+which compute the same: programs generate with engine/generate.py, and three pieces have a quicker
+form, which docs/architecture.md lists.
 """
 
 import math
@@ -109,8 +110,8 @@ class GPTConfig:
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
-    halt_start: Optional[float] = None   # share of the run where halting's loss begins (likewise)
-    halt_full: Optional[float] = None    # share of the run where it has its full weight (likewise)
+    halt_start: Optional[float] = None   # share of the run where halting sets in: part 5 (likewise)
+    halt_full: Optional[float] = None    # share of the run where it is in full force (likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -189,7 +190,8 @@ class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. In training it is new in
     each call of the model, and holds the keys and values of this call alone. Each call of the model
-    calls `begin` once, then `update` in every layer.
+    calls `begin` once, and each pass through the blocks (there is one until part 4) `update` in
+    every layer.
     """
     keys_per_slot = 1       # keys that `update` returns for each slot; part 4: ChainMemory
     depth_memories = ()     # of earlier passes, which part 3 reads too; part 4: LoopMemory
@@ -214,7 +216,7 @@ class Memory:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
         assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
-                                     "gpt.trunk once after each memory.begin")
+                                     "gpt.trunk once after each begin (a SlotMemory: next_pass)")
         self.keys[layer], self.values[layer] = k, v
         return k, v
 
@@ -270,7 +272,7 @@ class Attention(nn.Module):
     def attend(self, q, k, v, per_slot=1):
         """
         softmax(q k^T / sqrt(hd)) v, (B, nh, S, hd). The queries are those of the newest S slots,
-        and each reads the keys up to its own; in Chain per_slot keys of each slot.
+        and each reads the keys up to its own. In Chain each slot has per_slot keys.
         """
         S, N, hd = q.size(2), k.size(2), q.size(3)
         if k.size(3) > hd:      # part 4, WeightedMemory: a key's log w lies in 8 more channels
@@ -295,7 +297,7 @@ def attend_in_turns(attention, q, k, v, per_slot):
     stay small and little is computed in vain.
     """
     S, N = q.size(2), k.size(2)
-    if q.size(1) > k.size(1):           # shared keys: no fused kernel has these and a mask
+    if q.size(1) > k.size(1):           # shared keys: few fused kernels have these and a mask
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     at_once = min(S, QUERIES_AT_ONCE)
     # reads[i]: which keys the i-th of the last queries reads. Each query before it reads per_slot
@@ -460,7 +462,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """
         Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. The
-        model should be in eval mode. ValueError if it would have to read more than block_size
+        model should be in eval mode. ValueError once it would have to read more than block_size
         tokens; sample.py's `stream` (engine/generate.py) has no such limit.
         """
         memory = self.new_memory()
@@ -573,13 +575,19 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # the trunk as often as its paper says. Attention is causal in every pass. What else a slot may read
 # is said by the memory that the pass gets:
 #
-#     Smear                       a WeightedMemory, whose weights only hide padding
+#     Smear                       one WeightedMemory
 #     Loop, Embedding             a WeightedMemory for each pass: a pass reads its own keys
 #     Chain                       a ChainMemory for each pass: a pass reads earlier ones, too
 #     Pause, Latent, Feedback     one SlotMemory: all slots of all tokens in a row
 #
-# To add one: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in PONDER;
-# its settings in GPTConfig. Smear is the shortest.
+# Before each pass a SlotMemory wants next_pass called; the others want nothing. Keys can have
+# weights: those of padding weigh 0, and part 5 uses weights for more.
+#
+# k counts passes and slots from 0. x^k, E_k and Latent's z_{t,k} go into pass or slot k; h^k, h^(k)
+# and Chain's z^(k) come out of it.
+#
+# To add a mechanism: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in
+# PONDER; its settings in GPTConfig. Smear is the simplest.
 
 
 class Mechanism(nn.Module):
@@ -587,7 +595,7 @@ class Mechanism(nn.Module):
     What happens between embed(idx) and head(h). A plain GPT has this class itself. A paper's class
     says in `forward` how it uses gpt.trunk; it has its own weights, its memory, its loss. gpt is
     passed to each method: kept in an attribute it would be a submodule of its own mechanism, and
-    gpt.train() would never end.
+    gpt.train() would call itself for ever.
     """
     passes = None       # (B,T), if tokens halt: how many passes, or slots, each took last time
 
@@ -639,7 +647,7 @@ class Mechanism(nn.Module):
         """
         Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
         the mechanism's own biases begin at 0. A plain GPT keeps what GPT.__init__ drew. (So a fair
-        plain partner is a Loop or an Embedding with ponder_steps=0.)
+        plain partner is a Loop with ponder_steps=0, and for Embedding and Pause an Embedding.)
         """
         if self.config.ponder == 'none':
             return
@@ -660,7 +668,7 @@ class Mechanism(nn.Module):
         self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
 
     @staticmethod
-    def from_begin_step(value):
+    def set_by_begin_step(value):
         """value, which begin_step has set; ValueError if it was not called."""
         require(value is not None, "in training mode: call gpt.mechanism.begin_step(step, steps) "
                                    "before each optimizer step (to generate: gpt.eval())")
@@ -681,7 +689,7 @@ class WeightedMemory(Memory):
     softmax counts it w times. Padding has weight 0, so no token reads it. (What comes out of
     padding itself is not used.) `carried` is what Smear and Feedback hand to the next token.
 
-    No mask says this, so attention stays as fast: the weight lies with its key, in 8 more channels.
+    No mask says this, so the fastest kernels serve: a weight lies with its key, in 8 more channels.
     There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its scores get
     8 c / sqrt(hd) = log w. (8 channels, as fast kernels want multiples of 8.)
     """
@@ -691,7 +699,7 @@ class WeightedMemory(Memory):
         super().__init__()
         self.pad = pad
         self.earlier = earlier
-        self.earlier_passes = [*earlier.earlier_passes, earlier] if earlier else []
+        self.earlier_memories = [*earlier.earlier_memories, earlier] if earlier else []
         self.is_token = None        # (B,T): False for padding
         self.log_w = None           # (B,S): of the next keys. None: no key here has a weight
         self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
@@ -771,7 +779,7 @@ class Smear(Mechanism):
     K = 0       # whatever ponder_steps says
 
     def new_memory(self, pad):
-        return WeightedMemory(pad)
+        return WeightedMemory(pad)      # which has is_token and carried, also without padding
 
     def forward(self, gpt, x, memory):
         x = x.where(memory.is_token[..., None], 0.0)        # padding is not handed on
@@ -785,7 +793,7 @@ class LoopMemory(WeightedMemory):
 
     @property
     def depth_memories(self):
-        return self.earlier_passes
+        return self.earlier_memories
 
 
 class Loop(Mechanism):
@@ -793,8 +801,8 @@ class Loop(Mechanism):
     The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row.
 
         x^0     = x
-        x^{k+1} = blocks(x^k), with loop_norm the final norm of that                    k = 0 .. K
-        h       = x^{K+1}, normed
+        x^{k+1} = blocks(x^k)                   with loop_norm: norm(blocks(x^k))       k = 0 .. K
+        h       = norm(x^{K+1})                 with loop_norm: x^{K+1}
 
     With depth_attn, what the same layer made in earlier passes is a source too, as in
     Depth-Attention's paper. Cost: K + 1 passes.
@@ -849,7 +857,7 @@ class Embedding(Mechanism):
             p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
             mean = p @ table.to(p.dtype)
             return mean * config.embed_scale        # cheaper than to scale the table
-        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # n = B T
+        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # n rows
         p = top.values.softmax(-1).to(table.dtype)                          # (n, ponder_topk)
         mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
         return mean.view_as(h) * config.embed_scale
@@ -863,13 +871,13 @@ class ChainMemory(WeightedMemory):
 
     def __init__(self, pad=None, earlier=None):
         super().__init__(pad, earlier)
-        self.keys_per_slot = len(self.earlier_passes) + 1
+        self.keys_per_slot = len(self.earlier_memories) + 1
 
     def update(self, layer, k, v):
         k, v = super().update(layer, k, v)
-        if not self.earlier_passes:
+        if not self.earlier_memories:
             return k, v
-        passes = [*self.earlier_passes, self]
+        passes = [*self.earlier_memories, self]
         keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
         values = torch.stack([memory.values[layer] for memory in passes], dim=3)
         # the graph of a training step keeps what stack copied: keep views of that, drop k and v
@@ -943,7 +951,7 @@ class Pause(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        if config.ponder_steps > 0:     # else it would be a weight without a gradient
+        if self.K > 0:  # else it would be a weight without a gradient
             self.pause = nn.Parameter(torch.randn(config.n_embd) * config.init_std)
 
     @staticmethod
@@ -996,7 +1004,7 @@ class Latent(Mechanism):
 
     @property
     def R(self):
-        return self.from_begin_step(self.drawn) if self.training else self.config.jacobi_iters
+        return self.set_by_begin_step(self.drawn) if self.training else self.config.jacobi_iters
 
     def new_memory(self, pad):
         return SlotMemory(pad)
@@ -1063,7 +1071,7 @@ class Feedback(Mechanism):
         return SlotMemory(pad)          # one slot a token, which the next pass replaces
 
     def forward(self, gpt, x, memory):
-        K = self.from_begin_step(self.drawn) if self.training else self.K
+        K = self.set_by_begin_step(self.drawn) if self.training else self.K
         is_token = memory.is_token[..., None]                           # (B,T,1)
         carried = memory.carried                            # h of the token before these
         shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, so far: carried, 0, 0, ..
@@ -1101,15 +1109,16 @@ class Halting(Mechanism):
     Time is saved once all have stopped and the loop ends: in generation. (For Router in training
     see engine/skip.py.)
 
-    Gate takes `mixture` from Embedding, and Mask the sweeps from Latent: they inherit from both.
-    Halting is named first: where both have a method, Halting's is the one.
+    `forward` leaves in `taken` and `kept` what happened, and `loss` reads it right after that.
+    Gate takes `mixture` from Embedding, and Mask the sweeps from Latent, so they inherit these; the
+    others take nothing from Chain and Loop.
     """
     works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
 
     def __init__(self, config):
         super().__init__(config)
-        self.taken = []     # (B,T) of each pass of the last call: who took it
+        self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it
         self.kept = None    # what the loop keeps of each pass: for the loss, and for tools to show
 
     @property
@@ -1122,12 +1131,12 @@ class Halting(Mechanism):
         return score >= self.config.halt_tau
 
     def all_stopped(self, go_on):
-        """Whether the loop may end. In training it does not: the losses ask of all passes."""
+        """Whether the loop may end. In training never: most losses ask of all passes."""
         return not self.training and not go_on.any()
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on: shares of the training run."""
-        progress = self.from_begin_step(self.progress)
+        progress = self.set_by_begin_step(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
             return 1.0
@@ -1264,10 +1273,10 @@ class Gate(Halting, Embedding):
                 break
             joins = (m * s)[..., None] * self.mixture(gpt, h)
             x = x + joins.to(x.dtype)                                   # (6) to (9)
-        return out.to(x.dtype)
+        return out
 
     def may_stop(self):
-        return not self.training or self.from_begin_step(self.progress) >= self.config.halt_start
+        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_start
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
@@ -1446,13 +1455,16 @@ class Router(Halting):
 
     @staticmethod
     def one_pass(gpt, z, memory, go_on):
-        """What pass k makes of z (B,T,C). What it makes of tokens that stopped is not used."""
+        """
+        What pass k makes of z (B,T,C). What it makes of tokens that stopped is not used. (In
+        training engine/skip.py leaves them out.)
+        """
         return gpt.trunk(z, memory.weigh_only(go_on))
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
         total = 0.0
-        for z, g, taken in list(zip(self.kept.z, self.kept.g, self.taken))[:self.K]:
+        for z, g, taken in zip(self.kept.z[:self.K], self.kept.g, self.taken):
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
                 p = gpt.token_losses(z, counted).neg().exp()
@@ -1462,7 +1474,10 @@ class Router(Halting):
 
 
 class LoopExit(Halting):
-    """What Exit and Ouro share: a Loop whose tokens leave, and h^k, what pass k made, normed."""
+    """
+    What Exit and Ouro share: Loop's passes, but tokens leave; and h^k, what pass k made, normed.
+    Unlike in Loop, earlier passes are no sources of Depth-Attention.
+    """
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
 
@@ -1506,8 +1521,7 @@ class Exit(LoopExit):
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
     there are heads after earlier passes for uniform and ramp (from halt_start on), for leaving
     (from halt_full on) and for staying.
-    The authors' code takes all passes and then picks one. Unlike in Loop, earlier loops are no
-    sources of Depth-Attention.
+    The authors' code takes all passes and then picks one.
     """
 
     def forward(self, gpt, x, memory):
@@ -1532,7 +1546,7 @@ class Exit(LoopExit):
         return out
 
     def may_stop(self):
-        return not self.training or self.from_begin_step(self.progress) >= self.config.halt_full
+        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_full
 
     @staticmethod
     @some_rows_at_once
@@ -1540,8 +1554,9 @@ class Exit(LoopExit):
         """The largest probability of head(h): (.., C) -> (..)."""
         return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1)
 
-    def prior(self, n):
-        """The weights of the losses of n passes: at first 'last', from halt_full on exit_loss."""
+    def prior(self):
+        """The weights of the losses of passes: at first 'last', from halt_full on exit_loss."""
+        n = self.K + 1
         last = [0] * (n - 1) + [1]
         chosen = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
         onset = self.onset()
@@ -1549,9 +1564,8 @@ class Exit(LoopExit):
         return [(1 - onset) * old + onset * new / total for old, new in zip(last, chosen)]
 
     def predictions_loss(self, gpt, h, targets):
-        hs = self.kept.h                                                # h is the last of them
-        prior = self.prior(len(hs))
-        return sum(p * gpt.loss(h_k, targets) for p, h_k in zip(prior, hs) if p > 0)
+        passes = zip(self.prior(), self.kept.h)                         # h is the last of kept.h
+        return sum(p * gpt.loss(h_k, targets) for p, h_k in passes if p > 0)
 
     def penalty(self, gpt, targets):
         """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
@@ -1560,7 +1574,7 @@ class Exit(LoopExit):
         if weight == 0 or not question.any():
             return 0.0
         total = 0.0
-        for h, taken in list(zip(self.kept.h, self.taken))[:self.K]:
+        for h, taken in zip(self.kept.h[:self.K], self.taken):
             nats = self.uniform_nats(gpt, h)
             total = total + mean_where(question & taken, nats)
         return weight * total / self.K
@@ -1584,7 +1598,7 @@ class Ouro(LoopExit):
         p_k     = lam_k stay_{k-1}              probability of leaving after k                   (3)
         p_K     = stay_{K-1}
 
-    A token leaves when stay_k is below halt_tau, which is 1 - q of the paper.
+    A token leaves when stay_k is below halt_tau: the paper's threshold q is 1 - halt_tau.
     It is trained in two stages, ouro_stage, in which nobody leaves:
 
         1   all weights     sum_k p_k L^k - halt_lambda H(p)                                     (4)
@@ -1637,12 +1651,12 @@ class Ouro(LoopExit):
     def predictions_loss(self, gpt, h, targets):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
-        lams = self.kept.lam
-        before = [torch.ones_like(lams[0]), *self.kept.stay]            # stay_{k-1}
-        p = [lam * stay for lam, stay in zip(lams, before)] + before[-1:]           # (3)
+        lam = self.kept.lam
+        before = [torch.ones_like(lam[0]), *self.kept.stay]             # stay_{k-1}
+        p = [lam_k * stay for lam_k, stay in zip(lam, before)] + before[-1:]        # (3)
         nats = sum(p_k * gpt.token_losses(h_k, targets)
                    for p_k, h_k in zip(p, self.kept.h))                 # (B,T)
-        tiny = torch.finfo(lams[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
+        tiny = torch.finfo(lam[0].dtype).tiny       # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
         return mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
 
@@ -1683,7 +1697,7 @@ def new_mechanism(config):
 
 
 def check_values(c):
-    """ValueError for a number out of its range, or a choice that there is not, of a GPTConfig."""
+    """ValueError for a number out of its range, or an unknown choice, of a GPTConfig."""
     positive = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
                 'mlp_hidden', 'n_tokens', 'depth_stride', 'ponder_topk', 'rope_theta', 'norm_eps',
                 'embed_scale', 'init_std')

@@ -174,7 +174,7 @@ EDITS = {
         logits = 2 * torch.tanh(self.lm_head(h) / 2)
 """),
     'a chain that reads its own pass alone': (dict(ponder='chain'), """\
-        passes = [*self.earlier_passes, self]
+        passes = [*self.earlier_memories, self]
 """, """\
         passes = [self] * self.keys_per_slot
 """),

@@ -63,7 +63,7 @@ def test_a_memory_takes_one_pass_for_each_begin(settings, idx):
     memory.begin(idx)
     of_pass = memory[0] if settings else memory
     x = model.trunk(model.embed(idx), of_pass)
-    with pytest.raises(AssertionError, match='once after each memory.begin'):
+    with pytest.raises(AssertionError, match='once after each begin'):
         model.trunk(x, of_pass)
 
 
@@ -74,7 +74,7 @@ def test_a_pass_that_left_out_tokens_cannot_be_taken_again():
     memory[0].update(0, *random_kv(3))
     memory.begin(tokens(1))
     memory[0].update(0, *random_kv(1))
-    with pytest.raises(AssertionError, match='once after each memory.begin'):
+    with pytest.raises(AssertionError, match='once after each begin'):
         memory[1].update(0, *random_kv(1))
 
 

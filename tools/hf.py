@@ -32,7 +32,7 @@ WRITTEN = {
     'RMSNorm': 'd9c8d91dad29',
     'rope_table': '40022dc4b33b',
     'apply_rope': '239985695722',
-    'Memory': '58548deba75c',
+    'Memory': '87e576f57190',
     'Attention': '8c0d6a065965',
     'MLP': 'b31626d0680e',
     'Block': '5da5201dffb9',
