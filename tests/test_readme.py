@@ -441,7 +441,7 @@ def test_tables_of_other_learning_rates_and_muon():
                         if (run, seed) == (name, 0)}
         best[label] = min(told, key=told.get)
     found = {}
-    for label, rate, *cells in rows('docs/claims.md', '| loss at the best rate'):
+    for label, rate, *cells in rows('docs/claims.md', '| model, optimizer'):
         if label.startswith('*'):
             method = 'smear' if 'smear' in label else 'plain_scaled+depth_attn'
             optimizer = label.split()[-1].strip('*')
@@ -484,7 +484,7 @@ def test_the_table_of_one_change_at_a_time():
     losses = {}
     for r in records_of('race-600'):
         losses.setdefault(r['name'], {})[r['seed']] = r['val_loss']
-    table = rows('docs/results.md', '| ours, but')
+    table = rows('docs/results.md', '| our model, changed')
     assert {name_in(label) for label, *_ in table} == losses.keys()
     for label, *cells in table:
         of = losses[name_in(label)]
