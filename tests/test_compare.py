@@ -113,7 +113,9 @@ def test_all_runs_have_the_same_recipe(common, monkeypatch):
     (['--seeds=1,x'], '1,2,3'),
     (['--seed=1'], 'seed=1.*--help'),
     (['--lrs=1e-3,2e-3'], 'learning_rate=0.01: chosen here'),
-    (['--lrs=1e-3,2e-3', '--pick=2'], 'pick=2 is one of seeds'),
+    (['--lrs=1e-3,2e-3', '--pick=2'], 'pick=2 has 2, as seeds'),
+    (['--lrs=1e-3,2e-3', '--pick=0,2'], 'pick=0,2 has 2, as seeds'),
+    (['--pick=x'], 'pick=x: give whole numbers'),
     (['--lrs=1e-3,'], 'lrs=1e-3,: give learning rates'),
     (['--lrs=1e-3,0'], 'lrs=1e-3,0: give learning rates'),
     (['--names=plain_as_loop@3e-3'], 'a rate belongs to what is trained'),
@@ -372,7 +374,7 @@ def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys
     assert '1e-5' not in ' '.join(chosen)     # nothing is learned with it
     _, table = told.split('\n\n', 1)
     assert [row[:2] for row in cells(table)[1:]] == [[name, '2'] for name in chosen]
-    assert 'Tried with another seed: plain@1e-5 ' in table
+    assert 'Tried with other seeds: plain@1e-5, seed 0 ' in table
 
     compare.main(args)      # nothing is made twice
     assert len(in_process) == 10
@@ -386,16 +388,33 @@ def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys
     assert '@1e-2 ' in capsys.readouterr().out
 
 
+def test_several_seeds_choose_a_rate_together(common, in_process, tmp_path):
+    common.remove('--learning_rate=0.01')
+    compare.main([*common, '--names=plain', '--seeds=2', '--lrs=1e-5,1e-2', '--pick=0,1',
+                  f'--out={tmp_path}'])
+    assert in_process == ['plain@1e-5-s0', 'plain@1e-2-s0', 'plain@1e-5-s1', 'plain@1e-2-s1',
+                          'plain@1e-2-s2']
+    assert [r['picks'] for r in records_in(tmp_path)] == [True] * 4 + [False]
+
+    ends = {('1e-3', 0): 1.0, ('1e-3', 1): 4.0, ('2e-3', 0): 2.0, ('2e-3', 1): 2.0}
+    path = tmp_path / 'more.jsonl'
+    path.write_text(''.join(json.dumps(dict(name=f'plain@{rate}', seed=seed, val_nats_per_byte=end))
+                            + '\n' for (rate, seed), end in ends.items()))
+    rates = ['1e-3', '2e-3']
+    assert [compare.best_rate('plain', rates, seeds, path) for seeds in ([0], [1], [0, 1])] == [
+        '1e-3', '2e-3', '2e-3']
+
+
 def test_a_rate_at_the_edge_of_those_tried_is_told(capsys, tmp_path):
     lines = [dict(name=f'plain@{rate}', seed=0, val_nats_per_byte=loss)
              for rate, loss in (('1e-3', 3.0), ('2e-3', 2.0), ('4e-3', 1.0))]
     path = tmp_path / 'runs.jsonl'
     path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    assert compare.best_rate('plain', ['1e-3', '2e-3', '4e-3'], 0, path) == '4e-3'
+    assert compare.best_rate('plain', ['1e-3', '2e-3', '4e-3'], [0], path) == '4e-3'
     assert 'plain: 4e-3 is the best of --lrs and at its edge' in capsys.readouterr().out
     path.write_text(''.join(json.dumps({**line, 'val_nats_per_byte': abs(i - 1)}) + '\n'
                             for i, line in enumerate(lines)))
-    assert compare.best_rate('plain', ['1e-3', '2e-3', '4e-3'], 0, path) == '2e-3'
+    assert compare.best_rate('plain', ['1e-3', '2e-3', '4e-3'], [0], path) == '2e-3'
     assert not capsys.readouterr().out
 
 

@@ -185,7 +185,7 @@ def test_the_step_at_which_a_curve_has_a_loss():
 
 @pytest.mark.parametrize('args, words', [
     (['--names=ours,nano'], 'names=nano: choose from nanogpt, ours'),
-    (['--seeds=0,1'], 'pick=0 is one of seeds'),
+    (['--seeds=0,1'], 'pick=0 has 0, as seeds'),
     (['--seeds=1,x'], 'give whole numbers'),
     (['--lrs=1e-3,'], 'lrs=1e-3,: give learning rates'),
     (['--optimizers=adamw,moun'], 'moun'),

@@ -5,7 +5,7 @@ one run after another.
     python tools/compare.py config/tasks.py --names=plain_scaled,loop,plain_scaled_as_loop
     python tools/compare.py         every mechanism at 2.8M, three seeds: a day or two
     python tools/compare.py --names=plain_scaled,smear --lrs=1.5e-3,3e-3,6e-3
-        each at the best of these peak learning rates, found with a seed of its own (--pick)
+        each at the best of these peak learning rates, found with seeds of their own (--pick)
     python tools/compare.py docs/runs/addition.jsonl        the table of runs that are made
     python tools/compare.py docs/runs/text-long.jsonl --beside=plain_scaled_2x
         the same, with the differences to this run
@@ -73,7 +73,7 @@ class CompareSettings:
     names: str = 'all'        # comma-separated (all: each method, beside plain models)
     seeds: str = '1337,1,2'   # every name is run with the first seed, then with the next
     lrs: Optional[str] = None # peak learning rates that each name tries first, comma-separated
-    pick: int = 0             # the seed that they are tried with, which is in no comparison
+    pick: str = '0'           # the seeds that they are tried with, which are in no comparison
     out: str = 'out/compare'  # folder of the runs
     answers: int = 1000       # on a made task: problems that every finished model answers
     beside: Optional[str] = None # the name that losses are compared with (None: a plain model)
@@ -82,20 +82,21 @@ class CompareSettings:
         check_seeds_and_rates(self)
         check_range(self, 1, math.inf, 'answers')
 
-    @property
-    def picks_rates(self):
-        """Whether a seed chooses between several rates."""
-        return ',' in (self.lrs or '')
+
+def seeds_that_pick(s):
+    """Of settings with lrs and pick: the seeds that choose between rates; of one rate none."""
+    return [int(seed) for seed in s.pick.split(',')] if ',' in (s.lrs or '') else []
 
 
 def check_seeds_and_rates(s):
     """ValueError if seeds, lrs and pick, of settings that have them, are not what they are for."""
-    seeds = s.seeds.split(',')
-    if not all(seed.isdecimal() for seed in seeds):
-        raise ValueError(f"seeds={s.seeds}: give whole numbers, such as 1,2,3")
-    if s.picks_rates and str(s.pick) in seeds:
-        raise ValueError(f"pick={s.pick} is one of seeds={s.seeds}: what chooses the rates cannot "
-                         "judge them")
+    for name in ('seeds', 'pick'):
+        if not all(seed.isdecimal() for seed in getattr(s, name).split(',')):
+            raise ValueError(f"{name}={getattr(s, name)}: give whole numbers, such as 1,2,3")
+    both = set(seeds_that_pick(s)) & set(map(int, s.seeds.split(',')))
+    if both:
+        raise ValueError(f"pick={s.pick} has {min(both)}, as seeds={s.seeds}: what chooses the "
+                         "rates cannot judge them")
     for rate in s.lrs.split(',') if s.lrs else []:
         try:
             good = 0 < float(rate) < math.inf
@@ -353,7 +354,7 @@ def record_of(name, seed, args, folder, plan, compare):
         'name': name,
         'seed': seed,
         'command': shlex.join(['python', 'train.py', *args]),
-        'picks': compare.picks_rates and seed == compare.pick,
+        'picks': seed in seeds_that_pick(compare),
         'optimizer': settings['optimizer'],
         'learning_rate': settings['learning_rate'],
         'steps': settings['max_steps'],
@@ -420,14 +421,16 @@ def make_all(compare, common, results):
     if compare.lrs:
         rates = compare.lrs.split(',')
         best = dict.fromkeys(names, rates[0])
-        if compare.picks_rates:
-            tried = [(at_rate(name, rate), compare.pick) for name in names for rate in rates]
+        picking = seeds_that_pick(compare)
+        if picking:
+            tried = [(at_rate(name, rate), seed)
+                     for seed in picking for name in names for rate in rates]
             failed = make_runs(tried, compare, common, results)
             if failed:
                 raise UserError(f"{failed} of the runs that choose a rate failed, see above: the "
                                 "same command tries them again; leave out of --lrs a rate that is "
                                 "too high")
-            best = {name: best_rate(name, rates, compare.pick, results) for name in names}
+            best = {name: best_rate(name, rates, picking, results) for name in names}
         names = [at_rate(name, best[name]) for name in names]
     runs = [(name, int(seed)) for seed in compare.seeds.split(',') for name in names]
     return make_runs(runs, compare, common, results)
@@ -439,10 +442,10 @@ def at_rate(name, rate):
     return f'{base}@{rate}{as_}{like}'
 
 
-def best_rate(name, rates, seed, results):
-    """The one of `rates` with which a name's run of this seed ends lowest."""
-    ends = {r['name']: r[LOSS] for r in read_lines(results) if r['seed'] == seed}
-    best = min(rates, key=lambda rate: ends[at_rate(name, rate)])
+def best_rate(name, rates, seeds, results):
+    """The one of `rates` with which a name's runs of these seeds end lowest, in the mean."""
+    ends = {(r['name'], r['seed']): r[LOSS] for r in read_lines(results)}
+    best = min(rates, key=lambda rate: sum(ends[at_rate(name, rate), seed] for seed in seeds))
     if float(best) in (min(map(float, rates)), max(map(float, rates))):
         print(f"{name}: {best} is the best of --lrs and at its edge; try rates beyond it",
               flush=True)
@@ -578,8 +581,8 @@ def table_of(records, beside=None):
     text += (f"\n\nMedians; differences: means; learned it: {LEARNED:.0%} right or more; equal "
              f"FLOPs: within 5 %. {where_made(records)}")
     if tried:
-        text += "\nTried with another seed: " + ', '.join(
-            f"{r['name']} {r[LOSS]:.4f}" for r in tried) + '.'
+        text += "\nTried with other seeds: " + ', '.join(
+            f"{r['name']}, seed {r['seed']} {r[LOSS]:.4f}" for r in tried) + '.'
     versions = {}   # of the code: {its sum: the runs}
     for r in records:
         version = r.get('code', r.get('model'))     # older records: of model.py alone, or none

@@ -7,12 +7,12 @@ bytes.
     python tools/race.py docs/runs/race.jsonl                   the table of runs that are made
 
 Each name races with each optimizer at its best learning rate: if there are several --lrs, each runs
-with the seed --pick, and the one that ends lowest runs with --seeds. `ours` is the plain GPT as
-loops start (plain_scaled in tools/compare.py). Each other name is `ours` with one thing changed:
-five as nanoGPT has it, and plain_start has the first weights of config/vanilla.py. All are trained
-as train.py trains: the same windows in the same order, one schedule, weight decay on matrices,
-clipping. Nothing is compiled. Config files and settings of train.py hold for all. Of a model's
-settings, nanoGPT's takes only layers, heads, width, context, vocabulary and dropout.
+with the seeds of --pick, and the one that ends lowest, in the mean, runs with --seeds. `ours` is
+the plain GPT as loops start (plain_scaled in tools/compare.py). Each other name is `ours` with one
+thing changed: five as nanoGPT has it, and plain_start has the first weights of config/vanilla.py.
+All are trained as train.py trains: the same windows in the same order, one schedule, weight decay
+on matrices, clipping. Nothing is compiled. Config files and settings of train.py hold for all. Of a
+model's settings, nanoGPT's takes only layers, heads, width, context, vocabulary and dropout.
 
 Writes OUT/NAME-OPTIMIZER-RATE-sSEED/log.jsonl (train.py's format, for tools/plot.py curves
 --x=tokens) and a line per run in OUT/runs.jsonl. Stopped, the same command goes on, and begins the
@@ -49,7 +49,7 @@ from model import Attention, GPTConfig
 from tools.bench import wait_for
 from tools.compare import (
     CODE, OURS, check_seeds_and_rates, commit, configs_of, hardware, keep_recipe, read_lines,
-    where_made)
+    seeds_that_pick, where_made)
 from train import Settings, learning_rate, make_optimizer
 
 START = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0']   # plain_scaled's
@@ -66,7 +66,7 @@ class RaceSettings:
     names: str = 'nanogpt,ours'         # of CONTENDERS, comma-separated
     optimizers: str = 'adamw,muon'      # each name races with each
     lrs: str = '1.5e-3,3e-3,6e-3'       # peak learning rates that each one tries
-    pick: int = 0                       # the seed that chooses the rate, and does not judge it
+    pick: str = '0'                     # the seeds that choose the rate, and do not judge it
     seeds: str = '1,2,3'                # those that judge
     out: str = 'out/race'               # folder of the runs
 
@@ -77,11 +77,6 @@ class RaceSettings:
         for optimizer in self.optimizers.split(','):
             replace(Settings(), optimizer=optimizer)    # which checks it
         check_seeds_and_rates(self)
-
-    @property
-    def picks_rates(self):
-        """Whether a seed chooses between several rates."""
-        return ',' in self.lrs
 
     @property
     def pairs(self):
@@ -287,7 +282,7 @@ class Race:
         pairs = self.chosen.pairs
         rates = [float(rate) for rate in self.chosen.lrs.split(',')]
         best = dict.fromkeys(pairs, rates[0])
-        if self.chosen.picks_rates:
+        if seeds_that_pick(self.chosen):
             best = {pair: self.best_rate(pair, rates) for pair in pairs}
         for seed in map(int, self.chosen.seeds.split(',')):
             for pair in pairs:
@@ -295,8 +290,9 @@ class Race:
         self.time_in_turns()
 
     def best_rate(self, pair, rates):
-        """The one of `rates` with which the picking seed ends lowest."""
-        ends = {rate: self.loss_of(pair, rate, self.chosen.pick) for rate in rates}
+        """The one of `rates` with which the picking seeds end lowest, in the mean."""
+        ends = {rate: sum(self.loss_of(pair, rate, seed) for seed in seeds_that_pick(self.chosen))
+                for rate in rates}
         best = min(ends, key=ends.get)
         if best in (min(rates), max(rates)):
             print(f"{' '.join(pair)}: {best:g} is the best of --lrs and at its edge; try rates "
@@ -319,7 +315,7 @@ class Race:
         loss = curve[settings.max_steps]
         with open(self.results, 'a', encoding='utf-8') as f:
             write(f, name=name, optimizer=optimizer, learning_rate=rate, seed=seed,
-                  picks=self.chosen.picks_rates and seed == self.chosen.pick,
+                  picks=seed in seeds_that_pick(self.chosen),
                   steps=settings.max_steps,
                   parameters=sum(p.numel() for p in contender.model.parameters()),
                   val_loss=loss, curve=curve, **self.about())
@@ -377,8 +373,8 @@ def timed_in(records):
 
 def table_of(records):
     """
-    A row per name, optimizer and learning rate: the loss of the seed that chose between rates, and
-    of each other seed; where a curve meets the mean of nanoGPT's ends with AdamW.
+    A row per name, optimizer and learning rate: the loss of seeds that chose between rates, and of
+    each other seed; where a curve meets the mean of nanoGPT's ends with AdamW.
     """
     runs = runs_of(records)
     rows = {}   # {(name, optimizer, rate): its records}
@@ -397,7 +393,7 @@ def table_of(records):
             f'{statistics.mean(r[LOSS] for r in judges):.4f}' if judges else '',
             ', '.join(f'{step:.0f}' if step else 'not' for step in reached),
             f'{ms:.0f}' if ms else ''])
-    header = ['model', 'optimizer', 'weights', 'rate', 'of the seed that picks',
+    header = ['model', 'optimizer', 'weights', 'rate', 'of seeds that pick',
               'of each other seed', 'mean', f"steps to {goal:.3f}" if goal else 'steps',
               'ms a step']
     return f"{table(header, lines)}\n\nNats per token. {where_made(runs)}"
@@ -405,8 +401,8 @@ def table_of(records):
 
 def at_best_rate(made):
     """
-    The judging runs of one name and optimizer, at its best rate: that with which the picking seed
-    ended lowest, or without such a seed that of the lowest mean.
+    The judging runs of one name and optimizer, at its best rate: that with which the picking seeds
+    ended lowest in the mean, or without such seeds the judging ones.
     """
     judges = [r for r in made if not r['picks']]
     losses = {}     # {rate: losses}
