@@ -41,7 +41,8 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
 from configurator import build, read
 from engine.download import FINEWEB, Progress, fineweb, shakespeare
-from engine.files import UserError, alone, checksum, on_disk, run, same_folder, typed, whole
+from engine.files import (
+    UserError, alone, checksum, on_disk, one_line, run, same_folder, typed, whole)
 from engine.shards import HEADER_BYTES, KNOWN, MAGIC, VERSION
 from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
 from engine.tasks import TASKS, check_task, problems, task_of
@@ -256,7 +257,7 @@ def your_texts(files, folder):
             done += os.path.getsize(path)
     if left_out:
         print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "
-              f"bytes, as UTF-16 has, or what is no text: the first is {left_out[0]}",
+              f"bytes, as UTF-16 has, or what is no text: the first is {one_line(left_out[0])}",
               file=sys.stderr)
 
 

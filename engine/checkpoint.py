@@ -55,7 +55,13 @@ def save_checkpoint(folder, state):
 
 
 def keep(path, previous):
-    if zipfile.is_zipfile(path):    # not one that is missing, or cut off
+    """Let a checkpoint take the place of the one before it, if it is there and whole."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception:   # as in load_checkpoint
+        return
+    if damaged is None:
         os.replace(path, previous)
 
 

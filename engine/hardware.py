@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import time
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 
 from engine.files import UserError
 
-# dense bf16, per second
+# dense bf16, per second; a longer name stands before a shorter one
 PEAK_FLOPS = {
-    'H200 NVL': 835e12,     # before the shorter name
+    'H200 NVL': 835e12,
     'H200': 989e12,
     'H100 NVL': 835e12,
     'H100 PCIe': 756e12,
@@ -28,6 +29,21 @@ PEAK_FLOPS = {
     'RTX 4090': 165e12,
     'RTX 3090': 71e12,
 }
+
+
+def peak_flops(gpu):
+    """
+    Of PEAK_FLOPS, by the name that PyTorch gives a GPU; None of others, and of a part of a card
+    (MIG), a laptop's, or a sister (4090 D, 3090 Ti), which have peaks of their own.
+    """
+    words = set(re.split(r'[\s-]+', gpu))
+    if words & {'MIG', 'Laptop', 'D', 'Ti', 'SUPER'}:
+        return None
+    for name, peak in PEAK_FLOPS.items():
+        if words >= set(name.split()):
+            return peak
+    return None
+
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 

@@ -22,7 +22,7 @@ from engine.download import FINEWEB
 from engine.files import UserError, alone, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces
-from engine.hardware import PEAK_FLOPS, expect_new_lengths
+from engine.hardware import expect_new_lengths, peak_flops
 from engine.shards import get_tokenizer
 from engine.start import check_unused
 from engine.tasks import task_of
@@ -255,11 +255,8 @@ class Log:
         """The share of the GPUs' peak that so many tokens per second need; None if not known."""
         if self.device.type != 'cuda' or self.model.config.halting == 'router':
             return None     # skips: less is computed than flops_per_token says
-        gpu = torch.cuda.get_device_name(self.device)
-        for name, peak in PEAK_FLOPS.items():
-            if name in gpu:
-                return rate * self.flops / (peak * self.ranks.world)
-        return None
+        peak = peak_flops(torch.cuda.get_device_name(self.device))
+        return peak and rate * self.flops / (peak * self.ranks.world)
 
     def shares(self):
         """Shares of this rank's tokens in passes 1, 2, .. since the last line; or None."""

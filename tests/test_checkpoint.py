@@ -84,9 +84,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(out, capsys, dama
     assert 'ckpt_prev.pt: damaged' in why(out)
 
 
-def test_one_that_is_cut_off_does_not_take_the_place_of_the_one_before(out):
+@pytest.mark.parametrize('damage', [cut, flip, lambda content: b''])
+def test_a_damaged_one_does_not_take_the_place_of_the_one_before(out, damage):
     path = out / 'ckpt.pt'
-    path.write_bytes(cut(path.read_bytes()))
+    path.write_bytes(damage(path.read_bytes()))
     save_checkpoint(str(out), {**load_checkpoint(str(out)), 'step': 5})
     assert load_checkpoint(str(out))['step'] == 5
     os.remove(path)     # as in a run killed between the two renames

@@ -396,6 +396,12 @@ def test_several_seeds_choose_a_rate_together(common, in_process, tmp_path):
                           'plain@1e-2-s2']
     assert [r['picks'] for r in records_in(tmp_path)] == [True] * 4 + [False]
 
+    more = [*common, '--names=plain', '--lrs=1e-5,1e-2', f'--out={tmp_path}']
+    with pytest.raises(UserError, match='seed 1, which was made to choose and would now judge'):
+        compare.main([*more, '--seeds=1,2'])
+    with pytest.raises(UserError, match='seed 2, which was made to judge and would now choose'):
+        compare.main([*more, '--seeds=3', '--pick=0,1,2'])
+
     ends = {('1e-3', 0): 1.0, ('1e-3', 1): 4.0, ('2e-3', 0): 2.0, ('2e-3', 1): 2.0}
     path = tmp_path / 'more.jsonl'
     path.write_text(''.join(json.dumps(dict(name=f'plain@{rate}', seed=seed, val_nats_per_byte=end))

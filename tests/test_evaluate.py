@@ -118,6 +118,13 @@ def test_a_shard_and_a_folder(model, folder, small_data, capsys):
     assert float(bits_per_byte) == pytest.approx(want / size / math.log(2), abs=6e-5)
 
 
+def test_a_shard_without_its_folder_is_told(folder, small_data, tmp_path, capsys):
+    path = tmp_path / 'alone.bin'
+    shutil.copy(os.path.join(small_data, 'val_000000.bin'), path)
+    evaluate.main([folder, str(path), '--tokens=100'])
+    assert 'alone.bin: a shard without its folder' in capsys.readouterr().err
+
+
 def test_a_shard_that_is_written_over_while_it_is_read(model, small_data, tmp_path, capsys,
                                                        monkeypatch):
     """It is a map of the file: the loss would be that of half of either."""

@@ -80,6 +80,14 @@ def test_the_table_shows_who_copies(small_data, tmp_path, capsys, monkeypatch):
     assert numbers[1:4] == [pytest.approx(math.log(256), abs=1e-3), 1.0, 9.0]
     assert numbers[-1] < 2 < numbers[-2]
 
+    # the same tokens once and again: those behind the first of each half
+    monkeypatch.setattr(lab, 'token_nats', lambda model, rows: (
+        torch.arange(1.0, rows.size(1)).expand(len(rows), -1)))
+    lab.main([folders[0], '--windows=30'])
+    once, again = cells(capsys.readouterr().out)[2][-2:]
+    half = SMALL['block_size'] // 2
+    assert float(once) == half / 2 and float(again) == half + half / 2
+
 
 def test_refusals(small_data, tmp_path):
     with pytest.raises(UserError, match='name checkpoint folders'):

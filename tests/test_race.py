@@ -105,6 +105,8 @@ def test_each_races_at_the_best_of_its_rates(started, tmp_path, capsys, monkeypa
     assert started(*args) == records        # nothing is made twice
     race.main([str(tmp_path / 'race' / 'runs.jsonl')])
     assert cells(capsys.readouterr().out)[-8:] == table[1:]
+    with pytest.raises(UserError, match='seed 2, which was made to judge and would now choose'):
+        started(*args[:1], '--pick=0,2', '--seeds=1')
     with pytest.raises(UserError, match='--max_steps=8.*choose another --out'):
         started(*args, '--max_steps=8')     # those records are of 4 steps
     (tmp_path / 'model.py').write_text(NANOGPT.replace('relu', 'tanh'))

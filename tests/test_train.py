@@ -694,6 +694,17 @@ def test_mfu_is_a_share_of_the_gpus_peak(monkeypatch):
     assert log.mfu(1e6) is None     # its tokens stop in training
 
 
+@pytest.mark.parametrize('gpu, peak', [
+    ('NVIDIA H200', 989e12), ('NVIDIA H200 NVL', 835e12), ('NVIDIA A100-SXM4-80GB', 312e12),
+    ('NVIDIA A100 80GB PCIe', 312e12), ('NVIDIA L40S', 362e12),
+    ('NVIDIA GeForce RTX 4090', 165e12), ('NVIDIA GeForce RTX 4090 D', None),
+    ('NVIDIA GeForce RTX 4090 Laptop GPU', None), ('NVIDIA GeForce RTX 3090 Ti', None),
+    ('NVIDIA RTX A1000', None), ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('Tesla T4', None),
+])
+def test_no_peak_of_another_card(gpu, peak):
+    assert hardware.peak_flops(gpu) == peak
+
+
 def test_right_answers_are_a_share_and_their_characters_bytes(monkeypatch):
     outcomes = [SimpleNamespace(right=i < 30) for i in range(40)]
     monkeypatch.setattr(run, 'answer_problems', lambda *args: outcomes)

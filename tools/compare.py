@@ -463,6 +463,8 @@ def make_runs(runs, compare, common, results):
         if r['name'] in plans and not has_flops(r, plans[r['name']].flops):
             raise UserError(f"{results} has {r['name']}, seed {r['seed']}, with other settings or "
                             "another model.py: choose another --out")
+        if (r['name'], r['seed']) in runs:
+            check_role(r, compare)
     failed = 0
     for name, seed in runs:
         if is_made(name, seed, results):
@@ -473,6 +475,15 @@ def make_runs(runs, compare, common, results):
             print(error, file=sys.stderr, flush=True)
             failed += 1
     return failed
+
+
+def check_role(record, s):
+    """UserError if a run that was made to choose a rate would now judge, or the other way round."""
+    picks = record['seed'] in seeds_that_pick(s)
+    if record.get('picks', False) != picks:
+        did, does = ('judge', 'choose') if picks else ('choose', 'judge')
+        raise UserError(f"{s.out} has {record['name']}, seed {record['seed']}, which was made to "
+                        f"{did} and would now {does}: choose another --out")
 
 
 def is_made(name, seed, results):

@@ -147,6 +147,9 @@ def token_arrays(path, tokenizer):
             shards.append((os.path.join(path, shard['name']), shard['tokens']))
     elif is_shard(path):
         shards.append((path, None))
+        if folder is None:
+            print(f"warning: {path}: a shard without its folder's meta.json: its tokens are taken "
+                  f"for {tokenizer.name}'s, and all of them count", file=sys.stderr)
     elif is_jsonl(path) or path.lower().endswith('.json'):
         raise UserError(f"{path}: records or JSON, and this reads text: write their texts to a "
                         ".txt file, or prepare records (prepare_data.py) and name the folder")

@@ -48,8 +48,8 @@ from engine.windows import Windows
 from model import Attention, GPTConfig
 from tools.bench import wait_for
 from tools.compare import (
-    CODE, OURS, check_seeds_and_rates, commit, configs_of, hardware, keep_recipe, read_lines,
-    seeds_that_pick, where_made)
+    CODE, OURS, check_role, check_seeds_and_rates, commit, configs_of, hardware, keep_recipe,
+    read_lines, seeds_that_pick, where_made)
 from train import Settings, learning_rate, make_optimizer
 
 START = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0']   # plain_scaled's
@@ -303,6 +303,7 @@ class Race:
         """The last validation loss of a run, which is made now if it is not in the results."""
         for record in read_lines(self.results):
             if key_of(record) == (*pair, rate, seed):
+                check_role(record, self.chosen)
                 return record[LOSS]
         name, optimizer = pair
         label = f'{name}-{optimizer}-{rate:g}-s{seed}'
