@@ -30,6 +30,8 @@ PEAK_FLOPS = {
     'RTX 3090': 71e12,
 }
 
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
 
 def peak_flops(gpu):
     """
@@ -43,9 +45,6 @@ def peak_flops(gpu):
         if words >= set(name.split()):
             return peak
     return None
-
-
-DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 # ---- device and precision ------------------------------------------------------------------------

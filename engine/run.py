@@ -256,7 +256,7 @@ class Log:
         if self.device.type != 'cuda' or self.model.config.halting == 'router':
             return None     # skips: less is computed than flops_per_token says
         peak = peak_flops(torch.cuda.get_device_name(self.device))
-        return peak and rate * self.flops / (peak * self.ranks.world)
+        return rate * self.flops / (peak * self.ranks.world) if peak else None
 
     def shares(self):
         """Shares of this rank's tokens in passes 1, 2, .. since the last line; or None."""

@@ -374,7 +374,7 @@ def test_each_runs_at_the_best_of_its_rates(common, in_process, tmp_path, capsys
     assert '1e-5' not in ' '.join(chosen)     # nothing is learned with it
     _, table = told.split('\n\n', 1)
     assert [row[:2] for row in cells(table)[1:]] == [[name, '2'] for name in chosen]
-    assert 'Tried with other seeds: plain@1e-5, seed 0 ' in table
+    assert 'Tried with other seeds: plain@1e-5 (seed 0) ' in table
 
     compare.main(args)      # nothing is made twice
     assert len(in_process) == 10

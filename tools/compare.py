@@ -593,7 +593,7 @@ def table_of(records, beside=None):
              f"FLOPs: within 5 %. {where_made(records)}")
     if tried:
         text += "\nTried with other seeds: " + ', '.join(
-            f"{r['name']}, seed {r['seed']} {r[LOSS]:.4f}" for r in tried) + '.'
+            f"{r['name']} (seed {r['seed']}) {r[LOSS]:.4f}" for r in tried) + '.'
     versions = {}   # of the code: {its sum: the runs}
     for r in records:
         version = r.get('code', r.get('model'))     # older records: of model.py alone, or none
