@@ -72,8 +72,8 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/tiny.py. A None means what its
-    comment says, and most are replaced by numbers when the config is made. So make a new one for
-    another n_head: dataclasses.replace would keep the old head_dim.
+    comment says, and a number takes its place when the config is made, where the model has use for
+    one. So make a new one for another n_head: dataclasses.replace would keep the old head_dim.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows that are tokens (None: all); others get logits -inf
@@ -110,8 +110,8 @@ class GPTConfig:
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
-    halt_start: Optional[float] = None   # share of the run where halting sets in: part 5 (likewise)
-    halt_full: Optional[float] = None    # share of the run where it is in full force (likewise)
+    halt_start: Optional[float] = None   # share of the run where `onset` (part 5) rises from 0
+    halt_full: Optional[float] = None    # share of the run from which it is 1 (both likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -133,9 +133,7 @@ class GPTConfig:
         if self.init_std is None:
             self.init_std = math.sqrt(0.4 / self.n_embd)    # PonderLM-2's: 0.02 at width 1,000
         if self.embed_scale is None:
-            self.embed_scale = 1.0
-            if self.ponder != 'none':   # part 4
-                self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)
+            self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)     # part 4
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
         if self.halting != 'none':  # halt_lambda, halt_start and halt_full: part 5
@@ -212,11 +210,15 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes the keys and values (B, nkv, S, hd) of the newest; returns all there are."""
+        k, v = self.append(layer, k, v)
+        assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
+                                     "gpt.trunk once after each begin (a SlotMemory: next_pass)")
+        return k, v
+
+    def append(self, layer, k, v):
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
-        assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
-                                     "gpt.trunk once after each begin (a SlotMemory: next_pass)")
         self.keys[layer], self.values[layer] = k, v
         return k, v
 
@@ -282,7 +284,7 @@ class Attention(nn.Module):
         if S == 1 or S == N:                    # no mask tensor: the fastest kernels
             shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not all kernels have it
             y = attention(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
-        else:       # a text that goes on, and Chain: is_causal would let query 0 read key 0 alone
+        else:       # new tokens behind a cache, or Chain: is_causal would stop query 0 at key 0
             y = attend_in_turns(attention, q, k, v, per_slot)
         return y[..., :hd]                      # without the 8 channels, if there are any
 
@@ -300,10 +302,11 @@ def attend_in_turns(attention, q, k, v, per_slot):
     if q.size(1) > k.size(1):           # shared keys: few fused kernels have these and a mask
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     at_once = min(S, QUERIES_AT_ONCE)
-    # reads[i]: which keys the i-th of the last queries reads. Each query before it reads per_slot
-    # keys fewer, so an earlier group of queries has the same mask, over fewer keys.
+    # reads (at_once, N): which keys the last queries read, as here 3 queries of 5 keys   1 1 1 0 0
+    # (per_slot 1). An earlier group has fewer keys, with the same triangle at their      1 1 1 1 0
+    # end: its mask is `reads` without the first columns.                                 1 1 1 1 1
     later = torch.arange(at_once - 1, -1, -1, device=q.device)          # queries after each
-    reads = torch.arange(N, device=q.device) < N - per_slot * later[:, None]        # (at_once, N)
+    reads = torch.arange(N, device=q.device) < N - per_slot * later[:, None]
     parts = []
     for first in range(0, S, at_once):
         end = min(first + at_once, S)
@@ -349,18 +352,18 @@ LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
 
 def some_rows_at_once(function):
     """
-    It only saves memory: skip it at first. Decorator of function(gpt, h, *targets), which makes V
-    logits of each row of h (..,C): with V = 50,304 those of 8 x 2048 tokens would take 3.3 GB. If
+    It only saves memory: skip it at first. A decorator for function(gpt, h, *targets), which makes
+    V logits of each row of h (..,C): with V = 50,304 those of 8 x 2048 tokens would take 3.3 GB. If
     there are more than LOGITS_AT_ONCE, it calls the function on some rows at a time, and backward
-    computes their logits again.
+    computes their logits again. Results stay the same.
     """
     @wraps(function)
     def in_parts(gpt, h, *targets):
         n = max(1, LOGITS_AT_ONCE // gpt.config.vocab_size)
         if h.shape[:-1].numel() <= n:
             return function(gpt, h, *targets)
-        rows = [h.flatten(0, -2)] + [target.flatten() for target in targets]
-        parts = zip(*[row.split(n) for row in rows])                # (h, *targets) of n rows each
+        flat = [h.flatten(0, -2)] + [target.flatten() for target in targets]
+        parts = zip(*[x.split(n) for x in flat])                    # (h, *targets) of n rows each
         done = [checkpoint(function, gpt, *part, use_reentrant=False) for part in parts]
         return torch.cat(done).unflatten(0, h.shape[:-1])
     return in_parts
@@ -380,7 +383,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.mechanism = new_mechanism(config)  # parts 4 and 5; a plain GPT's is a bare Mechanism
+        self.mechanism = new_mechanism(config)  # parts 4 and 5; a plain GPT's is Plain
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=config.init_std)
@@ -580,8 +583,8 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 #     Chain                       a ChainMemory for each pass: a pass reads earlier ones, too
 #     Pause, Latent, Feedback     one SlotMemory: all slots of all tokens in a row
 #
-# Before each pass a SlotMemory wants next_pass called; the others want nothing. Keys can have
-# weights: those of padding weigh 0, and part 5 uses weights for more.
+# Before each pass a SlotMemory wants next_pass called; the others of this part want nothing. Keys
+# can have weights: those of padding weigh 0, and part 5 uses weights for more.
 #
 # k counts passes and slots from 0. x^k, E_k and Latent's z_{t,k} go into pass or slot k; h^k, h^(k)
 # and Chain's z^(k) come out of it.
@@ -592,10 +595,10 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 class Mechanism(nn.Module):
     """
-    What happens between embed(idx) and head(h). A plain GPT has this class itself. A paper's class
-    says in `forward` how it uses gpt.trunk; it has its own weights, its memory, its loss. gpt is
-    passed to each method: kept in an attribute it would be a submodule of its own mechanism, and
-    gpt.train() would call itself for ever.
+    What happens between embed(idx) and head(h). A paper's class says in `forward` how it uses
+    gpt.trunk; it has its own weights, its memory, its loss. Methods that need the gpt get it: kept
+    in an attribute it would be a submodule of its own mechanism, and gpt.train() would call itself
+    for ever.
     """
     passes = None       # (B,T), if tokens halt: how many passes, or slots, each took last time
 
@@ -614,9 +617,9 @@ class Mechanism(nn.Module):
     def forward(self, gpt, x, memory):
         """
         Embeddings x (B,T,C) -> the hidden states (B,T,C) that predict the next tokens. memory: from
-        new_memory; GPT.hidden has called its `begin`. A plain GPT's: one pass.
+        new_memory; GPT.hidden has called its `begin`.
         """
-        return gpt.trunk(x, memory)
+        raise NotImplementedError
 
     def loss(self, gpt, h, targets):
         """What training minimises; h (B,T,C) is what `forward` returned."""
@@ -631,26 +634,21 @@ class Mechanism(nn.Module):
 
     @staticmethod
     def default_embed_scale(C):
-        """
-        The default embed_scale of a mechanism (a plain GPT's is 1): with the default init_std,
-        embeddings begin with RMS 1, like hidden states.
-        """
+        """The default embed_scale: with that of init_std, embeddings begin with RMS 1, like h."""
         return math.sqrt(2.5 * C)       # 1 / init_std
 
     # ---- what all have
 
     @property
     def K(self):
-        return self.config.ponder_steps if self.config.ponder != 'none' else 0
+        return self.config.ponder_steps
 
     def init_weights(self, gpt):
         """
-        Pondering models begin with small residual branches, as in PonderLM's and PonderLM-2's code;
-        the mechanism's own biases begin at 0. A plain GPT keeps what GPT.__init__ drew. (So a fair
-        plain partner is a Loop with ponder_steps=0, and for Embedding and Pause an Embedding.)
+        Small residual branches, as in PonderLM's and PonderLM-2's code; the mechanism's own biases
+        begin at 0. (A plain GPT begins otherwise. To compare fairly with a plain model that begins
+        like this, give a Loop ponder_steps=0; for Embedding and Pause an Embedding.)
         """
-        if self.config.ponder == 'none':
-            return
         for block in gpt.h:
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
             block.mlp.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
@@ -675,7 +673,23 @@ class Mechanism(nn.Module):
         return value
 
 
+class Plain(Mechanism):
+    """What a plain GPT has: one pass, and the weights that GPT.__init__ drew."""
+    K = 0
+
+    def forward(self, gpt, x, memory):
+        return gpt.trunk(x, memory)
+
+    @staticmethod
+    def default_embed_scale(C):
+        return 1.0
+
+    def init_weights(self, gpt):
+        pass
+
+
 LOG_ZERO = -1e3     # stands for log 0: a softmax makes 0 of it, also in fp16
+WEIGHT_CHANNELS = 8     # fast kernels want multiples of 8
 
 
 def log_weight(is_read, log_w=None):
@@ -691,7 +705,7 @@ class WeightedMemory(Memory):
 
     No mask says this, so the fastest kernels serve: a weight lies with its key, in 8 more channels.
     There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its scores get
-    8 c / sqrt(hd) = log w. (8 channels, as fast kernels want multiples of 8.)
+    8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as the keys are.)
     """
 
     def __init__(self, pad=None, earlier=None):
@@ -701,7 +715,7 @@ class WeightedMemory(Memory):
         self.earlier = earlier
         self.earlier_memories = [*earlier.earlier_memories, earlier] if earlier else []
         self.is_token = None        # (B,T): False for padding
-        self.log_w = None           # (B,S): of the next keys. None: no key here has a weight
+        self.log_w = None           # (B,S), of the next keys; None if no key here has a weight
         self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
 
     def begin(self, x):
@@ -710,16 +724,6 @@ class WeightedMemory(Memory):
         self.is_token = (self.pos >= pad).expand(len(x), -1)
         self.log_w = None if self.pad is None else log_weight(self.is_token)
 
-    def next_pass(self, n=1, log_w=None):
-        """
-        Before a pass in which each of the newest tokens has n slots, side by side. log_w (B, T n):
-        of their keys. Returns this memory.
-        """
-        self.log_w = log_w
-        if self.pad is not None:
-            self.log_w = log_weight(self.is_token.repeat_interleave(n, dim=1), log_w)
-        return self
-
     def update(self, layer, k, v):
         if self.log_w is not None:
             k, v = self.weighted(k, v)
@@ -727,13 +731,16 @@ class WeightedMemory(Memory):
 
     def weighted(self, k, v):
         """k and v (B, nkv, S, hd) with 8 more channels each, which hold log_w in k, 0 in v."""
-        eighth = self.log_w * k.size(-1) ** 0.5 / 8
-        channels = eighth.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 8)
-        return torch.cat((k, channels), dim=-1), F.pad(v, (0, 8))
+        n = WEIGHT_CHANNELS
+        c = self.log_w * k.size(-1) ** 0.5 / n                          # (B,S)
+        channels = c.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], n)
+        return torch.cat((k, channels), dim=-1), F.pad(v, (0, n))
 
     def newest(self, layer, S):
         k, v = super().newest(layer, S)
-        return (k, v) if self.log_w is None else (k[..., :-8], v[..., :-8])
+        if self.log_w is None:
+            return k, v
+        return k[..., :-WEIGHT_CHANNELS], v[..., :-WEIGHT_CHANNELS]
 
 
 class Memories(list):
@@ -923,10 +930,16 @@ class SlotMemory(WeightedMemory):
         self.N = self.N_before = slots      # those of earlier tokens, until next_pass adds T n
 
     def next_pass(self, n=1, log_w=None):
-        """As in WeightedMemory. The slots of a token share its position."""
+        """
+        Before a pass in which each of the newest tokens has n slots, side by side, which share its
+        position. log_w (B, T n): of their keys (None: all weigh 1). Returns this memory.
+        """
         self.pos = self.token_pos.repeat_interleave(n)                  # (T n,)
         self.N += len(self.pos)
-        return super().next_pass(n, log_w)
+        self.log_w = log_w
+        if self.pad is not None:
+            self.log_w = log_weight(self.is_token.repeat_interleave(n, dim=1), log_w)
+        return self
 
     def rewind(self):
         """Forget the slots of the newest tokens: they were guesses."""
@@ -1017,7 +1030,7 @@ class Latent(Mechanism):
 
         h = ()                          # h[k], out of slot k, is the next guess of z_{k+1}
         for n in self.slots_of_sweeps():
-            slots = [x, *h][:n]         # x_t, z_1, ..; what comes out of slot K is no thought
+            slots = [x, *h][:n]         # x_t, z_1, ..; without h[K], which is the prediction
             h = self.sweep(gpt, slots, memory)
         return h[self.K]
 
@@ -1025,7 +1038,7 @@ class Latent(Mechanism):
     def sweep(gpt, slots, memory, log_w=None):
         """
         A pass over n slots of each token, (B,T,C) each -> what comes out of each. log_w (B, T n):
-        as in WeightedMemory.
+        as in SlotMemory.next_pass.
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
@@ -1084,12 +1097,12 @@ class Feedback(Mechanism):
         return h
 
 
-PONDER = {'none': Mechanism, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, 'chain': Chain,
+PONDER = {'none': Plain, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, 'chain': Chain,
           'pause': Pause, 'latent': Latent, 'feedback': Feedback}
 
 
 # -------------------------------------------------------------------------------------------------
-# 5  Halting: five classes over four of these mechanisms; each token takes the passes it needs
+# 5  Halting: five rules for four of these mechanisms; each token takes the passes it needs
 #
 #               a token stops        in training         keys of a token     output of a token
 #               if this is < tau     tokens stop         that stopped
@@ -1098,12 +1111,16 @@ PONDER = {'none': Mechanism, 'smear': Smear, 'loop': Loop, 'embedding': Embeddin
 #     Router    reach, p(reached)    always              weight 0            weighted sum of passes
 #     Exit      doubt                from halt_full on   of its last pass    of its last pass
 #     Ouro      stay, p(not left)    never               of its last pass    of its last pass
+#
+# Of a training run, `onset` rises from 0 at halt_start to 1 at halt_full. It is a factor on Gate's
+# share of low gates, on the halting loss of Mask, Router and Exit, and on Ouro's pull on questions;
+# and with it Exit's weights of passes turn from those of 'last' into those of exit_loss.
 
 
 class Halting(Mechanism):
     """
-    A mechanism whose tokens stop by themselves. Each subclass is a loop over the passes, in the
-    order of its paper; here is what the loops share. In the docstrings tau is halt_tau.
+    A mechanism whose tokens stop by themselves. Each paper's class has its own loop over the passes
+    (Exit and Ouro share one); here is what the loops share. In the docstrings tau is halt_tau.
 
     Tokens that stopped still go through the blocks; what comes out of them there is thrown away.
     Time is saved once all have stopped and the loop ends: in generation. (For Router in training
@@ -1131,11 +1148,11 @@ class Halting(Mechanism):
         return score >= self.config.halt_tau
 
     def all_stopped(self, go_on):
-        """Whether the loop may end. In training never: most losses ask of all passes."""
+        """Whether the loop may end. In training never: most losses read all passes."""
         return not self.training and not go_on.any()
 
     def onset(self):
-        """0 until halt_start, 1 from halt_full on: shares of the training run."""
+        """0 until halt_start, 1 from halt_full on, a line between: shares of the training run."""
         progress = self.set_by_begin_step(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
@@ -1177,22 +1194,17 @@ def without_autocast(module, h):
 
 def catch_up(memory, stand_in):
     """
-    Called before pass k, with its memory. If all tokens of an earlier call in generation stopped
-    before pass k, the memory has no keys of theirs. This puts stand_in(k, v) in their place, made
-    from the keys and values that memory.earlier, the memory of pass k - 1, has of them.
+    Called before pass k, with its memory. In generation a call ends once all its tokens have
+    stopped; then the memories of later passes have no keys of them. This fills the gap with
+    stand_in(k, v), made from the keys and values that memory.earlier, of pass k - 1, has of them.
     """
     n_earlier = memory.tokens - len(memory.pos)     # tokens before the newest
     for layer, earlier_keys in memory.earlier.keys.items():
         has = memory.keys[layer].size(2) if layer in memory.keys else 0
-        if has == n_earlier:
-            continue
-        k = earlier_keys[:, :, has:n_earlier]
-        v = memory.earlier.values[layer][:, :, has:n_earlier]
-        k, v = stand_in(k, v)
-        if has > 0:
-            k = torch.cat((memory.keys[layer], k), dim=2)
-            v = torch.cat((memory.values[layer], v), dim=2)
-        memory.keys[layer], memory.values[layer] = k, v
+        if has < n_earlier:
+            k = earlier_keys[:, :, has:n_earlier]
+            v = memory.earlier.values[layer][:, :, has:n_earlier]
+            memory.append(layer, *stand_in(k, v))
 
 
 class FrozenMemory(WeightedMemory):
@@ -1308,7 +1320,8 @@ class Mask(Halting, Latent):
     of 1. A new token takes slot after slot. The loss gains halt_lambda times the expected number of
     thoughts, in full from halt_full on; this term is ours.
 
-    Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
+    Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots,
+    of the row of a batch that needs most.
     No public code, and the text of the paper was not available to us: the equations are those of
     its figure and of a reader's notes.
     """
@@ -1335,16 +1348,17 @@ class Mask(Halting, Latent):
         go_on = memory.is_token                                         # (B,1)
         h = x                           # what goes through the next slot
         out = 0.0
-        log_w = at_least_fp32(x.new_zeros(len(x), 1, self.K + 1))       # w = 1
+        log_w_k = None                  # of the next slot; slot 0 weighs 1
         self.taken = []
         for k in range(self.K + 1):
-            h = gpt.trunk(h, memory.next_pass(log_w=log_weight(go_on, log_w[..., k])))
-            if k == 0:              # asked once, of slot 0, whose weight is 1 whatever it says
+            h = gpt.trunk(h, memory.next_pass(log_w=log_weight(go_on, log_w_k)))
+            if k == 0:
                 s, log_w = self.route(h)
             out = out + (s[..., k] * go_on)[..., None] * h
             self.taken.append(go_on)
             if k < self.K:
-                go_on = go_on & self.goes_on(log_w[..., k + 1].exp())
+                log_w_k = log_w[..., k + 1]
+                go_on = go_on & self.goes_on(log_w_k.exp())
             if self.all_stopped(go_on):
                 break
         self.kept = SimpleNamespace(s=s, w=log_w.exp())
@@ -1383,16 +1397,17 @@ class RouterMemory(ChainMemory):
     """A ChainMemory; in the passes that a token does not take, its keys have weight 0."""
 
     def weigh_only(self, taken):
-        """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
+        """Before a pass that the tokens of `taken` (B,T) take: no padding. Returns this memory."""
         if self.earlier is not None:
             catch_up(self, self.weightless)
-        return self.next_pass(log_w=log_weight(taken))
+        self.log_w = log_weight(taken)
+        return self
 
     @staticmethod
     def weightless(k, v):
         """Keys and values of the same shapes (B, nkv, n, hd + 8); the keys have weight 0."""
         k, v = torch.zeros_like(k), torch.zeros_like(v)
-        k[..., -8:] = LOG_ZERO      # scores gain 8 / sqrt(hd) times this: a softmax makes 0 of it
+        k[..., -WEIGHT_CHANNELS:] = LOG_ZERO    # 8 / sqrt(hd) times this joins the scores
         return k, v
 
 
@@ -1432,7 +1447,7 @@ class Router(Halting):
         z = x
         go_on = memory.is_token                                         # (B,T)
         out = 0.0
-        reach = at_least_fp32(x.new_ones(go_on.shape))                  # (B,T)
+        reach = 1.0                                                     # later (B,T)
         self.taken = []
         self.kept = SimpleNamespace(z=[], g=[], next_reach=[])
         for k in range(self.K + 1):
@@ -1475,8 +1490,9 @@ class Router(Halting):
 
 class LoopExit(Halting):
     """
-    What Exit and Ouro share: Loop's passes, but tokens leave; and h^k, what pass k made, normed.
-    Unlike in Loop, earlier passes are no sources of Depth-Attention.
+    What Exit and Ouro share: the passes of Loop, which tokens leave, and h^k, what comes out of
+    pass k, normed. A subclass says in `another` who takes one more. Unlike in Loop, earlier passes
+    are no sources of Depth-Attention.
     """
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
@@ -1484,11 +1500,30 @@ class LoopExit(Halting):
     def new_memory(self, pad):
         return Memories(FrozenMemory, self.K + 1, pad)
 
-    def loop_pass(self, gpt, x, memory, go_on):
-        """x (B,T,C) -> (x for the next pass, h^k)."""
-        x = gpt.trunk(x, memory.freeze_except(go_on), norm=self.config.loop_norm)
-        h = x if self.config.loop_norm else gpt.ln_f(x)
-        return x, h
+    def forward(self, gpt, x, memory):
+        loop_norm = self.config.loop_norm
+        go_on = memory.is_token                                         # (B,T)
+        out = torch.zeros_like(x)                                       # (B,T,C)
+        self.taken = []
+        self.kept = SimpleNamespace(h=[], scores=[])
+        for k in range(self.K + 1):
+            x = gpt.trunk(x, memory[k].freeze_except(go_on), norm=loop_norm)
+            h = x if loop_norm else gpt.ln_f(x)
+            out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
+            self.taken.append(go_on)
+            self.kept.h.append(out)
+            if k < self.K:
+                go_on = self.another(gpt, out, go_on)
+            if self.all_stopped(go_on):
+                break
+        return out
+
+    def another(self, gpt, h, go_on):
+        """
+        (B,T): who takes another pass, of the tokens go_on (B,T) that took this one; h (B,T,C) is
+        what came out of each token's last. What is compared with tau joins self.kept.scores.
+        """
+        raise NotImplementedError
 
 
 class Exit(LoopExit):
@@ -1524,26 +1559,13 @@ class Exit(LoopExit):
     The authors' code takes all passes and then picks one.
     """
 
-    def forward(self, gpt, x, memory):
-        go_on = memory.is_token                                         # (B,T)
-        out = torch.zeros_like(x)                                       # (B,T,C)
-        self.taken = []
-        self.kept = SimpleNamespace(h=[], doubt=[])
-        for k in range(self.K + 1):
-            x, h = self.loop_pass(gpt, x, memory[k], go_on)
-            out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
-            self.taken.append(go_on)
-            self.kept.h.append(out)
-            if k == self.K:
-                break
-            if self.may_stop():
-                with torch.no_grad():
-                    doubt = 1 - self.confidence(gpt, out)
-                self.kept.doubt.append(doubt)
-                go_on = go_on & self.goes_on(doubt)
-            if self.all_stopped(go_on):
-                break
-        return out
+    def another(self, gpt, h, go_on):
+        if not self.may_stop():
+            return go_on
+        with torch.no_grad():
+            doubt = 1 - self.confidence(gpt, h)                         # (B,T)
+        self.kept.scores.append(doubt)
+        return go_on & self.goes_on(doubt)
 
     def may_stop(self):
         return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_full
@@ -1571,7 +1593,7 @@ class Exit(LoopExit):
         """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
         question = targets < 0                                          # (B,T)
         weight = self.config.halt_lambda * self.onset()
-        if weight == 0 or not question.any():
+        if weight == 0 or not question.any():   # it waits for the GPU; text is spared K heads
             return 0.0
         total = 0.0
         for h, taken in zip(self.kept.h[:self.K], self.taken):
@@ -1622,37 +1644,21 @@ class Ouro(LoopExit):
             gpt.requires_grad_(False)
             self.requires_grad_(True)
 
-    def lam(self, h):
-        return without_autocast(self.gate, h).squeeze(-1).sigmoid()     # (B,T)
+    def logit(self, h):
+        """z (B,T) of h (B,T,C): lam = sigmoid(z), and 1 - lam = sigmoid(-z)."""
+        return without_autocast(self.gate, h).squeeze(-1)
 
-    def forward(self, gpt, x, memory):
-        go_on = memory.is_token                                         # (B,T)
-        out = torch.zeros_like(x)                                       # (B,T,C)
-        stay = 1.0
-        self.taken = []
-        self.kept = SimpleNamespace(h=[], lam=[], stay=[])
-        for k in range(self.K + 1):
-            x, h = self.loop_pass(gpt, x, memory[k], go_on)
-            out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
-            self.taken.append(go_on)
-            self.kept.h.append(out)
-            if k == self.K:
-                break
-            lam = self.lam(out)                                         # (B,T)
-            stay = stay * (1 - lam)
-            self.kept.lam.append(lam)
-            self.kept.stay.append(stay)
-            if not self.training:
-                go_on = go_on & self.goes_on(stay)
-            if self.all_stopped(go_on):
-                break
-        return out
+    def another(self, gpt, h, go_on):
+        before = self.kept.scores[-1] if self.kept.scores else 1.0      # stay_{k-1}
+        stay = before * torch.sigmoid(-self.logit(h))
+        self.kept.scores.append(stay)
+        return go_on if self.training else go_on & self.goes_on(stay)
 
     def predictions_loss(self, gpt, h, targets):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
-        lam = self.kept.lam
-        before = [torch.ones_like(lam[0]), *self.kept.stay]             # stay_{k-1}
+        lam = [self.logit(h_k).sigmoid() for h_k in self.kept.h[:self.K]]
+        before = [torch.ones_like(lam[0]), *self.kept.scores]           # stay_{k-1}
         p = [lam_k * stay for lam_k, stay in zip(lam, before)] + before[-1:]        # (3)
         nats = sum(p_k * gpt.token_losses(h_k, targets)
                    for p_k, h_k in zip(p, self.kept.h))                 # (B,T)
@@ -1664,7 +1670,8 @@ class Ouro(LoopExit):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""
         if self.config.ouro_stage == 2:
             return 0.0
-        nats = sum(-(1 - lam).clamp(min=1e-6).log() for lam in self.kept.lam)   # (B,T)
+        # -log(1 - lam) of each pass, (B,T)
+        nats = sum(F.softplus(self.logit(h)) for h in self.kept.h[:self.K])
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
 
     def gate_loss(self, gpt, targets):
@@ -1676,9 +1683,8 @@ class Ouro(LoopExit):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
             wanted = torch.sigmoid(50 * (gain - 0.005))                 # another pass
             wanted = wanted.masked_fill(targets < 0, 1.0)               # a question's token stays
-            lam = self.kept.lam[k].clamp(1e-6, 1 - 1e-6)
-            surprise = -wanted * (1 - lam).log() - (1 - wanted) * lam.log()
-            total = total + surprise.mean()                             # (6)
+            z = self.logit(self.kept.h[k])
+            total = total + F.binary_cross_entropy_with_logits(-z, wanted)          # (6)
         return total / (self.K + 1)     # (6) divides K terms by the number of passes
 
 
@@ -1739,4 +1745,4 @@ def check_together(c):
         require(c.ponder == needs, f"halting={c.halting!r} does not work with "
                                    f"ponder={c.ponder!r}: set ponder={needs!r}")
         require(c.halt_start <= c.halt_full,
-                f"halt_start={c.halt_start} is above halt_full={c.halt_full}: lower it")
+                f"halt_start={c.halt_start} is above halt_full={c.halt_full}: change one of them")

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from engine.hardware import explained
 from engine.mechanisms import iterates
-from model import LOG_ZERO, LoopMemory, Memories, Memory, SlotMemory, WeightedMemory
+from model import (LOG_ZERO, WEIGHT_CHANNELS, LoopMemory, Memories, Memory, SlotMemory,
+                   WeightedMemory)
 
 
 def compile_decoding(model, tokens=None):
@@ -55,8 +56,8 @@ class Places(Memory):
     def update(self, layer, k, v):
         if layer not in self.keys:
             B, nkv, S, width = k.shape
-            keys = k.new_zeros(B, nkv, self.places, width - 8)
-            self.keys[layer] = F.pad(keys, (0, 8), value=LOG_ZERO)
+            keys = k.new_zeros(B, nkv, self.places, width - WEIGHT_CHANNELS)
+            self.keys[layer] = F.pad(keys, (0, WEIGHT_CHANNELS), value=LOG_ZERO)
             self.values[layer] = v.new_zeros(B, nkv, self.places, width)
         keys = self.keys[layer].index_copy_(2, self.here, k)
         values = self.values[layer].index_copy_(2, self.here, v)
@@ -81,7 +82,7 @@ class FixedSlots(SlotMemory, Places):
     def rewind(self):
         self.used = self.used_before
         for keys in self.keys.values():
-            keys[:, :, self.used:, -8:] = LOG_ZERO
+            keys[:, :, self.used:, -WEIGHT_CHANNELS:] = LOG_ZERO
 
 
 class CompiledTrunk:

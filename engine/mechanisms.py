@@ -23,8 +23,8 @@ SCORES = {
     'gate': ('s', 'gate'),
     'mask': ('w', 'probability of another thought'),
     'router': ('next_reach', 'probability of getting further'),
-    'exit': ('doubt', 'doubt'),
-    'ouro': ('stay', 'survival'),
+    'exit': ('scores', 'doubt'),
+    'ouro': ('scores', 'survival'),
 }
 
 

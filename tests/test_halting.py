@@ -307,7 +307,7 @@ def each_pass(model, idx):
     for h in model.mechanism.kept.h:
         logits = model.head(h)
         nats.append(F.cross_entropy(logits.transpose(1, 2), targets(idx), reduction='none'))
-        gates.append(model.mechanism.lam(h) if model.config.halting == 'ouro' else None)
+        gates.append(model.mechanism.logit(h).sigmoid() if model.config.halting == 'ouro' else None)
     return nats, gates
 
 
@@ -379,11 +379,25 @@ def test_gain_is_the_papers_second_stage(idx):
     assert all(p.grad.abs().max() > 0 for p in model.mechanism.parameters())
 
 
+@pytest.mark.parametrize('stage', [1, 2])
+def test_a_gate_that_lets_all_tokens_leave_can_learn_that_questions_stay(stage, idx):
+    model = make(**{**GAIN, 'ouro_stage': stage, 'halt_start': 0.0, 'halt_full': 0.0}).train()
+    gate = model.mechanism.gate
+    torch.nn.init.constant_(gate.bias, 40.0)        # lam is 1, in fp32
+    y = targets(idx)
+    y[:, :4] = -1
+    model(idx, y)[1].backward()
+    assert gate.bias.grad > 0.01
+
+
 def test_what_a_gate_alone_costs_has_no_backward_pass():
-    """But for the gate's own, of each pass but the last; after each pass there is a head."""
+    """
+    But for the gate's own, of each pass but the last, which the loss asks again; after each pass
+    there is a head.
+    """
     forward = flops_per_token(make(**GAIN), training=False)     # its gates are in it
     gates, heads = 2 * 2 * 32, 2 * 2 * 32 * 64          # 2 FLOPs of C, or of C V
-    assert flops_per_token(make(**GAIN)) == forward + heads + gates
+    assert flops_per_token(make(**GAIN)) == forward + heads + 2 * gates
 
 
 def test_with_the_loss_of_the_last_pass_alone_training_takes_one_head():
@@ -444,7 +458,9 @@ def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx):
         first = mechanism.kept.h[0]
         p = model.head(first).softmax(-1)[..., :model.config.n_tokens]
         # what a gate says, or how near the prediction is to one that knows nothing
-        stay = 1 - mechanism.lam(first) if toggle['halting'] == 'ouro' else p.log().mean(-1)
+        stay = p.log().mean(-1)
+        if toggle['halting'] == 'ouro':
+            stay = torch.sigmoid(-mechanism.logit(first))
         stays.append(stay[:, :4].mean().item())
         mechanism.penalty(model, wanted).backward()
         for p in model.parameters():

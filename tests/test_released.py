@@ -186,7 +186,8 @@ def test_ouro_equals_a_slow_loop_pass_by_pass(tied, tmp_path, tokens):
     close(model(tokens)[0], logits[-1])             # its threshold of 1.0 means all passes
     assert (model.mechanism.passes == 4).all()
     close(torch.stack([model.head(h) for h in model.mechanism.kept.h]), torch.stack(logits))
-    stay = torch.stack([torch.ones_like(p[0]), *model.mechanism.kept.stay, torch.zeros_like(p[0])])
+    scores = model.mechanism.kept.scores
+    stay = torch.stack([torch.ones_like(p[0]), *scores, torch.zeros_like(p[0])])
     close(stay[:-1] - stay[1:], torch.stack(p))
 
 
