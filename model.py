@@ -43,8 +43,8 @@ To train with this file alone:
     tokens = gpt.eval().generate(prompt, 100)
 
 train.py, sample.py and every tool run these classes, on every device. There are four exceptions,
-which compute the same: programs generate with engine/generate.py, and three pieces have a quicker
-form, which docs/architecture.md lists.
+which compute the same: sample.py and the tools generate with engine/generate.py, and three pieces
+have a quicker form, which docs/architecture.md lists.
 """
 
 import math
