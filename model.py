@@ -1512,8 +1512,9 @@ class LoopExit(Halting):
             out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
             self.taken.append(go_on)
             self.kept.h.append(out)
-            if k < self.K:
-                go_on = self.another(gpt, out, go_on)
+            if k == self.K:
+                break
+            go_on = self.another(gpt, out, go_on)
             if self.all_stopped(go_on):
                 break
         return out
