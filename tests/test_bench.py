@@ -97,6 +97,8 @@ def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
                          [folders[2], '1.00', '1.00'], [folders[3], 'by iteration', '1.00']]
     assert [line[0] for line in lines[4:]] == ['one answer, batch 1', *folders,
                                                'one answer, batch 2', *folders]
+    with pytest.raises(UserError, match='halt_tau: finished runs are timed as they are'):
+        bench.main([*folders, '--halt_tau=1', '--device=cpu'])
     text = save(tmp_path / 'text', make(**size), data_dir=small_data)
     with pytest.raises(UserError, match='trained on a text'):
         bench.main([text, '--device=cpu'])

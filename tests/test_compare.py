@@ -108,6 +108,16 @@ def test_all_runs_have_the_same_recipe(common, monkeypatch):
     assert layers == [layers[0], 2 * layers[0], 4 * layers[0]]
 
 
+def test_as_other_is_for_all_flops_that_other_has(common, monkeypatch):
+    """Whose own line may set its steps, or its batch."""
+    monkeypatch.setattr(compare, 'flops_per_token', layers_in_all_passes)
+    monkeypatch.setattr(compare, 'COUNTED', {})
+    for option in '--max_steps=8', '--batch_tokens=128':
+        monkeypatch.setitem(compare.RUNS, 'mine', ('loop', option))
+        plan = compare.make_plan('plain_scaled_as_mine', common)
+        assert plan.settings['max_steps'] == 2 * 4 * 4      # twice the text, four passes, 4 steps
+
+
 @pytest.mark.parametrize('args, words', [
     (['--names=lop_as_plain'], 'lop_as_plain.*plain_scaled_as_loop'),
     (['--seeds=1,x'], '1,2,3'),
@@ -165,6 +175,17 @@ def test_finished_runs_are_skipped_and_failed_ones_tried_again(common, in_proces
     with pytest.raises(UserError, match='choose another --out'):
         compare.main([*args, '--warmup=0.5'])
     assert len(records_in(tmp_path)) == 4
+
+
+def test_a_config_file_may_not_change_between_names(common, in_process, tmp_path):
+    recipe = tmp_path / 'recipe.py'
+    recipe.write_text('weight_decay = 0.1')
+    args = [*common, str(recipe), '--seeds=1', f'--out={tmp_path}']
+    compare.main([*args, '--names=plain'])
+    recipe.write_text('weight_decay = 0.2')
+    with pytest.raises(UserError, match='choose another --out'):
+        compare.main([*args, '--names=smear'])
+    assert in_process == ['plain-s1']
 
 
 def test_what_a_name_stands_for_may_not_change_between_runs(in_process, tmp_path):
@@ -334,9 +355,9 @@ def test_the_table_of_losses_by_hand():
     # paired by seed: the mean of -0.1, -0.4 and -0.3; of the plain runs whose FLOPs are within 5 %
     # the nearest counts, which has 2.5 % more
     assert loop == ['loop', '4', '1.3000', '1.2000 to 1.4000',
-                    '-0.2667 (-0.4000 to -0.1000), better',
-                    '+0.0500 (+0.0500 to +0.0500), worse', '4.00', '1.00']
-    assert latent[4:] == ['-0.7000 (-0.7000 to -0.7000), better', '', '4.40', '1.00']
+                    '-0.2667 (-0.4000 to -0.1000), better, 3 seeds',
+                    '+0.0500 (+0.0500 to +0.0500), worse, 1 seed', '4.00', '1.00']
+    assert latent[4:] == ['-0.7000 (-0.7000 to -0.7000), better, 1 seed', '', '4.40', '1.00']
 
 
 @pytest.mark.parametrize('rate', ['', '@3e-3'])
@@ -344,8 +365,8 @@ def test_of_as_many_flops_is_who_was_trained_for_them_and_not_who_is_deeper(rate
     rows = table_of((f'plain_scaled{rate}_as_loop_2', 1, 1.125, 202),
                     (f'plain_scaled{rate}', 1, 1.5, 100), (f'loop_2{rate}', 1, 1.25, 200),
                     (f'plain_scaled_2x{rate}', 1, 1.0, 200))
-    assert rows[2][4:6] == ['-0.2500 (-0.2500 to -0.2500), better',
-                            '+0.1250 (+0.1250 to +0.1250), worse']
+    assert rows[2][4:6] == ['-0.2500 (-0.2500 to -0.2500), better, 1 seed',
+                            '+0.1250 (+0.1250 to +0.1250), worse, 1 seed']
 
 
 def fails(*_):
@@ -450,11 +471,36 @@ def test_a_verdict_is_by_the_rule_of_the_claims(differences, word):
 def test_differences_are_to_the_run_that_beside_names():
     runs = [('plain', 1, 1.5, 100), ('plain_2x@3e-3', 1, 1.25, 100), ('loop', 1, 1.0, 100)]
     plain, other, loop = table_of(*runs, beside='plain_2x')[:3]
-    assert plain[4] == '+0.2500 (+0.2500 to +0.2500), worse' and other[4] == ''
-    assert loop[4] == '-0.2500 (-0.2500 to -0.2500), better'
+    assert plain[4] == '+0.2500 (+0.2500 to +0.2500), worse, 1 seed' and other[4] == ''
+    assert loop[4] == '-0.2500 (-0.2500 to -0.2500), better, 1 seed'
     assert table_of(*runs, beside='plain_2x@3e-3')[:3] == [plain, other, loop]
     with pytest.raises(UserError, match='beside=chain: no finished run here; there are plain, '):
         table_of(*runs, beside='chain')
+
+
+def test_a_verdict_tells_its_seeds_where_they_are_few_or_fewer_than_the_row_has():
+    plain = [('plain', seed, 1.0, 100) for seed in (1, 2, 3)]
+    loop = [('loop', seed, 2.0, 100) for seed in (1, 2, 3, 4)]
+    for runs, words in ((loop[:2], ', 2 seeds'), (loop[:3], ''), (loop, ', 3 seeds')):
+        verdicts = [row[4] for row in table_of(*plain, *runs) if row[0] == 'loop']
+        assert verdicts == ['+1.0000 (+1.0000 to +1.0000), worse' + words]
+
+
+@pytest.mark.parametrize('beside', [None, 'plain'])
+def test_of_several_rates_of_the_base_the_best_counts(beside):
+    """As after --lrs was widened; but not one that has run with fewer seeds so far."""
+    runs = [('plain@1e-3', 1, 4.0, 100), ('plain@1e-3', 2, 4.0, 100),
+            ('loop@1e-2', 1, 2.5, 400), ('loop@1e-2', 2, 2.5, 400)]
+    wider = [('plain@1e-2', 1, 2.0, 100), ('plain@1e-2', 2, 2.0, 100)]
+    assert table_of(*runs, *wider, beside=beside)[1][4].startswith('+0.5000')
+    assert table_of(*runs, wider[0], beside=beside)[1][4].startswith('-1.5000')
+
+
+def test_differences_are_of_losses_read_token_by_token():
+    """The model that is published generates so; iteration flatters Feedback."""
+    row = table_of(('smear', 1, 2.0, 100), ('feedback', 1, 1.5, 400), beside='smear',
+                   exact_nats_per_byte=[2.0, 2.25])[1]
+    assert row[2] == '2.2500' and row[4].startswith('+0.2500')
 
 
 def test_a_table_is_of_one_recipe():

@@ -184,6 +184,22 @@ def test_of_a_made_task_answers_alone_count(task, tmp_path, capsys):
     assert float(bits) == pytest.approx(want / math.log(2), abs=1e-4)
 
 
+def test_a_folder_that_is_named_asks_its_own_problems(tmp_path, capsys):
+    folders = []
+    for size in 2, 3:
+        folders.append(str(tmp_path / f'd{size}'))
+        made = prepare_data.DataSettings(problems=300, size=size)
+        prepare_data.prepare_task(made, 'addition', folders[-1])
+    model = make(**{**SMALL, 'block_size': 64}).float()
+    folder = save(tmp_path / 'ckpt', model, data_dir=folders[0])
+    capsys.readouterr()
+    for asked, title, longest in (([], 'addition: ', '2'),
+                                  (folders[1:], f'addition of {folders[1]}: ', '3')):
+        evaluate.main([folder, *asked, '--answers=20', '--device=cpu'])
+        _, told = capsys.readouterr().out.split(title)
+        assert cells(told)[0][-1] == longest
+
+
 class Mangling:
     """A tokenizer that reads U+FFFD where bytes are no UTF-8, a character a token."""
     name, n_vocab, eot_token = 'mangling', 257, 256

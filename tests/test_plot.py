@@ -60,7 +60,7 @@ def test_curves(tmp_path):
     assert by_seconds[4][0] == pytest.approx([0.02, 0.06, 0.08])
 
 
-def test_race(tmp_path):
+def test_race(tmp_path, capsys):
     lines = [dict(name=name, optimizer='adamw', learning_rate=rate, seed=seed, picks=seed == 0,
                   val_loss=loss, curve={'300': 3.0, '600': loss}, steps=600)
              for name, rate, seed, loss in (('nanogpt', 1e-3, 1, 2.0), ('nanogpt', 3e-3, 1, 1.5),
@@ -75,6 +75,11 @@ def test_race(tmp_path):
     for names, words in (('other', 'other is in none of these'), ('ours,ous', 'ous is in none of')):
         with pytest.raises(UserError, match=words):
             plot.race([str(path)], PlotSettings(names=names))
+    assert not capsys.readouterr().err
+    path.write_text('\n'.join(json.dumps({**line, 'picks': line['name'] == 'ours'})
+                              for line in lines))
+    assert len(drawn(plot.race([str(path)], PlotSettings()))) == 4
+    assert 'ours, adamw: not drawn, no seed has judged it' in capsys.readouterr().err
     with pytest.raises(UserError, match='nanogpt adamw 0.001 1 is there twice'):
         plot.race([str(path), str(path)], PlotSettings())
 
@@ -277,6 +282,12 @@ def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):
     close = pytest.approx
     assert drawn(figure) == [([1.5, 2.0], close([10, 60])), ([1.5, 2.0], close([20, 20])),
                              ([1, 2], close([20, 60]))]
+    again = [dict(line, data='data/a/') for line in lines]      # the same folder
+    others = [dict(line, data='other/a') for line in lines]     # another of that name
+    path.write_text('\n'.join(map(json.dumps, [*lines, *again, *others])))
+    both = plot.halting([str(path)], PlotSettings())
+    assert drawn(both) == drawn(figure)
+    assert [ax.get_title(loc='left') for ax in both.axes] == ['data/a', 'other/a']
     with pytest.raises(UserError, match='names'):
         plot.halting([str(path)], PlotSettings(names='gate'))
     with pytest.raises(UserError, match='no run of tools/compare.py'):

@@ -113,6 +113,10 @@ def test_each_races_at_the_best_of_its_rates(started, tmp_path, capsys, monkeypa
     with pytest.raises(UserError, match='nanogpt=.*choose another --out'):
         started(*args)
     (tmp_path / 'model.py').write_text(NANOGPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(race.inspect, 'getsource', lambda module: 'CONTENDERS = {}')
+        with pytest.raises(UserError, match='race=.*choose another --out'):
+            started(*args)
     monkeypatch.setattr(race, 'CODE', 'of another model.py')
     with pytest.raises(UserError, match='code=.*choose another --out'):
         started(*args)

@@ -420,6 +420,10 @@ class Setup:
 
 def main(argv):
     given, folders = read(argv, __doc__, BenchSettings, Settings, GPTConfig)
+    unused = given.keys() - {'batches', 'repeats', 'against', 'against_options', 'rounds', 'device',
+                             'threads'}
+    if folders and unused:
+        raise UserError(f"{min(unused)}: finished runs are timed as they are, without it")
     for name in ('ponder', 'ponder_steps', 'halting', 'depth_attn'):
         if f'--{name}' in [arg.partition('=')[0] for arg in argv]:
             raise UserError(f"{name}: chosen here for each row, by --toggles (--help)")

@@ -220,8 +220,9 @@ def make_plan(name, common):
     settings = {**asdict(s), **asdict(config)}
     flops = flops_of(config, s.micro_batch)
     if like:
-        ratio = make_plan(like, common).flops / flops
-        settings['max_steps'] = round(s.max_steps * ratio)
+        other = make_plan(like, common)
+        total = other.flops * other.settings['max_steps'] * other.settings['batch_tokens']
+        settings['max_steps'] = round(total / (flops * s.batch_tokens))
         args.append(f"--max_steps={settings['max_steps']}")
     return Plan(args, settings, flops)
 
@@ -444,7 +445,7 @@ def at_rate(name, rate):
 
 def best_rate(name, rates, seeds, results):
     """The one of `rates` with which a name's runs of these seeds end lowest, in the mean."""
-    ends = {(r['name'], r['seed']): r[LOSS] for r in read_lines(results)}
+    ends = {(r['name'], r['seed']): loss_of(r) for r in read_lines(results)}
     best = min(rates, key=lambda rate: sum(ends[at_rate(name, rate), seed] for seed in seeds))
     if float(best) in (min(map(float, rates)), max(map(float, rates))):
         print(f"{name}: {best} is the best of --lrs and at its edge; try rates beyond it",
@@ -456,7 +457,6 @@ def make_runs(runs, compare, common, results):
     """Make those of `runs`, pairs of name and seed, that are not finished; how many failed."""
     plans = {name: make_plan(name, common) for name, _ in runs}     # what is wrong shows first
     data_dir = plans[runs[0][0]].settings['data_dir']   # the same for all
-    keep_recipe(compare.out, [*common, f'--answers={compare.answers}'], data_dir)
     for name, seed in runs:
         check_made(folder_of(compare, name, seed), plans[name].settings)
     for r in read_lines(results):
@@ -465,6 +465,9 @@ def make_runs(runs, compare, common, results):
                             "another model.py: choose another --out")
         if (r['name'], r['seed']) in runs:
             check_role(r, compare)
+    settings = sum_of(repr(configs_of(common)))     # what the config files say now
+    keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'settings={settings}'],
+                data_dir)
     failed = 0
     for name, seed in runs:
         if is_made(name, seed, results):
@@ -566,18 +569,18 @@ def check_code(label, folder):
 
 def table_of(records, beside=None):
     """
-    A row per name, against `beside`, or a plain run if there is one: medians of the seeds.
-    Differences are between equal seeds: mean (lowest to highest). Below it what chose the learning
-    rates. UserError if there is no run `beside`, or if a name has a seed twice.
+    A row per name, against `beside`, or a plain run if there is one, which of several learning
+    rates has the best of those with the most seeds: medians of the seeds. Differences are between
+    equal seeds: mean (lowest to highest). Below it what chose the learning rates. UserError if
+    there is no run `beside`, or if a name has a seed twice.
     """
     runs = those_that_judge(records)
     tried = [r for r in records if r.get('picks')]
     records = [r for name in runs for r in runs[name]]
-    starts = [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm']
-    bases = [name for start in starts for name in runs if start in (name, without_rate(name))]
-    if beside and not bases:
+    base = base_of(runs, [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm'])
+    if beside and not base:
         raise UserError(f"beside={beside}: no finished run here; there are {', '.join(runs)}")
-    base = [*bases, *runs][0]
+    base = base or [*runs][0]
     if all('right' in r for r in records):
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
         rows = [answers_row(name, runs) for name in runs]
@@ -589,11 +592,11 @@ def table_of(records, beside=None):
         row += [f"{median(runs[name], key) / median(runs[base], key):.2f}"
                 for key in ('flops', 'seconds')]
     text = table([*header, 'x FLOPs', 'x time'], rows)
-    text += (f"\n\nMedians; differences: means; learned it: {LEARNED:.0%} right or more; equal "
-             f"FLOPs: within 5 %. {where_made(records)}")
+    text += (f"\n\nMedians; differences: means; x: of {base}; learned it: {LEARNED:.0%} right or "
+             f"more; equal FLOPs: within 5 %. {where_made(records)}")
     if tried:
         text += "\nTried with other seeds: " + ', '.join(
-            f"{r['name']} (seed {r['seed']}) {r[LOSS]:.4f}" for r in tried) + '.'
+            f"{r['name']} (seed {r['seed']}) {loss_of(r):.4f}" for r in tried) + '.'
     versions = {}   # of the code: {its sum: the runs}
     for r in records:
         version = r.get('code', r.get('model'))     # older records: of model.py alone, or none
@@ -603,6 +606,17 @@ def table_of(records, beside=None):
         text += (f"\n{TRAINS} was changed between: "
                  + ' | '.join(map('; '.join, versions.values())))
     return text
+
+
+def base_of(runs, names):
+    """The first of `names` that has runs, at its best rate; None if none has."""
+    for start in names:
+        rates = [name for name in runs if start in (name, without_rate(name))]
+        if rates:
+            most = max(len(runs[name]) for name in rates)
+            rates = [name for name in rates if len(runs[name]) == most]
+            return min(rates, key=lambda name: statistics.mean(map(loss_of, runs[name])))
+    return None
 
 
 def those_that_judge(records):
@@ -632,6 +646,11 @@ def without_rate(name):
     return re.sub(r'@.*?(?=_as_|$)', '', name)
 
 
+def loss_of(record):
+    """A run's loss as generation has it: read token by token, where that differs."""
+    return record.get(EXACT, record[LOSS])
+
+
 def median(records, key):
     return statistics.median(r[key] for r in records)
 
@@ -648,7 +667,7 @@ def answers_row(name, runs):
 
 def loss_row(name, runs, base):
     """The cells of a run on text."""
-    losses = [r[LOSS] for r in runs[name]]
+    losses = [loss_of(r) for r in runs[name]]
     equal = plain_of_equal_flops(name, runs, base)
     return [name, len(losses), f"{statistics.median(losses):.4f}",
             f"{min(losses):.4f} to {max(losses):.4f}", difference(name, base, runs),
@@ -657,16 +676,19 @@ def loss_row(name, runs, base):
 
 def difference(name, other, runs):
     """
-    'mean (lowest to highest), verdict' of name's losses minus other's; '' if they share no seed.
+    'mean (lowest to highest), verdict' of name's losses minus other's, with the number of seeds
+    where these are fewer than three, or than name has; '' if they share no seed.
     """
     if other in (None, name):
         return ''
-    theirs = {r['seed']: r[LOSS] for r in runs[other]}
-    by_seed = [r[LOSS] - theirs[r['seed']] for r in runs[name] if r['seed'] in theirs]
+    theirs = {r['seed']: loss_of(r) for r in runs[other]}
+    by_seed = [loss_of(r) - theirs[r['seed']] for r in runs[name] if r['seed'] in theirs]
     if not by_seed:
         return ''
+    n = len(by_seed)
+    few = f", {n} seed{'s' * (n > 1)}" if n < max(3, len(runs[name])) else ''
     return (f"{statistics.mean(by_seed):+.4f} ({min(by_seed):+.4f} to {max(by_seed):+.4f}), "
-            f"{verdict(by_seed)}")
+            f"{verdict(by_seed)}{few}")
 
 
 def verdict(differences):

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import build, check_range, read
-from engine.answers import Progress, summary
+from engine.answers import Progress, exam_of_data, summary
 from engine.checkpoint import CHECKPOINTS
 from engine.cpu import tune_cpu
 from engine.files import UserError, run, table
@@ -236,8 +236,11 @@ def print_texts(model, tokenizer, paths, s):
 
 # ---- right answers ------------------------------------------------------------------------------
 
-def print_answers(model, exam, s):
-    """A line for each setting; and with halting, what the passes went to."""
+def print_answers(model, exam, s, folder):
+    """
+    A line for each setting; and with halting, what the passes went to. folder: whose problems they
+    are, None if they are of the run's own data.
+    """
     results = {}
     for name, value in each_setting(model, s):
         if exam is None:
@@ -251,8 +254,9 @@ def print_answers(model, exam, s):
     for value, found in results.items():
         shares = [found['right'], *(row['right'] for row in found['by_difficulty'])]
         rows.append([f'{value:g}', f"{found['passes']:.2f}", *(f'{p:.1%}' for p in shares)])
-    print(f"{first['task']}: right answers to {first['problems']:,} problems, all and by "
-          f"{task.unit}; passes per character of an answer\n")
+    of_what = f"{first['task']} of {folder}" if folder else first['task']
+    print(f"{of_what}: right answers to {first['problems']:,} problems, all and by {task.unit}; "
+          "passes per character of an answer\n")
     if first['problems'] < s.answers:
         print("Each is asked once: the validation set has no more that differ.\n")
     print(table([name, 'passes', 'right', *map(str, levels)], rows))
@@ -396,7 +400,11 @@ def main(argv):
     if texts:
         print_texts(model, tokenizer, texts, s)
     if s.answers:
-        print_answers(model, exam_of_run(settings, s.answers), s)
+        folders = [folder for folder in map(data_folder, texts) if folder]
+        exams = {folder: exam_of_data(folder, s.answers) for folder in folders}
+        exams = {folder: exam for folder, exam in exams.items() if exam}
+        for folder, exam in (exams or {None: exam_of_run(settings, s.answers)}).items():
+            print_answers(model, exam, s, folder)
     if s.tasks:
         print_tasks(model, tokenizer, s)
 

@@ -39,7 +39,7 @@ from engine.trained import exam_for_prompt, load_model
 from model import GPTConfig
 from sample import encode_prompt
 from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
-from tools.compare import read_lines, read_log, seconds_by_step, those_that_judge
+from tools.compare import loss_of, read_lines, read_log, seconds_by_step, those_that_judge
 from tools.explain import look, validation_tokens
 from tools.race import at_best_rate, runs_of
 from train import Settings
@@ -203,7 +203,7 @@ def in_generation(panels):
         if not has_flops(record, flops_of(config, s.micro_batch)):
             raise UserError(f"x=generated: {name}'s command does not make the model of its record "
                             "here: leave it out of --names")
-        loss = record.get(EXACT, record[LOSS])
+        loss = loss_of(record)
         runs.setdefault(name, []).append({**record, 'gpt': gpt, LOSS: loss})
     seeds = [{record['seed'] for record in found} for found in runs.values()]
     shared = set.intersection(*seeds) if seeds else set()
@@ -238,12 +238,11 @@ def draw_records(ax, runs, looks, x):
     """A dot for each seed and a mark at the median, against multiples of what one pass costs."""
     found = [record for records in runs.values() for record in records]
     answers = all('right' in record for record in found)
-    key, scale = ('right', 100) if answers else (LOSS, 1)
     least = min(np.median([record[x] for record in records]) for records in runs.values())
     for name in sorted(runs, key=list(looks).index):
         words, colour, mark = looks[name]
         cost = np.median([record[x] for record in runs[name]]) / least
-        ends = [scale * record[key] for record in runs[name]]
+        ends = [100 * r['right'] if answers else loss_of(r) for r in runs[name]]
         front = 2 if name in PLAIN_WORDS else 1
         ax.plot([cost] * len(ends), ends, 'o', color=colour, markersize=4, zorder=front)
         look = dict(markersize=10, markeredgecolor='white')
@@ -292,11 +291,12 @@ def halting(paths, s):
         if not record.get('checkpoint') or 'data' not in record:    # not of choices.py
             continue
         folder = os.path.normpath(record['checkpoint'])
-        last[folder, record.get('halting'), record['data']] = {**record, 'checkpoint': folder}
+        record = {**record, 'checkpoint': folder, 'data': os.path.normpath(record['data'])}
+        last[folder, record.get('halting'), record['data']] = record
     s.check_names({name_of(folder) for folder, *_ in last})
     for record in last.values():
         if s.draws(name_of(record['checkpoint'])):
-            found.setdefault(os.path.basename(record['data'].rstrip('/')), []).append(record)
+            found.setdefault(record['data'], []).append(record)
     for data, beside in found.items():
         runs = panels[data] = {}
         names = names_of([record['checkpoint'] for record in beside])
@@ -318,7 +318,10 @@ def halting(paths, s):
         if answers:
             ax.set(xlabel='passes per character', ylabel='right answers (%), better ↑')
             ax.set_ylim(0, 106)
-        ax.set_title(one_line(data), loc='left', size=TEXT, parse_math=False)
+        titles = [os.path.basename(path) for path in panels]
+        title = os.path.basename(data)
+        title = data if titles.count(title) > 1 else title
+        ax.set_title(one_line(title), loc='left', size=TEXT, parse_math=False)
     add_legend(figure)
     return figure
 
@@ -423,7 +426,11 @@ def race(paths, s):
     drawn = [pair for pair in runs if s.draws(pair[0])]
     for i, pair in enumerate(drawn):
         label = ', '.join(pair)
-        for r in at_best_rate(runs[pair]):
+        made = at_best_rate(runs[pair])
+        if not made:
+            print(f"{label}: not drawn, no seed has judged it at its best rate yet",
+                  file=sys.stderr)
+        for r in made:
             steps, losses = zip(*((int(step), loss) for step, loss in r['curve'].items()))
             ax.plot(steps, losses, marker='o', linewidth=1.2, markersize=4, label=label,
                     **look_of_line(i))

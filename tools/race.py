@@ -21,6 +21,7 @@ executed: take one you trust.
 """
 
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -461,7 +462,9 @@ def main(argv):
         s = replace(s, compile=False, dtype=str(dtype).removeprefix('torch.'))
         if s.threads is not None:
             torch.set_num_threads(s.threads)
+        own = sum_of(inspect.getsource(sys.modules[__name__]))  # CONTENDERS may have been edited
         keep_recipe(chosen.out, [*options, f'nanogpt={checksum(path)[:12]}', f'code={CODE}',
+                                 f'race={own}',
                                  f'settings={sum_of(repr((s, config)))}', f'dtype={s.dtype}'],
                     s.data_dir)
         Race(path, chosen, s, config, results).make_all()
