@@ -606,7 +606,7 @@ class Mechanism(nn.Module):
         super().__init__()
         self.config = config
         self.progress = None    # both are set by begin_step
-        self.drawn = None
+        self.drawn = None       # Latent: R of this step; Feedback: K
 
     # ---- what a subclass says
 
@@ -887,7 +887,7 @@ class ChainMemory(WeightedMemory):
         passes = [*self.earlier_memories, self]
         keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
         values = torch.stack([memory.values[layer] for memory in passes], dim=3)
-        # the graph of a training step keeps what stack copied: keep views of that, drop k and v
+        # backward holds what stack copied anyway: views of it here free the memory of k and v
         if torch.is_grad_enabled():
             self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
         return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
@@ -924,10 +924,10 @@ class SlotMemory(WeightedMemory):
     """
 
     def begin(self, x):
-        slots = self.N
-        super().begin(x)                    # it sets N to the number of tokens; here N counts slots
-        self.token_pos = self.pos
-        self.N = self.N_before = slots      # those of earlier tokens, until next_pass adds T n
+        self.N_before = self.N      # slots of earlier tokens
+        super().begin(x)            # sets N to the number of tokens, but here N counts slots
+        self.N = self.N_before      # next_pass adds those of the newest tokens
+        self.token_pos = self.pos   # (T,); next_pass makes pos (T n,)
 
     def next_pass(self, n=1, log_w=None):
         """
@@ -1030,7 +1030,7 @@ class Latent(Mechanism):
 
         h = ()                          # h[k], out of slot k, is the next guess of z_{k+1}
         for n in self.slots_of_sweeps():
-            slots = [x, *h][:n]         # x_t, z_1, ..; without h[K], which is the prediction
+            slots = [x, *h[:n - 1]]     # x_t, z_1 .. z_{n-1}
             h = self.sweep(gpt, slots, memory)
         return h[self.K]
 
@@ -1104,8 +1104,8 @@ PONDER = {'none': Plain, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, '
 # -------------------------------------------------------------------------------------------------
 # 5  Halting: five rules for four of these mechanisms; each token takes the passes it needs
 #
-#               a token stops        in training         keys of a token     output of a token
-#               if this is < tau     tokens stop         that stopped
+#               a token stops        in training         its keys in         its output
+#               if this is < tau     tokens stop         later passes
 #     Gate      s, its gate          from halt_start on  of its last pass    of its last pass
 #     Mask      w, p(needed)         never; keys fade    weight 0            weighted sum of slots
 #     Router    reach, p(reached)    always              weight 0            weighted sum of passes
@@ -1122,21 +1122,22 @@ class Halting(Mechanism):
     A mechanism whose tokens stop by themselves. Each paper's class has its own loop over the passes
     (Exit and Ouro share one); here is what the loops share. In the docstrings tau is halt_tau.
 
-    Tokens that stopped still go through the blocks; what comes out of them there is thrown away.
-    Time is saved once all have stopped and the loop ends: in generation. (For Router in training
-    see engine/skip.py.)
+    Tokens that stopped still go through the blocks; the output has nothing of it. Time is saved
+    where a loop ends once all have stopped: in generation. (For Router in training see
+    engine/skip.py. A text that Mask reads by sweeps takes all slots.)
 
     `forward` leaves in `taken` and `kept` what happened, and `loss` reads it right after that.
     Gate takes `mixture` from Embedding, and Mask the sweeps from Latent, so they inherit these; the
-    others take nothing from Chain and Loop.
+    others need nothing that Chain and Loop define.
     """
     works_on = None         # the `ponder` whose tokens it stops
     defaults = {}           # of its settings in GPTConfig
 
     def __init__(self, config):
         super().__init__(config)
-        self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it
-        self.kept = None    # what the loop keeps of each pass: for the loss, and for tools to show
+        self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it (Mask in
+                            # training: who would)
+        self.kept = None    # of the last call: what the loss reads, and tools show
 
     @property
     def passes(self):
@@ -1147,9 +1148,9 @@ class Halting(Mechanism):
         """(B,T): whose score is high enough for another pass. Each class has its own score."""
         return score >= self.config.halt_tau
 
-    def all_stopped(self, go_on):
+    def all_stopped(self, takes):
         """Whether the loop may end. In training never: most losses read all passes."""
-        return not self.training and not go_on.any()
+        return not self.training and not takes.any()
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on, a line between: shares of the training run."""
@@ -1192,11 +1193,11 @@ def without_autocast(module, h):
         return at_least_fp32(module(h.to(weight_dtype)))
 
 
-def catch_up(memory, stand_in):
+def catch_up(memory):
     """
     Called before pass k, with its memory. In generation a call ends once all its tokens have
-    stopped; then the memories of later passes have no keys of them. This fills the gap with
-    stand_in(k, v), made from the keys and values that memory.earlier, of pass k - 1, has of them.
+    stopped; then the memories of later passes lack their keys. This appends memory.missing(k, v),
+    where k and v are what memory.earlier, of pass k - 1, has of those tokens.
     """
     n_earlier = memory.tokens - len(memory.pos)     # tokens before the newest
     for layer, earlier_keys in memory.earlier.keys.items():
@@ -1204,7 +1205,7 @@ def catch_up(memory, stand_in):
         if has < n_earlier:
             k = earlier_keys[:, :, has:n_earlier]
             v = memory.earlier.values[layer][:, :, has:n_earlier]
-            memory.append(layer, *stand_in(k, v))
+            memory.append(layer, *memory.missing(k, v))
 
 
 class FrozenMemory(WeightedMemory):
@@ -1216,8 +1217,12 @@ class FrozenMemory(WeightedMemory):
         """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
         self.takes_pass = taken[:, None, :, None]                       # (B,1,T,1)
         if self.earlier is not None:
-            catch_up(self, lambda k, v: (k, v))
+            catch_up(self)
         return self
+
+    @staticmethod
+    def missing(k, v):
+        return k, v
 
     def update(self, layer, k, v):
         if self.earlier is not None:    # it has the keys of a stopped token's last pass
@@ -1345,30 +1350,30 @@ class Mask(Halting, Latent):
 
     def slot_by_slot(self, gpt, x, memory):
         """A new token x (B,1,C) and its thoughts, until none is needed -> (B,1,C)."""
-        go_on = memory.is_token                                         # (B,1)
+        takes = memory.is_token                                         # (B,1)
         h = x                           # what goes through the next slot
         out = 0.0
         log_w_k = None                  # of the next slot; slot 0 weighs 1
         self.taken = []
         for k in range(self.K + 1):
-            h = gpt.trunk(h, memory.next_pass(log_w=log_weight(go_on, log_w_k)))
+            h = gpt.trunk(h, memory.next_pass(log_w=log_weight(takes, log_w_k)))
             if k == 0:
                 s, log_w = self.route(h)
-            out = out + (s[..., k] * go_on)[..., None] * h
-            self.taken.append(go_on)
+            out = out + (s[..., k] * takes)[..., None] * h
+            self.taken.append(takes)
             if k < self.K:
                 log_w_k = log_w[..., k + 1]
-                go_on = go_on & self.goes_on(log_w_k.exp())
-            if self.all_stopped(go_on):
+                takes = takes & self.goes_on(log_w_k.exp())
+            if self.all_stopped(takes):
                 break
         self.kept = SimpleNamespace(s=s, w=log_w.exp())
         return out.to(x.dtype)
 
     def by_sweeps(self, gpt, x, memory):
         """A text x (B,T,C), by Latent's sweeps -> (B,T,C)."""
-        is_token = memory.is_token[..., None].expand(-1, -1, self.K + 1)
-        log_w = at_least_fp32(x.new_zeros(is_token.shape))              # w = 1
-        needed = is_token
+        is_token = memory.is_token[..., None]                           # (B,T,1)
+        needed = is_token.expand(-1, -1, self.K + 1)    # both by the router of the sweep before
+        log_w = at_least_fp32(x.new_zeros(needed.shape))
         h = ()
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
         # slots all the same, as the next one may want them again.
@@ -1376,7 +1381,7 @@ class Mask(Halting, Latent):
             slot_log_w = log_w[..., :n].flatten(1)                        # (B, T n)
             if not self.training:
                 slot_log_w = log_weight(needed[..., :n].flatten(1), slot_log_w)
-            h = self.sweep(gpt, [x, *h][:n], memory, slot_log_w)
+            h = self.sweep(gpt, [x, *h[:n - 1]], memory, slot_log_w)
             s, log_w = self.route(h[0])
             needed = self.goes_on(log_w.exp()) & is_token
 
@@ -1399,12 +1404,12 @@ class RouterMemory(ChainMemory):
     def weigh_only(self, taken):
         """Before a pass that the tokens of `taken` (B,T) take: no padding. Returns this memory."""
         if self.earlier is not None:
-            catch_up(self, self.weightless)
+            catch_up(self)
         self.log_w = log_weight(taken)
         return self
 
     @staticmethod
-    def weightless(k, v):
+    def missing(k, v):
         """Keys and values of the same shapes (B, nkv, n, hd + 8); the keys have weight 0."""
         k, v = torch.zeros_like(k), torch.zeros_like(v)
         k[..., -WEIGHT_CHANNELS:] = LOG_ZERO    # 8 / sqrt(hd) times this joins the scores
@@ -1445,36 +1450,36 @@ class Router(Halting):
 
     def forward(self, gpt, x, memory):
         z = x
-        go_on = memory.is_token                                         # (B,T)
+        takes = memory.is_token                                         # (B,T)
         out = 0.0
         reach = 1.0                                                     # later (B,T)
         self.taken = []
         self.kept = SimpleNamespace(z=[], g=[], next_reach=[])
         for k in range(self.K + 1):
-            z = self.one_pass(gpt, z, memory[k], go_on)                 # z^(k), (B,T,C)
-            self.taken.append(go_on)
+            z = self.one_pass(gpt, z, memory[k], takes)                 # z^(k), (B,T,C)
+            self.taken.append(takes)
             g = without_autocast(self.router, z).squeeze(-1).sigmoid()              # (3)
             next_reach = reach * g                                                  # (4)
-            another = go_on & self.goes_on(next_reach)                              # (6)
+            takes_next = takes & self.goes_on(next_reach)                           # (6)
             if k == self.K:
-                another = torch.zeros_like(go_on)
-            weight = torch.where(another, reach * (1 - g), reach)                   # (5), (7)
-            out = out + (weight * go_on)[..., None] * z                             # (8)
+                takes_next = torch.zeros_like(takes)
+            weight = torch.where(takes_next, reach * (1 - g), reach)                # (5), (7)
+            out = out + (weight * takes)[..., None] * z                             # (8)
             self.kept.z.append(z)
             self.kept.g.append(g)
             self.kept.next_reach.append(next_reach)
-            reach, go_on = next_reach, another
-            if self.all_stopped(go_on):
+            reach, takes = next_reach, takes_next
+            if self.all_stopped(takes):
                 break
         return out.to(x.dtype)
 
     @staticmethod
-    def one_pass(gpt, z, memory, go_on):
+    def one_pass(gpt, z, memory, takes):
         """
         What pass k makes of z (B,T,C). What it makes of tokens that stopped is not used. (In
         training engine/skip.py leaves them out.)
         """
-        return gpt.trunk(z, memory.weigh_only(go_on))
+        return gpt.trunk(z, memory.weigh_only(takes))
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
@@ -1491,8 +1496,8 @@ class Router(Halting):
 class LoopExit(Halting):
     """
     What Exit and Ouro share: the passes of Loop, which tokens leave, and h^k, what comes out of
-    pass k, normed. A subclass says in `another` who takes one more. Unlike in Loop, earlier passes
-    are no sources of Depth-Attention.
+    pass k, normed. A subclass says who takes the next one. Unlike in Loop, earlier passes are no
+    sources of Depth-Attention.
     """
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
@@ -1502,27 +1507,27 @@ class LoopExit(Halting):
 
     def forward(self, gpt, x, memory):
         loop_norm = self.config.loop_norm
-        go_on = memory.is_token                                         # (B,T)
+        takes = memory.is_token                                         # (B,T)
         out = torch.zeros_like(x)                                       # (B,T,C)
         self.taken = []
         self.kept = SimpleNamespace(h=[], scores=[])
         for k in range(self.K + 1):
-            x = gpt.trunk(x, memory[k].freeze_except(go_on), norm=loop_norm)
+            x = gpt.trunk(x, memory[k].freeze_except(takes), norm=loop_norm)
             h = x if loop_norm else gpt.ln_f(x)
-            out = torch.where(go_on[..., None], h, out)                 # h^k, of its last pass
-            self.taken.append(go_on)
-            self.kept.h.append(out)
+            out = torch.where(takes[..., None], h, out)     # of the last pass that each token took
+            self.taken.append(takes)
+            self.kept.h.append(out)                         # L^k reads this, also of who left
             if k == self.K:
                 break
-            go_on = self.another(gpt, out, go_on)
-            if self.all_stopped(go_on):
+            takes = self.who_takes_next(gpt, out, takes)
+            if self.all_stopped(takes):
                 break
         return out
 
-    def another(self, gpt, h, go_on):
+    def who_takes_next(self, gpt, h, takes):
         """
-        (B,T): who takes another pass, of the tokens go_on (B,T) that took this one; h (B,T,C) is
-        what came out of each token's last. What is compared with tau joins self.kept.scores.
+        (B,T): who takes pass k + 1. takes (B,T): who took pass k; h (B,T,C): what came out of each
+        token's last pass. Appends what is compared with tau to self.kept.scores.
         """
         raise NotImplementedError
 
@@ -1532,7 +1537,7 @@ class Exit(LoopExit):
     Exits from the looped Transformer by confidence (arXiv 2607.20519)
 
         h^k     = the final norm of what pass k makes; with loop_norm pass k + 1 starts from it
-        doubt^k = 1 - the largest probability of head(h^k)              no weights
+        doubt^k = 1 - the largest probability of head(h^k)              needs no parameters
         L^k     = cross-entropy of head(h^k)
         loss    = sum_k prior_k L^k             which passes must predict: exit_loss, below
 
@@ -1555,18 +1560,18 @@ class Exit(LoopExit):
                     a weight that grows from 0 at halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
-    there are heads after earlier passes for uniform and ramp (from halt_start on), for leaving
-    (from halt_full on) and for staying.
+    there are heads after earlier passes for uniform and ramp and, where there are questions,
+    for staying (all from halt_start on), and for leaving (from halt_full on).
     The authors' code takes all passes and then picks one.
     """
 
-    def another(self, gpt, h, go_on):
+    def who_takes_next(self, gpt, h, takes):
         if not self.may_stop():
-            return go_on
+            return takes
         with torch.no_grad():
             doubt = 1 - self.confidence(gpt, h)                         # (B,T)
         self.kept.scores.append(doubt)
-        return go_on & self.goes_on(doubt)
+        return takes & self.goes_on(doubt)
 
     def may_stop(self):
         return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_full
@@ -1594,8 +1599,8 @@ class Exit(LoopExit):
         """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
         question = targets < 0                                          # (B,T)
         weight = self.config.halt_lambda * self.onset()
-        if weight == 0 or not question.any():   # it waits for the GPU; text is spared K heads
-            return 0.0
+        if weight == 0 or not question.any():
+            return 0.0      # any() waits for the GPU; but where there are none, K heads are saved
         total = 0.0
         for h, taken in zip(self.kept.h[:self.K], self.taken):
             nats = self.uniform_nats(gpt, h)
@@ -1649,18 +1654,18 @@ class Ouro(LoopExit):
         """z (B,T) of h (B,T,C): lam = sigmoid(z), and 1 - lam = sigmoid(-z)."""
         return without_autocast(self.gate, h).squeeze(-1)
 
-    def another(self, gpt, h, go_on):
+    def who_takes_next(self, gpt, h, takes):
         before = self.kept.scores[-1] if self.kept.scores else 1.0      # stay_{k-1}
         stay = before * torch.sigmoid(-self.logit(h))
         self.kept.scores.append(stay)
-        return go_on if self.training else go_on & self.goes_on(stay)
+        return takes if self.training else takes & self.goes_on(stay)
 
     def predictions_loss(self, gpt, h, targets):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
         lam = [self.logit(h_k).sigmoid() for h_k in self.kept.h[:self.K]]
-        before = [torch.ones_like(lam[0]), *self.kept.scores]           # stay_{k-1}
-        p = [lam_k * stay for lam_k, stay in zip(lam, before)] + before[-1:]        # (3)
+        before = [torch.ones_like(lam[0]), *self.kept.scores]           # before[k] is stay_{k-1}
+        p = [lam[k] * before[k] for k in range(self.K)] + [before[self.K]]          # (3)
         nats = sum(p_k * gpt.token_losses(h_k, targets)
                    for p_k, h_k in zip(p, self.kept.h))                 # (B,T)
         tiny = torch.finfo(lam[0].dtype).tiny       # at p = 0 the gradient of p log p would be NaN
@@ -1682,7 +1687,7 @@ class Ouro(LoopExit):
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
-            wanted = torch.sigmoid(50 * (gain - 0.005))                 # another pass
+            wanted = torch.sigmoid(50 * (gain - 0.005))                 # of 1 - lam_k
             wanted = wanted.masked_fill(targets < 0, 1.0)               # a question's token stays
             z = self.logit(self.kept.h[k])
             total = total + F.binary_cross_entropy_with_logits(-z, wanted)          # (6)

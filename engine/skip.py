@@ -33,15 +33,15 @@ class SkippingRouter(Router):
         return Memories(SparseMemory, self.K + 1, pad) if self.training else super().new_memory(pad)
 
     @staticmethod
-    def one_pass(gpt, z, memory, go_on):
+    def one_pass(gpt, z, memory, takes):
         """Router.one_pass for the tokens that take it, side by side: (B,n) of (B,T)."""
-        n = int(go_on.sum(1).max())
+        n = int(takes.sum(1).max())
         if not gpt.training or n == z.size(1):
-            return Router.one_pass(gpt, z, memory, go_on)
-        first = go_on.byte().argsort(dim=1, descending=True, stable=True)[:, :n]
+            return Router.one_pass(gpt, z, memory, takes)
+        first = takes.byte().argsort(dim=1, descending=True, stable=True)[:, :n]
         place = first.sort(1).values                                    # (B,n), of T
         rows = torch.arange(len(z), device=z.device)[:, None]
-        h = gpt.trunk(z[rows, place], memory.at(place, go_on[rows, place]))
+        h = gpt.trunk(z[rows, place], memory.at(place, takes[rows, place]))
         return z.to(h.dtype).index_put((rows, place), h)
 
 
@@ -66,7 +66,7 @@ class SparseMemory(RouterMemory):
             return k, v
         place = self.place[:, None, :, None].expand_as(k)               # (B, nkv, n, hd + 8)
         everybody = k.new_empty(*k.shape[:2], self.N, k.size(3))        # (B, nkv, T, hd + 8)
-        all_k, all_v = self.weightless(everybody, everybody)
+        all_k, all_v = self.missing(everybody, everybody)
         return all_k.scatter(2, place, k), all_v.scatter(2, place, v)
 
     def newest(self, layer, S):

@@ -2,7 +2,7 @@
 Measure a checkpoint: right answers, the loss on any text, the papers' tasks.
 
     python tools/evaluate.py out/loop --answers=1000
-        right answers to problems of the made task that it was trained on
+        right answers to problems of the made task that it was trained on (or of a folder, named)
     python tools/evaluate.py out/loop --answers=500 --ponder_steps=0,1,2,3,6
         the same weights with other numbers of passes
     python tools/evaluate.py out/loop --answers=500 --halting=exit --halt_tau=0.5,0.1,0.01
