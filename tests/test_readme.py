@@ -424,6 +424,20 @@ def test_tables_of_the_results():
             assert cell == f'{100 * median(right):.1f}', label
 
 
+def test_game_trees_of_feedback():
+    made = {}
+    for r in records_of('feedback-trees'):
+        hard = r['by_difficulty'][-1]['right']
+        both = (r.get('exact_right', r['right']), r.get('exact_right_of_four_levels', hard))
+        made.setdefault(r['name'], []).append(both)
+    told = {}
+    for label, _, _, _, *cells in rows('docs/results.md', '## Feedback'):
+        if cells[0]:
+            told[name_in(label)] = cells[:2]
+    assert told == {name: [f'{100 * median(column):.1f}' for column in zip(*both)]
+                    for name, both in made.items()}
+
+
 def test_tables_of_other_learning_rates_and_muon():
     losses = {}     # {optimizer: {(name, rate, seed): nats per byte}}
     for optimizer in ('adamw', 'muon'):
