@@ -424,6 +424,16 @@ def test_tables_of_the_results():
             assert cell == f'{100 * median(right):.1f}', label
 
 
+def test_one_layer_of_twice_the_width():
+    right = {}
+    for r in records_of('wide'):
+        if not r['picks']:
+            right.setdefault(r['task'], []).append(100 * r['right'])
+    sums, traffic = (f'{median(right[task]):.1f} %' for task in ('addition', 'traffic'))
+    words = ' '.join(read_text('docs/results.md').split())
+    assert f'gets {sums} of the sums and {traffic} of traffic' in words
+
+
 def test_game_trees_of_feedback():
     made = {}
     for r in records_of('feedback-trees'):
