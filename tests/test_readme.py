@@ -485,6 +485,26 @@ def test_tables_of_other_learning_rates_and_muon():
     assert len(means) == 6
 
 
+def test_the_table_of_5_MB_at_best_rates():
+    of = {(r['name'], r['seed']): r['val_nats_per_byte']
+          for file in ('rates-adamw-4800', 'text-2.8M') for r in records_of(file)}
+    made = {}
+    for label, rate, *cells in rows('docs/claims.md', '| model, optimizer, 5 MB'):
+        if label.startswith('*'):
+            method = 'smear' if 'smear' in label else 'plain_scaled+depth_attn'
+            want = [with_it and signed(with_it - without)
+                    for with_it, without in zip(made[method], made['plain_scaled'])]
+        else:
+            name = name_in(label)
+            named = name if rate == '3e-3' else f'{name}@{rate}'    # text-2.8M has no other
+            made[name] = [of.get((named, seed)) for seed in (1, 2, 1337)]
+            want = [loss and f'{loss:.3f}' for loss in made[name]]
+        assert cells == [cell or '' for cell in want], label
+    gain = mean(a - b for a, b in zip(made['plain_scaled'], made['plain_scaled+depth_attn']))
+    words = f'Depth-Attention gains {gain:.3f}.'
+    assert words in ' '.join(read_text('docs/results.md').split())
+
+
 def test_the_table_beside_nanogpt():
     runs = [r for r in records_of('race') if not r['picks']]
     goal = goal_of(records_of('race'))
