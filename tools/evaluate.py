@@ -2,7 +2,8 @@
 Measure a checkpoint: right answers, the loss on any text, the papers' tasks.
 
     python tools/evaluate.py out/loop --answers=1000
-        right answers to problems of the made task that it was trained on (or of a folder, named)
+        right answers to problems of the made task that it was trained on, or of another task's
+        data folder that is named
     python tools/evaluate.py out/loop --answers=500 --ponder_steps=0,1,2,3,6
         the same weights with other numbers of passes
     python tools/evaluate.py out/loop --answers=500 --halting=exit --halt_tau=0.5,0.1,0.01
@@ -236,6 +237,14 @@ def print_texts(model, tokenizer, paths, s):
 
 # ---- right answers ------------------------------------------------------------------------------
 
+def exams_of(texts, settings, count):
+    """(its folder, what to ask) of each made task among `texts`; without one, (None, the run's)."""
+    folders = [folder for folder in map(data_folder, texts) if folder]
+    tasks = [folder for folder in folders if task_of(read_meta(folder))]
+    return ([(folder, exam_of_data(folder, count)) for folder in tasks]
+            or [(None, exam_of_run(settings, count))])
+
+
 def print_answers(model, exam, s, folder):
     """
     A line for each setting; and with halting, what the passes went to. folder: whose problems they
@@ -400,10 +409,7 @@ def main(argv):
     if texts:
         print_texts(model, tokenizer, texts, s)
     if s.answers:
-        folders = [folder for folder in map(data_folder, texts) if folder]
-        exams = {folder: exam_of_data(folder, s.answers) for folder in folders}
-        exams = {folder: exam for folder, exam in exams.items() if exam}
-        for folder, exam in (exams or {None: exam_of_run(settings, s.answers)}).items():
+        for folder, exam in exams_of(texts, settings, s.answers):
             print_answers(model, exam, s, folder)
     if s.tasks:
         print_tasks(model, tokenizer, s)
