@@ -216,6 +216,7 @@ class Memory:
         return k, v
 
     def append(self, layer, k, v):
+        """`update`, but for its check."""
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
@@ -1222,6 +1223,7 @@ class FrozenMemory(WeightedMemory):
 
     @staticmethod
     def missing(k, v):
+        """Of tokens that stopped: what they had in the pass before."""
         return k, v
 
     def update(self, layer, k, v):
@@ -1372,7 +1374,8 @@ class Mask(Halting, Latent):
     def by_sweeps(self, gpt, x, memory):
         """A text x (B,T,C), by Latent's sweeps -> (B,T,C)."""
         is_token = memory.is_token[..., None]                           # (B,T,1)
-        needed = is_token.expand(-1, -1, self.K + 1)    # both by the router of the sweep before
+        # what the router of the sweep before said; before the first: all are needed, with w = 1
+        needed = is_token.expand(-1, -1, self.K + 1)
         log_w = at_least_fp32(x.new_zeros(needed.shape))
         h = ()
         # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
@@ -1560,8 +1563,8 @@ class Exit(LoopExit):
                     a weight that grows from 0 at halt_start to halt_lambda at halt_full
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
-    there are heads after earlier passes for uniform and ramp and, where there are questions,
-    for staying (all from halt_start on), and for leaving (from halt_full on).
+    there are heads after earlier passes, too: from halt_start on for uniform and ramp, and for
+    staying where there are questions; from halt_full on for leaving.
     The authors' code takes all passes and then picks one.
     """
 

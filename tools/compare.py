@@ -570,10 +570,9 @@ def check_code(label, folder):
 
 def table_of(records, beside=None):
     """
-    A row per name, against `beside`, or a plain run if there is one, which of several learning
-    rates has the best of those with the most seeds: medians of the seeds. Differences are between
-    equal seeds: mean (lowest to highest). Below it what chose the learning rates. UserError if
-    there is no run `beside`, or if a name has a seed twice.
+    A row per name, against `beside`, or a plain run if there is one: medians of the seeds.
+    Differences are between equal seeds: mean (lowest to highest). Below it what chose the learning
+    rates. UserError if there is no run `beside`, or if a name has a seed twice.
     """
     runs = those_that_judge(records)
     tried = [r for r in records if r.get('picks')]
@@ -610,7 +609,10 @@ def table_of(records, beside=None):
 
 
 def base_of(runs, names):
-    """The first of `names` that has runs, at its best rate; None if none has."""
+    """
+    The first of `names` that has runs, at the best of its rates with the most seeds; None if none
+    has.
+    """
     for start in names:
         rates = [name for name in runs if start in (name, without_rate(name))]
         if rates:

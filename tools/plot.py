@@ -38,7 +38,7 @@ from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
 from model import GPTConfig
 from sample import encode_prompt
-from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
+from tools.compare import EXACT, LEARNED, configs_of, flops_of, has_flops, is_plain
 from tools.compare import loss_of, read_lines, read_log, seconds_by_step, those_that_judge
 from tools.explain import look, validation_tokens
 from tools.race import at_best_rate, runs_of
@@ -189,7 +189,7 @@ def read_all(paths):
 def in_generation(panels):
     """
     All runs on text, as one panel's, of the seeds that each name has. `generated` is what a new
-    token costs, and the loss that of reading token by token. UserError if recipes differ.
+    token costs. UserError if recipes differ.
     """
     runs, recipes = {}, set()
     on_text = [r for panel in panels for found in panel.values() for r in found if 'right' not in r]
@@ -203,8 +203,7 @@ def in_generation(panels):
         if not has_flops(record, flops_of(config, s.micro_batch)):
             raise UserError(f"x=generated: {name}'s command does not make the model of its record "
                             "here: leave it out of --names")
-        loss = loss_of(record)
-        runs.setdefault(name, []).append({**record, 'gpt': gpt, LOSS: loss})
+        runs.setdefault(name, []).append({**record, 'gpt': gpt})
     seeds = [{record['seed'] for record in found} for found in runs.values()]
     shared = set.intersection(*seeds) if seeds else set()
     if len(recipes) != 1 or not shared:
@@ -258,7 +257,7 @@ def draw_records(ax, runs, looks, x):
                         ha='left' if side > 0 else 'right')
     if x == 'generated':
         sizes = [(np.median([r[x] for r in runs[name]]) / least,
-                  np.median([r[LOSS] for r in runs[name]])) for name in runs
+                  np.median([loss_of(r) for r in runs[name]])) for name in runs
                  if is_plain(name)]
         ax.plot(*zip(*sorted(sizes)), color=INK, linewidth=1.2, zorder=0)
     ax.set_xscale('log', base=2)
@@ -310,6 +309,7 @@ def halting(paths, s):
         raise UserError(f"{', '.join(paths)}: no line of tools/choices.py")
     size = (1 + 4.2 * len(panels), 4.2)
     figure, axes = new_figure(len(panels), size, most_columns=len(panels))
+    titles = [os.path.basename(data) for data in panels]
     for ax, (data, runs) in zip(axes, panels.items()):
         for name, found in runs.items():
             draw_halting(ax, name, found, looks[name])
@@ -318,9 +318,7 @@ def halting(paths, s):
         if answers:
             ax.set(xlabel='passes per character', ylabel='right answers (%), better ↑')
             ax.set_ylim(0, 106)
-        titles = [os.path.basename(path) for path in panels]
-        title = os.path.basename(data)
-        title = data if titles.count(title) > 1 else title
+        title = data if titles.count(os.path.basename(data)) > 1 else os.path.basename(data)
         ax.set_title(one_line(title), loc='left', size=TEXT, parse_math=False)
     add_legend(figure)
     return figure
