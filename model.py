@@ -1138,7 +1138,8 @@ class Halting(Mechanism):
         super().__init__(config)
         self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it (Mask in
                             # training: who would)
-        self.kept = None    # of the last call: what the loss reads, and tools show
+        self.kept = None    # of the last call: what the loss reads; and `scores`, (B,T) of each
+                            # pass but K, which were compared with tau and which tools show
 
     @property
     def passes(self):
@@ -1277,7 +1278,7 @@ class Gate(Halting, Embedding):
         m = memory.is_token                                             # (B,T)
         out = torch.zeros_like(x)                                       # (B,T,C)
         self.taken = []
-        self.kept = SimpleNamespace(s=[])
+        self.kept = SimpleNamespace(scores=[])
         for k in range(self.K + 1):
             h = gpt.trunk(x, memory[k].freeze_except(m))                # h^k, (10)
             out = torch.where(m[..., None], h, out)
@@ -1285,7 +1286,7 @@ class Gate(Halting, Embedding):
             if k == self.K:
                 break
             s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()            # (2), (3)
-            self.kept.s.append(s)                                       # (B,T)
+            self.kept.scores.append(s)                                  # (B,T)
             if self.may_stop():
                 m = m & self.goes_on(s)                                 # (4), (5)
             if self.all_stopped(m):
@@ -1300,7 +1301,7 @@ class Gate(Halting, Embedding):
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
         is_target = targets >= 0                                        # (B,T)
-        gates = torch.stack(self.kept.s)                                # (K,B,T)
+        gates = torch.stack(self.kept.scores)                           # (K,B,T)
         gates = gates.masked_fill(~is_target, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
@@ -1368,7 +1369,7 @@ class Mask(Halting, Latent):
                 takes = takes & self.goes_on(log_w_k.exp())
             if self.all_stopped(takes):
                 break
-        self.kept = SimpleNamespace(s=s, w=log_w.exp())
+        self.kept = SimpleNamespace(s=s, scores=log_w[..., 1:].exp().unbind(-1))
         return out.to(x.dtype)
 
     def by_sweeps(self, gpt, x, memory):
@@ -1388,7 +1389,7 @@ class Mask(Halting, Latent):
             s, log_w = self.route(h[0])
             needed = self.goes_on(log_w.exp()) & is_token
 
-        self.kept = SimpleNamespace(s=s, w=log_w.exp())
+        self.kept = SimpleNamespace(s=s, scores=log_w[..., 1:].exp().unbind(-1))
         self.taken = needed.unbind(-1)      # in training, those that it would take
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
@@ -1457,7 +1458,7 @@ class Router(Halting):
         out = 0.0
         reach = 1.0                                                     # later (B,T)
         self.taken = []
-        self.kept = SimpleNamespace(z=[], g=[], next_reach=[])
+        self.kept = SimpleNamespace(z=[], g=[], scores=[])
         for k in range(self.K + 1):
             z = self.one_pass(gpt, z, memory[k], takes)                 # z^(k), (B,T,C)
             self.taken.append(takes)
@@ -1470,7 +1471,7 @@ class Router(Halting):
             out = out + (weight * takes)[..., None] * z                             # (8)
             self.kept.z.append(z)
             self.kept.g.append(g)
-            self.kept.next_reach.append(next_reach)
+            self.kept.scores.append(next_reach)
             reach, takes = next_reach, takes_next
             if self.all_stopped(takes):
                 break

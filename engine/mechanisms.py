@@ -18,13 +18,13 @@ SETTINGS = {
     'ouro_': ('ouro',),
 }
 
-# what halting compares with halt_tau: its name in `kept`, and in words
+# what halting compares with halt_tau, in words
 SCORES = {
-    'gate': ('s', 'gate'),
-    'mask': ('w', 'probability of another thought'),
-    'router': ('next_reach', 'probability of getting further'),
-    'exit': ('scores', 'doubt'),
-    'ouro': ('scores', 'survival'),
+    'gate': 'gate',
+    'mask': 'probability of another thought',
+    'router': 'probability of getting further',
+    'exit': 'doubt',
+    'ouro': 'survival',
 }
 
 

@@ -13,7 +13,6 @@ from test_promises import targets
 
 from engine.flops import flops_per_token
 from engine.generate import stream
-from engine.mechanisms import SCORES
 from model import Attention
 
 MODES = {
@@ -42,11 +41,7 @@ def deciders(model):
 
 def scores(model):
     """What was compared with halt_tau after each pass but the last, (B,T) each."""
-    name, _ = SCORES[model.config.halting]
-    left = getattr(model.mechanism.kept, name)
-    if model.config.halting == 'mask':      # its first thought is the token itself
-        return left.unbind(-1)[1:]
-    return left[:model.mechanism.K]
+    return model.mechanism.kept.scores[:model.mechanism.K]
 
 
 def decide(model, go_on):
@@ -237,7 +232,7 @@ def test_gate_penalty_is_the_mean_of_the_lowest_share(idx):
     model.mechanism.progress = 0.44     # half of the ramp
 
     def penalty(y):
-        gates = torch.stack(model.mechanism.kept.s)                          # (K,B,T)
+        gates = torch.stack(model.mechanism.kept.scores)                     # (K,B,T)
         values = sorted(gates[:, y >= 0].flatten().tolist())
         assert len(values) == 3 * (3 * 13 - 5)
         lowest = values[:math.floor(0.1 * len(values))]

@@ -22,9 +22,10 @@ from engine.checkpoint import change_steps
 from engine.files import UserError
 from engine.flops import counted_flops, flops_per_token
 from engine.generate import stream
+from engine.shards import get_tokenizer
 from engine.trained import load_model
 from model import Loop, Mechanism, Memories, Memory, Smear, WeightedMemory, rope_table
-from tools.explain import look
+from tools.explain import look, show
 
 SETTINGS = dict(ponder='inject', ponder_steps=3)
 SETTLED = dict(ponder='loop', ponder_steps=3, loop_norm=True, halting='settled', halt_tau=0.4)
@@ -141,6 +142,16 @@ def test_every_pass_is_explained():
     assert seen.steps.tolist() == [4] * 5
     assert seen.after.shape == (4, 5, 64)
     close(seen.after[-1], seen.logits)
+
+
+def test_what_a_rule_compares_is_explained(capsys):
+    model = make(**SETTLED)
+    seen = look(model, torch.tensor([3, 1, 4, 1, 5]))
+    asked = torch.stack(seen.compared)                                          # (K,T)
+    went_on = (asked >= SETTLED['halt_tau']).cumprod(0).sum(0)
+    assert torch.equal(1 + went_on, seen.steps)
+    show(seen, model.mechanism, torch.tensor([3]), get_tokenizer('byte'), top=1)
+    assert f'score {seen.compared[0][0]:.4f}' in capsys.readouterr().out
 
 
 def test_it_trains_resumes_and_samples(small_data, tmp_path):

@@ -162,7 +162,8 @@ def look(model, idx):
     compared = []
     if halts(model):
         steps = mechanism.passes[0]                                         # (T,)
-        compared = scores(mechanism)                                        # each (T,)
+        scores = getattr(mechanism.kept, 'scores', [])      # a rule of your own may have none
+        compared = [score[0] for score in scores[:mechanism.K]]             # each (T,)
     values = None
     if model.config.depth_attn:
         values = by_token(recorder.shares, T)                               # (n,T,L,L+1)
@@ -177,17 +178,6 @@ def look(model, idx):
         without, given = after[..., :model.config.n_tokens].log_softmax(-1)
         moved = (given.exp() * (given - without)).sum(-1)                   # (T,)
     return Seen(steps, logits, compared, after, values, mixed, kind, moved)
-
-
-def scores(mechanism):
-    """What the passes but the last left to be compared with halt_tau: [(T,), ..] of one text."""
-    if mechanism.config.halting not in SCORES:      # one of your own
-        return []
-    name, _ = SCORES[mechanism.config.halting]
-    left = getattr(mechanism.kept, name)
-    if isinstance(left, torch.Tensor):      # Mask's w (B,T,K+1), of which the first is always 1
-        left = left[..., 1:].unbind(-1)
-    return [score[0] for score in left[:mechanism.K]]
 
 
 def read_without_and_with_state(model, idx):
@@ -232,7 +222,7 @@ def show(seen, mechanism, idx, tokenizer, top):
         if seen.compared:
             asked = seen.compared[:n] if seen.kind == 'pass' else seen.compared
             chances = ' '.join(f'{chance[t]:.4f}' for chance in asked)
-            decided = f"   {SCORES[mechanism.config.halting][1]} {chances}"
+            decided = f"   {SCORES.get(mechanism.config.halting, 'score')} {chances}"
         title = f"{n} {seen.kind}{plural}{decided}"
         if seen.kind == 'state':
             title = f"the state moved it by {seen.moved[t]:.4f} nats"
