@@ -462,6 +462,7 @@ def test_of_plain_runs_of_equal_flops_that_counts_which_starts_alike(rate):
     ((0.011, 0.012, 0.01), 'worse'),                # so is the mean, if no seed
     ((-0.03, -0.001, -0.02), 'better'),
     ((-0.03, 0.0, -0.02), 'seeds disagree'),
+    ((0.03, 0.0004, 0.02), 'seeds disagree'),       # as it is shown, 0.000
     ((-0.5,), 'better'),
 ])
 def test_a_verdict_is_by_the_rule_of_the_claims(differences, word):

@@ -698,9 +698,10 @@ def verdict(differences):
     """What docs/claims.md says of the losses of equal seeds, of a method minus its partner."""
     if abs(statistics.mean(differences)) <= 0.01 and max(map(abs, differences)) <= 0.02:
         return 'level'
-    if max(differences) < 0:
+    shown = [round(difference, 3) for difference in differences]
+    if max(shown) < 0:
         return 'better'
-    return 'worse' if min(differences) > 0 else 'seeds disagree'
+    return 'worse' if min(shown) > 0 else 'seeds disagree'
 
 
 def is_plain(name):
