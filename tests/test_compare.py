@@ -511,8 +511,8 @@ def test_a_table_is_of_one_recipe():
                  command=['c 0', 'c 1', 'c 2'])
 
 
-def test_the_commands_of_the_claims_start(monkeypatch):
-    with open(os.path.join(ROOT, 'docs', 'claims.md'), encoding='utf-8') as f:
+def test_the_commands_of_the_page_start(monkeypatch):
+    with open(os.path.join(ROOT, 'docs', 'compare.md'), encoding='utf-8') as f:
         page = f.read().replace('\\\n', ' ')
     commands = re.findall(r'^python tools/compare.py (.*)$', page, re.M)
     ours = re.search(r'^  (--out=out/mine .*)$', page, re.M)[1]
