@@ -2,7 +2,7 @@
 Train a GPT on a laptop CPU, one GPU, or many.
 
     python train.py config/depth_attn.py
-        2.8M parameters; 3 to 4 minutes on 2 CPU cores
+        2.8M parameters; 3 to 6 minutes on 2 CPU cores
     python train.py config/depth_attn.py config/size/360m.py --data_dir=data/fineweb-edu \
         --dry_run=True
         what the paper's size would take: memory, days
