@@ -6,7 +6,8 @@ which needs PyTorch 2.11 or later and nothing else: copy it.
     nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
     S slots: the vectors that go through the blocks at once, one for each token until part 4
     K ponder_steps: extra passes, or extra slots, for each token
-    k number of a pass or slot, 0 .. K; beside q and v the keys
+    k number of a pass or slot, 0 .. K, written below (h_k), and behind the token's (h_{t,k});
+      beside q and v the keys
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -24,8 +25,9 @@ skip what is marked with a later part.
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      values are mixed over layers
-    4  pondering            several passes for each token: Smear, Loop, Embedding (PonderLM), Chain
-                            (latent chain of fixed length), Pause, Latent (PonderLM-2), Feedback
+    4  pondering            more for each token than one plain pass: Smear, Loop, Embedding
+                            (PonderLM), Chain (latent chain of fixed length), Pause, Latent
+                            (PonderLM-2), Feedback
     5  halting              each token takes as many passes as it needs: Gate (AdaPonderLM), Mask
                             (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
     6  checks               which settings make sense
@@ -42,9 +44,9 @@ To train with this file alone:
         optimizer.zero_grad()
     tokens = gpt.eval().generate(prompt, 100)
 
-train.py, sample.py and every tool run these classes, on every device. There are four exceptions,
-which compute the same: sample.py and the tools generate with engine/generate.py, and three pieces
-have a quicker form, which docs/architecture.md lists.
+train.py, sample.py and the tools run these classes, on every device. But they generate with
+engine/generate.py, three pieces have a quicker form (docs/architecture.md), and released models
+whose blocks differ get those of engine/variant.py.
 """
 
 import math
@@ -101,17 +103,17 @@ class GPTConfig:
 
     # pondering
     ponder: str = 'none'                 # smear, loop, embedding, chain, pause, latent, feedback
-    ponder_steps: int = 3                # K: extra passes, or slots, for each token (0: one pass)
+    ponder_steps: int = 3                # K: extra passes, or slots, for each token; not for smear
     loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
     ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
-    jacobi_iters: int = 3                # Latent: R, sweeps that refine its thoughts
+    jacobi_iters: int = 3                # Latent, Mask: R, sweeps that refine the thoughts
 
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
-    halt_start: Optional[float] = None   # share of the run where `onset` (part 5) rises from 0
-    halt_full: Optional[float] = None    # share of the run from which it is 1 (both likewise)
+    halt_start: Optional[float] = None   # share of the run at which halting sets in (likewise)
+    halt_full: Optional[float] = None    # share of the run from which it is full (likewise)
     halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
@@ -155,6 +157,11 @@ def at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def mean_where(chosen, values):
+    """The mean of those values (B,T) that are chosen (B,T); 0 if none is."""
+    return (values * chosen).sum() / chosen.sum().clamp(min=1)
+
+
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) * weight over the last axis (arXiv 1910.07467)."""
 
@@ -168,12 +175,13 @@ def rope_table(pos, head_dim, theta, dtype):
     """
     Rotary positions (arXiv 2104.09864): at position p, channels i and i + hd/2 are a pair that
     turns by the angle p theta^(-2i / hd). pos (S,) -> cos and sin (S, 1 head, hd/2), in fp32, or in
-    float64 if dtype is that. (In engine/skip.py pos is (B,S).)
+    float64 if dtype is that.
     """
     dtype = torch.promote_types(dtype, torch.float32)   # bf16 cannot tell position 257 from 256
     twice_i = torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype)
     frequency = theta ** (-twice_i / head_dim)                          # (hd/2,)
-    angle = pos.to(dtype)[..., None, None] * frequency                  # (S, 1 head, hd/2)
+    # (S, 1 head, hd/2); in engine/skip.py pos is (B,S), and this (B, S, 1, hd/2)
+    angle = pos.to(dtype)[..., None, None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -199,7 +207,8 @@ class Memory:
         self.pos = None             # (S,): positions of the slots of the next pass
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.N = 0                  # keys that each layer will have after the next pass
+        self.N = 0                  # keys that each layer has after the next pass: `tokens`,
+                                    # but in a SlotMemory (part 4) slots
 
     def begin(self, x):
         """Before the blocks read tokens x (B,T), or their embeddings (B,T,C)."""
@@ -209,14 +218,14 @@ class Memory:
         self.N = self.tokens
 
     def update(self, layer, k, v):
-        """Takes the keys and values (B, nkv, S, hd) of the newest; returns all there are."""
-        k, v = self.append(layer, k, v)
+        """Takes k and v (B, nkv, S, hd) of the newest; returns all there are, (B, nkv, N, hd)."""
+        k, v = self.store(layer, k, v)
         assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
                                      "gpt.trunk once after each begin (a SlotMemory: next_pass)")
         return k, v
 
-    def append(self, layer, k, v):
-        """`update`, but for its check."""
+    def store(self, layer, k, v):
+        """`update` without its check: part 5 also stores keys of tokens that are not the newest."""
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
@@ -224,7 +233,7 @@ class Memory:
         return k, v
 
     def newest(self, layer, S):
-        """The newest keys and values of a layer, (B, nkv, S, hd) each: what part 3 reads."""
+        """The newest S keys and values of a layer, (B, nkv, S, hd) each, for parts 3 and 5."""
         return self.keys[layer][:, :, -S:], self.values[layer][:, :, -S:]
 
 
@@ -274,47 +283,48 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, per_slot=1):
         """
-        softmax(q k^T / sqrt(hd)) v, (B, nh, S, hd). The queries are those of the newest S slots,
-        and each reads the keys up to its own. In Chain each slot has per_slot keys.
+        softmax(q k^T / sqrt(hd)) v: q (B, nh, S, hd), k and v (B, nkv, n_keys, hd) ->
+        (B, nh, S, hd). The queries are those of the newest S slots, and each reads the keys up to
+        its own. In Chain each slot has per_slot keys.
         """
-        S, N, hd = q.size(2), k.size(2), q.size(3)
+        S, n_keys, hd = q.size(2), k.size(2), q.size(3)
         if k.size(3) > hd:      # part 4, WeightedMemory: a key's log w lies in 8 more channels
             q = F.pad(q, (0, k.size(3) - hd), value=1.0)
         dropout = self.config.dropout if self.training else 0.0
-        attention = partial(self.kernel, dropout_p=dropout, scale=hd ** -0.5)
-        if S == 1 or S == N:                    # no mask tensor: the fastest kernels
+        kernel = partial(self.kernel, dropout_p=dropout, scale=hd ** -0.5)
+        if S == 1 or S == n_keys:               # no mask tensor: the fastest kernels
             shared_keys = q.size(1) > k.size(1)     # enable_gqa only then: not all kernels have it
-            y = attention(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
+            y = kernel(q, k, v, is_causal=S > 1, enable_gqa=shared_keys)
         else:       # new tokens behind a cache, or Chain: is_causal would stop query 0 at key 0
-            y = attend_in_turns(attention, q, k, v, per_slot)
+            y = attend_in_turns(kernel, q, k, v, per_slot)
         return y[..., :hd]                      # without the 8 channels, if there are any
 
 
 QUERIES_AT_ONCE = 256
 
 
-def attend_in_turns(attention, q, k, v, per_slot):
+def attend_in_turns(kernel, q, k, v, per_slot):
     """
     Attention.attend where there are more keys than queries: never in the training of a plain GPT.
     QUERIES_AT_ONCE queries at a time read the keys up to those of the last of them, so that masks
     stay small and little is computed in vain.
     """
-    S, N = q.size(2), k.size(2)
+    S, n_keys = q.size(2), k.size(2)
     if q.size(1) > k.size(1):           # shared keys: few fused kernels have these and a mask
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     at_once = min(S, QUERIES_AT_ONCE)
-    # reads (at_once, N): which keys the last queries read, as here 3 queries of 5 keys   1 1 1 0 0
+    # reads (at_once, n_keys): what the last queries read, as here 3 queries of 5 keys    1 1 1 0 0
     # (per_slot 1). An earlier group has fewer keys, with the same triangle at their      1 1 1 1 0
     # end: its mask is `reads` without the first columns.                                 1 1 1 1 1
     later = torch.arange(at_once - 1, -1, -1, device=q.device)          # queries after each
-    reads = torch.arange(N, device=q.device) < N - per_slot * later[:, None]
+    reads = torch.arange(n_keys, device=q.device) < n_keys - per_slot * later[:, None]
     parts = []
     for first in range(0, S, at_once):
         end = min(first + at_once, S)
         fewer = per_slot * (S - end)
-        n = N - fewer
+        n = n_keys - fewer
         mask = reads[first - end:, fewer:]                              # (end - first, n)
-        parts.append(attention(q[:, :, first:end], k[:, :, :n], v[:, :, :n], mask))
+        parts.append(kernel(q[:, :, first:end], k[:, :, :n], v[:, :, :n], mask))
     return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
 
 
@@ -355,8 +365,8 @@ def some_rows_at_once(function):
     """
     It only saves memory: skip it at first. A decorator for function(gpt, h, *targets), which makes
     V logits of each row of h (..,C): with V = 50,304 those of 8 x 2048 tokens would take 3.3 GB. If
-    there are more than LOGITS_AT_ONCE, it calls the function on some rows at a time, and backward
-    computes their logits again. Results stay the same.
+    there are more than LOGITS_AT_ONCE, it calls the function on some rows at a time, as (n,C), and
+    backward computes their logits again. Results stay the same, if each row's hangs on it alone.
     """
     @wraps(function)
     def in_parts(gpt, h, *targets):
@@ -448,7 +458,7 @@ class GPT(nn.Module):
 
     def loss(self, h, targets):
         """The mean of token_losses over targets that are not negative."""
-        return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
+        return mean_where(targets >= 0, self.token_losses(h, targets))
 
     @some_rows_at_once
     def token_losses(self, h, targets):
@@ -498,8 +508,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p is not None:
-        p, order = logits.softmax(-1).sort(descending=True)
-        mass_before = p.cumsum(-1) - p          # the probability of all that are likelier
+        sorted_p, order = logits.softmax(-1).sort(descending=True)
+        mass_before = sorted_p.cumsum(-1) - sorted_p    # the probability of all that are likelier
         beyond = mass_before >= max(top_p, 1e-30)       # the likeliest of all has 0: it stays
         beyond = beyond.scatter(1, order, beyond)       # in the table's order again
         logits = logits.masked_fill(beyond, -math.inf)
@@ -572,7 +582,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 
 # -------------------------------------------------------------------------------------------------
-# 4  Pondering: several passes, or several slots, for each token before the next one is predicted
+# 4  Pondering: more for each token than one plain pass
 #
 # A slot is a place in the row of vectors that goes through the blocks. A token has one, and each of
 # its thoughts, vectors that the model makes to think further, may have one too. A mechanism calls
@@ -587,8 +597,8 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # Before each pass a SlotMemory wants next_pass called; the others of this part want nothing. Keys
 # can have weights: those of padding weigh 0, and part 5 uses weights for more.
 #
-# k counts passes and slots from 0. x^k, E_k and Latent's z_{t,k} go into pass or slot k; h^k, h^(k)
-# and Chain's z^(k) come out of it.
+# k counts passes and slots from 0. x_k, E_k and Latent's z_{t,k} go into pass or slot k; h_k comes
+# out of pass k, and h_{t,k} of slot k of token t. (The papers also write k above.)
 #
 # To add a mechanism: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in
 # PONDER; its settings in GPTConfig. Smear is the simplest.
@@ -629,7 +639,7 @@ class Mechanism(nn.Module):
     def draws(self):
         """
         The values that begin_step chooses from, equally likely: Latent's R, Feedback's K. The
-        costliest first, as engine/plan.py plans for it.
+        costliest first: engine/plan.py plans for it, and it holds outside of training.
         """
         return [None]
 
@@ -647,8 +657,8 @@ class Mechanism(nn.Module):
     def init_weights(self, gpt):
         """
         Small residual branches, as in PonderLM's and PonderLM-2's code; the mechanism's own biases
-        begin at 0. (A plain GPT begins otherwise. To compare fairly with a plain model that begins
-        like this, give a Loop ponder_steps=0; for Embedding and Pause an Embedding.)
+        begin at 0. (A plain GPT begins otherwise. So the fair plain partner is ponder='loop' with
+        ponder_steps=0, and of Embedding and Pause ponder='embedding' with ponder_steps=0.)
         """
         for block in gpt.h:
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
@@ -666,6 +676,10 @@ class Mechanism(nn.Module):
         self.progress = step / steps
         self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
 
+    def this_draw(self):
+        """What begin_step drew for this step; outside of training the first of `draws`."""
+        return self.set_by_begin_step(self.drawn) if self.training else self.draws()[0]
+
     @staticmethod
     def set_by_begin_step(value):
         """value, which begin_step has set; ValueError if it was not called."""
@@ -676,7 +690,7 @@ class Mechanism(nn.Module):
 
 class Plain(Mechanism):
     """What a plain GPT has: one pass, and the weights that GPT.__init__ drew."""
-    K = 0
+    K = 0       # whatever ponder_steps says
 
     def forward(self, gpt, x, memory):
         return gpt.trunk(x, memory)
@@ -689,7 +703,8 @@ class Plain(Mechanism):
         pass
 
 
-LOG_ZERO = -1e3     # stands for log 0: a softmax makes 0 of it, also in fp16
+LOG_ZERO = -1e3     # stands for log 0: a softmax makes 0 of it, also in fp16. (-inf would make NaN
+                    # of what comes out of padding, where all keys weigh 0.)
 WEIGHT_CHANNELS = 8     # fast kernels want multiples of 8
 
 
@@ -700,21 +715,26 @@ def log_weight(is_read, log_w=None):
 
 class WeightedMemory(Memory):
     """
-    A Memory whose keys have weights w: log w is added to all scores against a key, so that the
-    softmax counts it w times. Padding has weight 0, so no token reads it. (What comes out of
-    padding itself is not used.) `carried` is what Smear and Feedback hand to the next token.
+    The Memory of parts 4 and 5, which knows three things more.
 
-    No mask says this, so the fastest kernels serve: a weight lies with its key, in 8 more channels.
+        log_w           the log of weights w of keys: it is added to all scores against a key, so
+                        that the softmax counts the key w times. Padding has weight 0, so no token
+                        reads it. (What comes out of padding itself is not used.)
+        pass_before     the memory of the pass before, if each pass has one
+        carried         what Smear and Feedback hand to the next token
+
+    No mask holds the weights, so the fastest kernels serve: they lie with the keys, in 8 more
+    channels.
     There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its scores get
     8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as the keys are.)
     """
 
-    def __init__(self, pad=None, earlier=None):
-        """pad (B,): padding on the left of each row. earlier: the memory of the pass before."""
+    def __init__(self, pad=None, pass_before=None):
+        """pad (B,): how many tokens on the left of each row are padding."""
         super().__init__()
         self.pad = pad
-        self.earlier = earlier
-        self.earlier_memories = [*earlier.earlier_memories, earlier] if earlier else []
+        self.pass_before = pass_before
+        self.passes_before = [*pass_before.passes_before, pass_before] if pass_before else []
         self.is_token = None        # (B,T): False for padding
         self.log_w = None           # (B,S), of the next keys; None if no key here has a weight
         self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
@@ -753,7 +773,7 @@ class Memories(list):
     def __init__(self, kind, n, pad):
         super().__init__()
         for k in range(n):
-            self.append(kind(pad, earlier=self[k - 1] if k > 0 else None))
+            self.append(kind(pad, pass_before=self[k - 1] if k > 0 else None))
 
     @property
     def tokens(self):
@@ -801,16 +821,16 @@ class LoopMemory(WeightedMemory):
 
     @property
     def depth_memories(self):
-        return self.earlier_memories
+        return self.passes_before
 
 
 class Loop(Mechanism):
     """
     The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row.
 
-        x^0     = x
-        x^{k+1} = blocks(x^k)                   with loop_norm: norm(blocks(x^k))       k = 0 .. K
-        h       = norm(x^{K+1})                 with loop_norm: x^{K+1}
+        x_0     = x
+        x_{k+1} = blocks(x_k)                   with loop_norm: norm(blocks(x_k))       k = 0 .. K
+        h       = norm(x_{K+1})                 with loop_norm: x_{K+1}
 
     With depth_attn, what the same layer made in earlier passes is a source too, as in
     Depth-Attention's paper. Cost: K + 1 passes.
@@ -866,7 +886,7 @@ class Embedding(Mechanism):
             mean = p @ table.to(p.dtype)
             return mean * config.embed_scale        # cheaper than to scale the table
         top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # n rows
-        p = top.values.softmax(-1).to(table.dtype)                          # (n, ponder_topk)
+        p = top.values.softmax(-1).to(table.dtype)      # (n, ponder_topk), as embedding_bag wants
         mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
         return mean.view_as(h) * config.embed_scale
 
@@ -877,19 +897,18 @@ class ChainMemory(WeightedMemory):
     order of tokens: slots (0,0) .. (0,k)  (1,0) .. (1,k) ..
     """
 
-    def __init__(self, pad=None, earlier=None):
-        super().__init__(pad, earlier)
-        self.keys_per_slot = len(self.earlier_memories) + 1
+    def __init__(self, pad=None, pass_before=None):
+        super().__init__(pad, pass_before)
+        self.keys_per_slot = len(self.passes_before) + 1
 
     def update(self, layer, k, v):
         k, v = super().update(layer, k, v)
-        if not self.earlier_memories:
+        if not self.passes_before:
             return k, v
-        passes = [*self.earlier_memories, self]
-        keys = torch.stack([memory.keys[layer] for memory in passes], dim=3)    # (B,nkv,N,k+1,hd)
-        values = torch.stack([memory.values[layer] for memory in passes], dim=3)
-        # backward holds what stack copied anyway: views of it here free the memory of k and v
-        if torch.is_grad_enabled():
+        memories = [*self.passes_before, self]
+        keys = torch.stack([memory.keys[layer] for memory in memories], dim=3)  # (B,nkv,N,k+1,hd)
+        values = torch.stack([memory.values[layer] for memory in memories], dim=3)
+        if torch.is_grad_enabled():     # backward holds the stack anyway: views of it free k and v
             self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
         return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
 
@@ -897,10 +916,11 @@ class ChainMemory(WeightedMemory):
 class Chain(Mechanism):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), its arm of
-    fixed length; Router is the adaptive one. The paper counts k from 1, we from 0.
+    fixed length; Router is the adaptive one. The paper counts k from 1: our h_{t,k} is its
+    z_t^(k+1).
 
-        z_t^(0)   = trunk of the token's embedding, at slot (t, 0)
-        z_t^(k+1) = trunk of z_t^(k), at slot (t, k+1)                            k = 0 .. K - 1
+        h_{t,0}   = trunk of the token's embedding, at slot (t, 0)
+        h_{t,k+1} = trunk of h_{t,k}, at slot (t, k+1)                            k = 0 .. K - 1
         slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k                (Eq. 2)
 
     Pass k never looks at later passes, so all tokens take it at once: exact, in parallel, without
@@ -944,11 +964,11 @@ class SlotMemory(WeightedMemory):
 
     def rewind(self):
         """Forget the slots of the newest tokens: they were guesses."""
-        n = self.N_before
-        self.N = n
-        # an empty entry would make `update` copy for nothing
-        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items() if n > 0}
-        self.values = {layer: v[:, :, :n] for layer, v in self.values.items() if n > 0}
+        self.N = n = self.N_before
+        if n == 0:      # empty entries would make `store` copy for nothing
+            self.keys, self.values = {}, {}
+        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
+        self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
 
 
 def side_by_side(slots):
@@ -1016,10 +1036,6 @@ class Latent(Mechanism):
         R = self.config.jacobi_iters
         return [R, max(R - 1, 0)]
 
-    @property
-    def R(self):
-        return self.set_by_begin_step(self.drawn) if self.training else self.config.jacobi_iters
-
     def new_memory(self, pad):
         return SlotMemory(pad)
 
@@ -1051,14 +1067,14 @@ class Latent(Mechanism):
         if self.K == 0:
             return [1]
         growing = list(range(1, self.K + 1))
-        return growing + [self.K + 1] * (self.R + 1)
+        return growing + [self.K + 1] * (self.this_draw() + 1)
 
 
 class Feedback(Mechanism):
     """
-    Latent feedback: what the trunk made of a token joins the input of the next one. Two sources:
-    P2N, its name in the code of Depth-Attention's authors (there is no paper), and the
-    Full-bandwidth Transformer (arXiv 2608.08888), which has a gate too; here there is none.
+    Latent feedback: what the trunk made of a token joins the input of the next one. It is in the
+    Full-bandwidth Transformer (arXiv 2608.08888), with a gate, and in the code of Depth-Attention's
+    authors, who call it P2N and have no paper of it. Here there is no gate.
 
         h_t     = trunk(x_t + h_{t-1}), which attends to all tokens before it            h_{-1} = 0
 
@@ -1066,10 +1082,10 @@ class Feedback(Mechanism):
     pass and leaves one slot, as in the plain model. Computed exactly, this is sequential. Training,
     and a text that is read at once, solve it by iteration, as Latent does:
 
-        h^(0)   = trunk(x)              (the first x gets the h before it, if it is known)
-        h^(k)   = trunk(x + shift(h^(k-1)))         shift(h)_t = h_{t-1}                k = 1 .. K
+        h_{t,0} = trunk(x_t)            (the first x gets the h before it, if it is known)
+        h_{t,k} = trunk(x_t + h_{t-1,k-1})                                              k = 1 .. K
 
-    h^(k)_t is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
+    h_{t,k} is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
     that is K or K - 1: trained with K alone, models generated badly (docs/results.md).
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
@@ -1085,11 +1101,11 @@ class Feedback(Mechanism):
         return SlotMemory(pad)          # one slot a token, which the next pass replaces
 
     def forward(self, gpt, x, memory):
-        K = self.set_by_begin_step(self.drawn) if self.training else self.K
+        K = self.this_draw()
         is_token = memory.is_token[..., None]                           # (B,T,1)
         carried = memory.carried                            # h of the token before these
         shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, so far: carried, 0, 0, ..
-        for _ in range(min(K + 1, x.size(1))):              # T passes are always exact
+        for _ in range(min(K + 1, x.size(1))):              # T passes are exact: for a token, one
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + shifted, memory.next_pass())
             h = h.where(is_token, 0.0)                      # padding carries nothing on
@@ -1138,8 +1154,8 @@ class Halting(Mechanism):
         super().__init__(config)
         self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it (Mask in
                             # training: who would)
-        self.kept = None    # of the last call: what the loss reads; and `scores`, (B,T) of each
-                            # pass but K, which were compared with tau and which tools show
+        self.kept = None    # of the last call: what the loss reads; and `scores`, which were
+                            # compared with tau, (B,T) of each pass but the last: tools show them
 
     @property
     def passes(self):
@@ -1153,6 +1169,10 @@ class Halting(Mechanism):
     def all_stopped(self, takes):
         """Whether the loop may end. In training never: most losses read all passes."""
         return not self.training and not takes.any()
+
+    def stops_from(self, share):
+        """Whether tokens may stop: outside of training, and in it from this share of the run on."""
+        return not self.training or self.set_by_begin_step(self.progress) >= share
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on, a line between: shares of the training run."""
@@ -1177,11 +1197,6 @@ class Halting(Mechanism):
         raise NotImplementedError
 
 
-def mean_where(chosen, values):
-    """The mean of those values (B,T) that are chosen."""
-    return (values * chosen).sum() / chosen.sum().clamp(min=1)
-
-
 def without_autocast(module, h):
     """
     module(h), computed in the dtype of its weights, whatever autocast says: bf16 is coarse beside
@@ -1198,16 +1213,18 @@ def without_autocast(module, h):
 def catch_up(memory):
     """
     Called before pass k, with its memory. In generation a call ends once all its tokens have
-    stopped; then the memories of later passes lack their keys. This appends memory.missing(k, v),
-    where k and v are what memory.earlier, of pass k - 1, has of those tokens.
+    stopped; then the memories of later passes lack their keys. This stores there what
+    memory.missing (of FrozenMemory, RouterMemory) makes of the keys of pass k - 1.
     """
-    n_earlier = memory.tokens - len(memory.pos)     # tokens before the newest
-    for layer, earlier_keys in memory.earlier.keys.items():
-        has = memory.keys[layer].size(2) if layer in memory.keys else 0
-        if has < n_earlier:
-            k = earlier_keys[:, :, has:n_earlier]
-            v = memory.earlier.values[layer][:, :, has:n_earlier]
-            memory.append(layer, *memory.missing(k, v))
+    before = memory.pass_before
+    if before is None:
+        return
+    n_old = memory.tokens - len(memory.pos)         # tokens before the newest
+    for layer, keys in before.keys.items():
+        n_has = memory.keys[layer].size(2) if layer in memory.keys else 0
+        if n_has < n_old:
+            k, v = keys[:, :, n_has:n_old], before.values[layer][:, :, n_has:n_old]
+            memory.store(layer, *memory.missing(k, v))
 
 
 class FrozenMemory(WeightedMemory):
@@ -1215,11 +1232,10 @@ class FrozenMemory(WeightedMemory):
 
     takes_pass = None       # (B,1,T,1): who takes it
 
-    def freeze_except(self, taken):
-        """Before a pass that the tokens of `taken` (B,T) take. Returns this memory."""
-        self.takes_pass = taken[:, None, :, None]                       # (B,1,T,1)
-        if self.earlier is not None:
-            catch_up(self)
+    def freeze_except(self, takes):
+        """To be called before each pass. takes (B,T): who takes it. Returns this memory."""
+        catch_up(self)
+        self.takes_pass = takes[:, None, :, None]                       # (B,1,T,1)
         return self
 
     @staticmethod
@@ -1228,8 +1244,8 @@ class FrozenMemory(WeightedMemory):
         return k, v
 
     def update(self, layer, k, v):
-        if self.earlier is not None:    # it has the keys of a stopped token's last pass
-            frozen_k, frozen_v = self.earlier.newest(layer, k.size(2))
+        if self.pass_before is not None:    # it has the keys of a stopped token's last pass
+            frozen_k, frozen_v = self.pass_before.newest(layer, k.size(2))
             k = torch.where(self.takes_pass, k, frozen_k)
             v = torch.where(self.takes_pass, v, frozen_v)
         return super().update(layer, k, v)
@@ -1240,12 +1256,12 @@ class Gate(Halting, Embedding):
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
     PonderLM's passes, with a gate after each that scales what joins the input, or ends the token's
-    pondering. (The paper writes i for k; P^k and E^k are P_k and E_k of Embedding.)
+    pondering. (The paper writes i for k. P_k and E_k are those of Embedding.)
 
-        s^k     = sigmoid(MLP_k(h^k))            a gate after every pass but the last      (2), (3)
-        m^{k+1} = m^k (s^k >= tau), m^0 = 1      who takes another pass                    (4), (5)
-        E^{k+1} = E^k + m^{k+1} s^k P^k W        as in PonderLM, scaled by the gate      (6) to (9)
-        a token with m^k = 0 keeps the keys and values of its last pass, in every layer        (10)
+        s_k     = sigmoid(MLP_k(h_k))            a gate after every pass but the last      (2), (3)
+        m_{k+1} = m_k (s_k >= tau), m_0 = 1      who takes another pass: `takes`           (4), (5)
+        E_{k+1} = E_k + m_{k+1} s_k P_k W        as in PonderLM, scaled by the gate      (6) to (9)
+        a token with m_k = 0 keeps the keys and values of its last pass, in every layer        (10)
 
     The loss gains halt_lambda times the mean of the lowest gates (13). The share of all gates that
     counts as lowest grows from 0 at halt_start to halt_share at halt_full (14). Before halt_start
@@ -1275,38 +1291,35 @@ class Gate(Halting, Embedding):
         return Memories(FrozenMemory, self.K + 1, pad)
 
     def forward(self, gpt, x, memory):
-        m = memory.is_token                                             # (B,T)
+        takes = memory.is_token                                         # (B,T)
         out = torch.zeros_like(x)                                       # (B,T,C)
         self.taken = []
         self.kept = SimpleNamespace(scores=[])
         for k in range(self.K + 1):
-            h = gpt.trunk(x, memory[k].freeze_except(m))                # h^k, (10)
-            out = torch.where(m[..., None], h, out)
-            self.taken.append(m)
+            h = gpt.trunk(x, memory[k].freeze_except(takes))            # h_k, (10)
+            out = torch.where(takes[..., None], h, out)
+            self.taken.append(takes)
             if k == self.K:
                 break
             s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()            # (2), (3)
             self.kept.scores.append(s)                                  # (B,T)
-            if self.may_stop():
-                m = m & self.goes_on(s)                                 # (4), (5)
-            if self.all_stopped(m):
+            if self.stops_from(self.config.halt_start):
+                takes = takes & self.goes_on(s)                         # (4), (5)
+            if self.all_stopped(takes):
                 break
-            joins = (m * s)[..., None] * self.mixture(gpt, h)
+            joins = (takes * s)[..., None] * self.mixture(gpt, h)
             x = x + joins.to(x.dtype)                                   # (6) to (9)
         return out
-
-    def may_stop(self):
-        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_start
 
     def penalty(self, gpt, targets):
         """halt_lambda times the mean of the lowest gates."""
         is_target = targets >= 0                                        # (B,T)
-        gates = torch.stack(self.kept.scores)                           # (K,B,T)
-        gates = gates.masked_fill(~is_target, math.inf).flatten().sort().values
+        s = torch.stack(self.kept.scores)                               # (K,B,T)
+        s = s.masked_fill(~is_target, math.inf).flatten().sort().values
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
-        lowest = torch.arange(len(gates), device=gates.device) < n
-        mean = gates.where(lowest, 0.0).sum() / n.clamp(min=1)          # (13)
+        lowest = torch.arange(len(s), device=s.device) < n
+        mean = s.where(lowest, 0.0).sum() / n.clamp(min=1)              # (13)
         return self.config.halt_lambda * mean
 
 
@@ -1318,10 +1331,10 @@ class Mask(Halting, Latent):
     From that follow the weight w of a thought's keys, and its share s of the output. (From Latent:
     draws, R, sweeps.)
 
-        s_t     = softmax(router(h_t^(0)))       how many thoughts token t needs, K + 1 outcomes
+        s_t     = softmax(router(h_{t,0}))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
         scores of key (t, k), in every layer, += log w_{t,k}
-        output  = sum_k s_{t,k} h_t^(k)          h_t^(k): hidden state at slot (t, k)
+        output  = sum_k s_{t,k} h_{t,k}          h_{t,k}: hidden state at slot (t, k)
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
@@ -1375,12 +1388,11 @@ class Mask(Halting, Latent):
     def by_sweeps(self, gpt, x, memory):
         """A text x (B,T,C), by Latent's sweeps -> (B,T,C)."""
         is_token = memory.is_token[..., None]                           # (B,T,1)
-        # what the router of the sweep before said; before the first: all are needed, with w = 1
+        # A sweep hides what the router of the sweep before did not ask for. But it computes hidden
+        # slots all the same, as the next one may want them again. In the first all are needed.
         needed = is_token.expand(-1, -1, self.K + 1)
-        log_w = at_least_fp32(x.new_zeros(needed.shape))
+        log_w = at_least_fp32(x.new_zeros(needed.shape))                # w = 1, in route's dtype
         h = ()
-        # A sweep hides what the router of the sweep before did not ask for; but it computes hidden
-        # slots all the same, as the next one may want them again.
         for n in self.slots_of_sweeps():
             slot_log_w = log_w[..., :n].flatten(1)                        # (B, T n)
             if not self.training:
@@ -1405,11 +1417,13 @@ class Mask(Halting, Latent):
 class RouterMemory(ChainMemory):
     """A ChainMemory; in the passes that a token does not take, its keys have weight 0."""
 
-    def weigh_only(self, taken):
-        """Before a pass that the tokens of `taken` (B,T) take: no padding. Returns this memory."""
-        if self.earlier is not None:
-            catch_up(self)
-        self.log_w = log_weight(taken)
+    def weigh_only(self, takes):
+        """
+        To be called before each pass. takes (B,T): who takes it; padding never does. Returns this
+        memory.
+        """
+        catch_up(self)
+        self.log_w = log_weight(takes)
         return self
 
     @staticmethod
@@ -1424,19 +1438,19 @@ class Router(Halting):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
-    A chain that each token leaves when its probability of getting further is small. The paper
-    counts k from 1, we from 0.
+    The adaptive arm of Chain's paper: a token leaves when its probability of getting further is
+    small. The equations are of one token; the paper counts k from 1.
 
-        g_t^(k)   = sigmoid(router(z_t^(k)))        whether to go on; g_t^(K) is made, not used  (3)
-        reach^(0) = 1,  reach^(k+1) = reach^(k) g^(k)                  probability of pass k + 1 (4)
+        g_k       = sigmoid(router(h_k))            whether to go on; g_K is made, not used      (3)
+        reach_0   = 1,  reach_{k+1} = reach_k g_k                      probability of pass k + 1 (4)
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
-        weight^(k) = reach^(k) (1 - g^(k)) before K*, reach^(k) at K*                     (5), (7)
-        output    = sum_k weight^(k) z^(k)                                                       (8)
-        loss     += halt_lambda mean_t sum_{k <= K*, k < K} g^(k) p_k^beta                 (9), (10)
+        weight_k  = reach_k (1 - g_k) before K*, reach_k at K*                            (5), (7)
+        output    = sum_k weight_k h_k                                                           (8)
+        loss     += halt_lambda mean_t sum_{k <= K*, k < K} g_k (p_k)^beta                 (9), (10)
                     p_k: the right token's probability after pass k, a constant for gradients
 
-    halt_start > 0 delays the last term alone. Tokens leave from the first optimizer step on; in the
-    paper, and by default, the term starts then, too.
+    Tokens leave from the first optimizer step on, as in the paper. So the last term starts then,
+    too, unless halt_start > 0 delays it.
 
     Cost: the passes of Chain that are taken (in training with engine/skip.py), and in training a
     head for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
@@ -1453,45 +1467,44 @@ class Router(Halting):
         return Memories(RouterMemory, self.K + 1, pad)
 
     def forward(self, gpt, x, memory):
-        z = x
+        h = x
         takes = memory.is_token                                         # (B,T)
         out = 0.0
         reach = 1.0                                                     # later (B,T)
         self.taken = []
-        self.kept = SimpleNamespace(z=[], g=[], scores=[])
+        self.kept = SimpleNamespace(h=[], g=[], scores=[])
         for k in range(self.K + 1):
-            z = self.one_pass(gpt, z, memory[k], takes)                 # z^(k), (B,T,C)
-            self.taken.append(takes)
-            g = without_autocast(self.router, z).squeeze(-1).sigmoid()              # (3)
+            h = self.one_pass(gpt, h, memory[k], takes)                 # h_k, (B,T,C)
+            g = without_autocast(self.router, h).squeeze(-1).sigmoid()              # (3), (B,T)
             next_reach = reach * g                                                  # (4)
-            takes_next = takes & self.goes_on(next_reach)                           # (6)
-            if k == self.K:
-                takes_next = torch.zeros_like(takes)
+            takes_next = takes & self.goes_on(next_reach) & (k < self.K)            # (6)
             weight = torch.where(takes_next, reach * (1 - g), reach)                # (5), (7)
-            out = out + (weight * takes)[..., None] * z                             # (8)
-            self.kept.z.append(z)
-            self.kept.g.append(g)
-            self.kept.scores.append(next_reach)
+            out = out + (weight * takes)[..., None] * h                             # (8)
+            self.taken.append(takes)
+            self.kept.h.append(h)
+            if k < self.K:
+                self.kept.g.append(g)
+                self.kept.scores.append(next_reach)
             reach, takes = next_reach, takes_next
             if self.all_stopped(takes):
                 break
         return out.to(x.dtype)
 
     @staticmethod
-    def one_pass(gpt, z, memory, takes):
+    def one_pass(gpt, x, memory, takes):
         """
-        What pass k makes of z (B,T,C). What it makes of tokens that stopped is not used. (In
+        What a pass makes of x (B,T,C). What it makes of tokens that stopped is not used. (In
         training engine/skip.py leaves them out.)
         """
-        return gpt.trunk(z, memory.weigh_only(takes))
+        return gpt.trunk(x, memory.weigh_only(takes))
 
     def penalty(self, gpt, targets):
-        """halt_lambda and the onset times the mean over tokens of sum_k g^(k) p_k^beta."""
+        """halt_lambda and the onset times the mean over tokens of sum_k g_k (p_k)^beta."""
         total = 0.0
-        for z, g, taken in zip(self.kept.z[:self.K], self.kept.g, self.taken):
+        for h, g, taken in zip(self.kept.h, self.kept.g, self.taken):   # of each pass but the last
             counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
-                p = gpt.token_losses(z, counted).neg().exp()
+                p = gpt.token_losses(h, counted).neg().exp()
             total = total + (g * p ** self.config.halt_beta * (counted >= 0)).sum()
         mean = total / (targets >= 0).sum().clamp(min=1)
         return self.config.halt_lambda * self.onset() * mean            # (9), (10)
@@ -1499,7 +1512,7 @@ class Router(Halting):
 
 class LoopExit(Halting):
     """
-    What Exit and Ouro share: the passes of Loop, which tokens leave, and h^k, what comes out of
+    What Exit and Ouro share: the passes of Loop, which tokens leave, and h_k, what comes out of
     pass k, normed. A subclass says who takes the next one. Unlike in Loop, earlier passes are no
     sources of Depth-Attention.
     """
@@ -1520,7 +1533,7 @@ class LoopExit(Halting):
             h = x if loop_norm else gpt.ln_f(x)
             out = torch.where(takes[..., None], h, out)     # of the last pass that each token took
             self.taken.append(takes)
-            self.kept.h.append(out)                         # L^k reads this, also of who left
+            self.kept.h.append(out)                         # L_k reads it, also of who left
             if k == self.K:
                 break
             takes = self.who_takes_next(gpt, out, takes)
@@ -1540,10 +1553,10 @@ class Exit(LoopExit):
     """
     Exits from the looped Transformer by confidence (arXiv 2607.20519)
 
-        h^k     = the final norm of what pass k makes; with loop_norm pass k + 1 starts from it
-        doubt^k = 1 - the largest probability of head(h^k)              needs no parameters
-        L^k     = cross-entropy of head(h^k)
-        loss    = sum_k prior_k L^k             which passes must predict: exit_loss, below
+        h_k     = the final norm of what pass k makes; with loop_norm pass k + 1 starts from it
+        doubt_k = 1 - the largest probability of head(h_k)              needs no parameters
+        L_k     = cross-entropy of head(h_k)
+        loss    = sum_k prior_k L_k             which passes must predict: exit_loss, below
 
     A token leaves when its doubt is below halt_tau. Then later tokens read the keys and values of
     its last pass, as in Gate. exit_loss is one of
@@ -1556,7 +1569,7 @@ class Exit(LoopExit):
 
         late        before halt_start the prior is that of 'last'; from there to halt_full it turns
                     into that of exit_loss
-        leaving     from halt_full on tokens leave in training too, and L^k is that of the last pass
+        leaving     from halt_full on tokens leave in training too, and L_k is that of the last pass
                     a token took: later tokens learn to read the keys of those that left
         staying     a negative target marks a token of a question, where nothing is to be
                     predicted. All that follows reads it, so it should take every pass. A loss pulls
@@ -1570,15 +1583,12 @@ class Exit(LoopExit):
     """
 
     def who_takes_next(self, gpt, h, takes):
-        if not self.may_stop():
+        if not self.stops_from(self.config.halt_full):
             return takes
         with torch.no_grad():
             doubt = 1 - self.confidence(gpt, h)                         # (B,T)
         self.kept.scores.append(doubt)
         return takes & self.goes_on(doubt)
-
-    def may_stop(self):
-        return not self.training or self.set_by_begin_step(self.progress) >= self.config.halt_full
 
     @staticmethod
     @some_rows_at_once
@@ -1596,8 +1606,8 @@ class Exit(LoopExit):
         return [(1 - onset) * old + onset * new / total for old, new in zip(last, chosen)]
 
     def predictions_loss(self, gpt, h, targets):
-        passes = zip(self.prior(), self.kept.h)                         # h is the last of kept.h
-        return sum(p * gpt.loss(h_k, targets) for p, h_k in passes if p > 0)
+        return sum(prior_k * gpt.loss(h_k, targets)
+                   for prior_k, h_k in zip(self.prior(), self.kept.h) if prior_k > 0)
 
     def penalty(self, gpt, targets):
         """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
@@ -1625,7 +1635,7 @@ class Ouro(LoopExit):
     Language Models (arXiv 2510.25741). The paper counts passes from 1. Its norm follows every pass,
     so config/halting_ouro.py sets loop_norm=True.
 
-        lam_k   = sigmoid(w h^k + b)            one gate for all passes
+        lam_k   = sigmoid(w h_k + b)            one gate for all passes
         stay_k  = prod_{j <= k} (1 - lam_j)     probability of another pass after k; stay_{-1} = 1
         p_k     = lam_k stay_{k-1}              probability of leaving after k                   (3)
         p_K     = stay_{K-1}
@@ -1633,9 +1643,9 @@ class Ouro(LoopExit):
     A token leaves when stay_k is below halt_tau: the paper's threshold q is 1 - halt_tau.
     It is trained in two stages, ouro_stage, in which nobody leaves:
 
-        1   all weights     sum_k p_k L^k - halt_lambda H(p)                                     (4)
+        1   all weights     sum_k p_k L_k - halt_lambda H(p)                                     (4)
         2   the gate alone  cross-entropy of 1 - lam_k with sigmoid(50 (I_k - 0.005)), where
-                            I_k = max(0, L^k - L^{k+1}) is what the next pass gains         (5), (6)
+                            I_k = max(0, L_k - L_{k+1}) is what the next pass gains         (5), (6)
 
     Ours, as in Exit: tokens with negative targets are pulled to lam = 0 (not to leave), in stage 1
     with a weight that grows from 0 at halt_start to halt_lambda at halt_full. In (6) the paper
@@ -1655,7 +1665,7 @@ class Ouro(LoopExit):
             self.requires_grad_(True)
 
     def logit(self, h):
-        """z (B,T) of h (B,T,C): lam = sigmoid(z), and 1 - lam = sigmoid(-z)."""
+        """(B,T) of h (B,T,C): lam = sigmoid(logit), and 1 - lam = sigmoid(-logit)."""
         return without_autocast(self.gate, h).squeeze(-1)
 
     def who_takes_next(self, gpt, h, takes):
@@ -1687,14 +1697,14 @@ class Ouro(LoopExit):
     def gate_loss(self, gpt, targets):
         """What the gate alone learns: whether the next pass gains."""
         with torch.no_grad():
-            nats = [gpt.token_losses(h, targets) for h in self.kept.h]  # L^k, (B,T) each
+            nats = [gpt.token_losses(h, targets) for h in self.kept.h]  # L_k, (B,T) each
         total = 0.0
         for k in range(self.K):
             gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
             wanted = torch.sigmoid(50 * (gain - 0.005))                 # of 1 - lam_k
             wanted = wanted.masked_fill(targets < 0, 1.0)               # a question's token stays
-            z = self.logit(self.kept.h[k])
-            total = total + F.binary_cross_entropy_with_logits(-z, wanted)          # (6)
+            stays = -self.logit(self.kept.h[k])                         # logit of 1 - lam_k
+            total = total + F.binary_cross_entropy_with_logits(stays, wanted)       # (6)
         return total / (self.K + 1)     # (6) divides K terms by the number of passes
 
 

@@ -33,29 +33,29 @@ class SkippingRouter(Router):
         return Memories(SparseMemory, self.K + 1, pad) if self.training else super().new_memory(pad)
 
     @staticmethod
-    def one_pass(gpt, z, memory, takes):
+    def one_pass(gpt, x, memory, takes):
         """Router.one_pass for the tokens that take it, side by side: (B,n) of (B,T)."""
         n = int(takes.sum(1).max())
-        if not gpt.training or n == z.size(1):
-            return Router.one_pass(gpt, z, memory, takes)
+        if not gpt.training or n == x.size(1):
+            return Router.one_pass(gpt, x, memory, takes)
         first = takes.byte().argsort(dim=1, descending=True, stable=True)[:, :n]
         place = first.sort(1).values                                    # (B,n), of T
-        rows = torch.arange(len(z), device=z.device)[:, None]
-        h = gpt.trunk(z[rows, place], memory.at(place, takes[rows, place]))
-        return z.to(h.dtype).index_put((rows, place), h)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        h = gpt.trunk(x[rows, place], memory.at(place, takes[rows, place]))
+        return x.to(h.dtype).index_put((rows, place), h)
 
 
 class SparseMemory(RouterMemory):
     """A RouterMemory of a text; tokens that were left out of a pass have keys of weight 0."""
     place = None        # (B,n): which tokens go through
 
-    def at(self, place, taken):
+    def at(self, place, takes):
         """
-        Before a pass over the tokens at `place` (B,n) of each row; those that are not `taken` (B,n)
-        fill up the rectangle. Returns this memory.
+        Before a pass over the tokens at `place` (B,n) of each row; those that do not take it, by
+        `takes` (B,n), fill up the rectangle. Returns this memory.
         """
         self.place = self.pos = place
-        self.log_w = log_weight(taken)
+        self.log_w = log_weight(takes)
         self.keys_per_slot = (place + 1) * self.keys_per_slot       # (B,n): what each query reads
         return self
 

@@ -174,15 +174,15 @@ EDITS = {
         logits = 2 * torch.tanh(self.lm_head(h) / 2)
 """),
     'a chain that reads its own pass alone': (dict(ponder='chain'), """\
-        passes = [*self.earlier_memories, self]
+        memories = [*self.passes_before, self]
 """, """\
-        passes = [self] * self.keys_per_slot
+        memories = [self] * self.keys_per_slot
 """),
     'a loss without the first letter of a line': ({}, """\
-        return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
+        return mean_where(targets >= 0, self.token_losses(h, targets))
 """, """\
         targets = targets.masked_fill(F.pad(targets, (1, -1)) == 10, -1)
-        return self.token_losses(h, targets).sum() / (targets >= 0).sum().clamp(min=1)
+        return mean_where(targets >= 0, self.token_losses(h, targets))
 """),
 }
 

@@ -39,11 +39,6 @@ def deciders(model):
     return [mechanism.gate if model.config.halting == 'ouro' else mechanism.router]
 
 
-def scores(model):
-    """What was compared with halt_tau after each pass but the last, (B,T) each."""
-    return model.mechanism.kept.scores[:model.mechanism.K]
-
-
 def decide(model, go_on):
     """Make every token go on to the end, or stop at once, whatever it reads."""
     if model.config.halting in ('exit', 'ouro'):
@@ -82,7 +77,7 @@ def test_a_token_goes_on_while_its_chance_is_at_least_halt_tau(mode, idx):
     model = make_mode(mode)
     model(idx)
     on, passes = torch.ones_like(idx, dtype=torch.bool), torch.ones_like(idx)
-    for score in scores(model):
+    for score in model.mechanism.kept.scores:
         on = on & (score >= model.config.halt_tau)
         passes += on
     assert torch.equal(model.mechanism.passes, passes)
@@ -277,7 +272,7 @@ def test_router_penalty_by_hand(idx):
     def penalty(y):
         mechanism, total = model.mechanism, 0.0
         for k in range(3):
-            p = model.head(mechanism.kept.z[k]).softmax(-1)                  # (B,T,V)
+            p = model.head(mechanism.kept.h[k]).softmax(-1)                  # (B,T,V)
             for b, t in (y >= 0).nonzero():
                 if mechanism.passes[b, t] > k:
                     total += mechanism.kept.g[k][b, t] * p[b, t, y[b, t]] ** 2
@@ -312,7 +307,7 @@ def test_exit_compares_what_the_papers_say(mode, idx):
     model = make_mode(mode)
     model(idx)
     mechanism, survival = model.mechanism, 1.0
-    for taken, h, score in zip(mechanism.taken, mechanism.kept.h, scores(model)):
+    for taken, h, score in zip(mechanism.taken, mechanism.kept.h, model.mechanism.kept.scores):
         chance = 1 - model.head(h).softmax(-1).amax(-1)
         if mode == 'ouro':
             chance = survival = survival * (1 - mechanism.gate(h)[..., 0].sigmoid())

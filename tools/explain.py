@@ -163,7 +163,7 @@ def look(model, idx):
     if halts(model):
         steps = mechanism.passes[0]                                         # (T,)
         scores = getattr(mechanism.kept, 'scores', [])      # a rule of your own may have none
-        compared = [score[0] for score in scores[:mechanism.K]]             # each (T,)
+        compared = [score[0] for score in scores]                           # each (T,)
     values = None
     if model.config.depth_attn:
         values = by_token(recorder.shares, T)                               # (n,T,L,L+1)
