@@ -22,7 +22,7 @@ from configurator import check_range
 from engine.answers import behind_solved
 from engine.checkpoint import change_steps
 from engine.decode import compile_decoding
-from engine.files import UserError, on_disk, run
+from engine.files import UserError, for_terminal, on_disk, run
 from engine.generate import stream
 from engine.mechanisms import slots_per_token
 from engine.shards import encode
@@ -147,7 +147,7 @@ def print_sample(model, tokenizer, prompt, s, seed):
         count += 1
         total += passes
         if token != tokenizer.eot_token:
-            text = utf8.decode(tokenizer.decode_single_token_bytes(token))
+            text = for_terminal(utf8.decode(tokenizer.decode_single_token_bytes(token)))
             print(shaded(text, passes) if s.show_steps and text else text, end='', flush=True)
     print(utf8.decode(b'', final=True), end='')     # what is left of a character that never ended
     return count, total
@@ -176,7 +176,7 @@ def main(argv):
     for i in range(s.num_samples):
         if i > 0:
             print('\n' + '-' * 80)
-        print(given, end='', flush=True)
+        print(for_terminal(given), end='', flush=True)
         count, total = print_sample(model, tokenizer, prompt, s, s.seed + i)
         tokens += count
         passes += total

@@ -37,6 +37,15 @@ def one_line(text):
     return ''.join(c if c.isprintable() else '?' for c in words)
 
 
+# all control characters but tab and newline
+OBEYED = dict.fromkeys({*range(32), *range(127, 160)} - {ord('\t'), ord('\n')}, '\ufffd')
+
+
+def for_terminal(text):
+    """Text to print: for a terminal without the characters that it would obey, else as it is."""
+    return text.translate(OBEYED) if sys.stdout.isatty() else text
+
+
 def typed(*words):
     """Words of a command as they are typed: a path with a space in it has quotes around it."""
     return subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)

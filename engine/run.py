@@ -19,7 +19,7 @@ import torch
 
 from engine.answers import answer_problems
 from engine.download import FINEWEB
-from engine.files import UserError, alone, whole
+from engine.files import UserError, alone, for_terminal, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces
 from engine.hardware import expect_new_lengths, peak_flops
@@ -361,7 +361,7 @@ def print_sample(model, data, tokenizer, settings):
     new = tokenizer.decode(tokens[prompt.size(1):])
     text = f'{given}<|model|>{new}'
     print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40,
-          f'\n{text}\n' + '-' * 133)
+          f'\n{for_terminal(text)}\n' + '-' * 133)
     return text
 
 
@@ -369,5 +369,5 @@ def print_answers(outcomes):
     """Print some problems of a made task, and what the model answered."""
     print('-' * 40, 'problems, and what the model answers', '-' * 40)
     for outcome in outcomes[::max(1, len(outcomes) // 8)]:
-        mark = 'right' if outcome.right else f'wrong: {outcome.answer}'
+        mark = 'right' if outcome.right else f'wrong: {for_terminal(outcome.answer)}'
         print(f"{outcome.question}{outcome.text}   {mark}")

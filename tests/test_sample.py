@@ -1,5 +1,6 @@
 """sample.py: text in, text out, from a checkpoint trained here."""
 import re
+import sys
 
 import pytest
 import torch
@@ -44,6 +45,16 @@ def test_streams_samples(folder, capsys):
 def test_a_terminal_that_cannot_show_a_character(folder):
     done = program('sample.py', folder, '--start=é', '--max_new_tokens=2', PYTHONIOENCODING='ascii')
     assert done.stdout.startswith('?')
+
+
+def test_a_terminal_obeys_no_character_of_a_text(folder, capsys, monkeypatch):
+    """An escape could clear it, or write into its title."""
+    args = [folder, '--start=a\x1b]0;b\x07\x9b2J\té', '--max_new_tokens=1']
+    sample.main(args)
+    assert capsys.readouterr().out.startswith('a\x1b]0;b\x07\x9b2J\té')     # in a file
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True)
+    sample.main(args)
+    assert capsys.readouterr().out.startswith('a\ufffd]0;b\ufffd\ufffd2J\té')
 
 
 def test_prints_what_the_model_generates(folder, capsys):
