@@ -724,9 +724,8 @@ class WeightedMemory(Memory):
         carried         what Smear and Feedback hand to the next token
 
     No mask holds the weights, so the fastest kernels serve: they lie with the keys, in 8 more
-    channels.
-    There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its scores get
-    8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as the keys are.)
+    channels. There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its
+    scores get 8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as the keys are.)
     """
 
     def __init__(self, pad=None, pass_before=None):
