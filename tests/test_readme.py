@@ -49,6 +49,7 @@ LOGS = [f'docs/runs/{name}' for name in sorted(os.listdir(os.path.join(ROOT, 'do
 PAGES = (
     'README.md',
     'docs/architecture.md',
+    'docs/baseline.md',
     'docs/claims.md',
     'docs/compare.md',
     'docs/decisions.md',
@@ -324,6 +325,11 @@ def test_names_in_tables_are_in_the_model(page):
 TEXTS = {   # their records
     '0.3 MB': 'text', '3 MB': 'text-long', '5 MB': 'text-2.8M', '0.3 MB, Muon': 'text-rates-muon',
     '3 MB, Muon': 'text-long-muon'}
+TUNED = {   # the records of each model's best rate, which is 3e-3 if nothing else is said
+    '2.5 MB, tuned': (['rates-adamw'], {'plain_scaled': '1.5e-3', 'smear': '1.5e-3'}),
+    '2.5 MB, Muon, tuned': (['rates-muon'], {}),
+    '5 MB, tuned': (['rates-adamw-4800', 'text-2.8M'], {'plain_scaled': '1.5e-3'}),
+}
 
 
 def records_of(name):
@@ -383,13 +389,24 @@ def name_in(label):
 
 def differences(text, name, other):
     """The losses of a run minus another's, of the seeds that both have."""
-    runs = losses(text)
+    runs = tuned_losses(text) if text in TUNED else losses(text)
     if text == '5 MB':      # over twice the text, as loop_2 has two passes
         runs['plain_scaled_as_loop_2'] = {r['seed']: r['val_nats_per_byte']
                                           for r in records_of('text-2.8M-9600')
                                           if r['name'] == 'plain_scaled'}
     ours, theirs = runs[name], runs[other]
     return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+
+
+def tuned_losses(text):
+    """As `losses`, of each model at its best rate, without the seed that chose it."""
+    files, rates = TUNED[text]
+    runs = {}
+    for record in [record for file in files for record in records_of(file)]:
+        name, _, rate = record['name'].partition('@')
+        if record['seed'] > 0 and (rate or '3e-3') == rates.get(name, '3e-3'):
+            runs.setdefault(name, {})[record['seed']] = record['val_nats_per_byte']
+    return runs
 
 
 def signed(difference):
@@ -400,13 +417,13 @@ def test_verdicts_of_the_claims():
     method = beside = ''
     for line in read_text('docs/claims.md').splitlines():
         cells = [cell.strip() for cell in line.split('|')[1:-1]]
-        if len(cells) != 7 or cells[2] not in TEXTS:
+        if len(cells) != 7 or cells[2] not in (*TEXTS, *TUNED):
             continue
         method, beside = cells[0] or method, cells[1] or beside     # empty: as above
         if '`' not in beside:   # a lab's method
             continue
         found = differences(cells[2], name_in(method), name_in(beside))
-        seeds = ['', ', one seed', ', two seeds', ''][len(found)]
+        seeds = ['', ', one seed', ', two seeds', '', '', ', five seeds'][len(found)]
         summary = [mean(found), min(found), max(found)][:3 if len(found) > 1 else 1]
         told = [cell for cell in cells[3:] if cell]
         assert told == [compare.verdict(found) + seeds, *map(signed, summary)], line
@@ -466,7 +483,7 @@ def test_tables_of_other_learning_rates_and_muon():
                         if (run, seed) == (name, 0)}
         best[label] = min(told, key=told.get)
     found, means = {}, {}
-    for label, rate, *cells in rows('docs/claims.md', '| model, optimizer'):
+    for label, rate, *cells in rows('docs/baseline.md', '| model, optimizer'):
         optimizer = label.split()[-1].strip('*')
         if label.startswith('*'):   # from the row of the plain model that is the last above it
             method = 'smear' if 'smear' in label else 'plain_scaled+depth_attn'
@@ -490,7 +507,7 @@ def test_the_table_of_5_MB_at_best_rates():
     of = {(r['name'], r['seed']): r['val_nats_per_byte']
           for file in ('rates-adamw-4800', 'text-2.8M') for r in records_of(file)}
     made = {}
-    for label, rate, *cells in rows('docs/claims.md', '| model, optimizer, 5 MB'):
+    for label, rate, *cells in rows('docs/baseline.md', '| model, optimizer, 5 MB'):
         if label.startswith('*'):
             method = 'smear' if 'smear' in label else 'plain_scaled+depth_attn'
             want = [with_it and signed(with_it - without)
@@ -510,8 +527,8 @@ def test_the_table_of_5_MB_at_best_rates():
 def test_the_table_beside_nanogpt():
     runs = [r for r in records_of('race') if not r['picks']]
     goal = goal_of(records_of('race'))
-    table = rows('docs/results.md', '## Beside nanoGPT')
-    assert f'steps to {goal:.2f}' in read_text('docs/results.md')
+    table = rows('docs/baseline.md', '## Beside nanoGPT')
+    assert f'steps to {goal:.2f}' in read_text('docs/baseline.md')
     for label, optimizer, rate, *cells in table:
         name = 'nanogpt' if 'nanoGPT' in label else 'ours'
         made = {r['seed']: r for r in runs if (r['name'], r['optimizer'], r['learning_rate']) == (
@@ -534,7 +551,7 @@ def test_the_table_of_one_change_at_a_time():
     losses = {}
     for r in records_of('race-600'):
         losses.setdefault(r['name'], {})[r['seed']] = r['val_loss']
-    table = rows('docs/results.md', '| our model, changed')
+    table = rows('docs/baseline.md', '| our model, changed')
     assert {name_in(label) for label, *_ in table} == losses.keys()
     for label, *cells in table:
         of = losses[name_in(label)]
