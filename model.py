@@ -590,15 +590,18 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # is said by the memory that the pass gets:
 #
 #     Smear                       one WeightedMemory
-#     Loop, Embedding             a WeightedMemory for each pass: a pass reads its own keys
-#     Chain                       a ChainMemory for each pass: a pass reads earlier ones, too
+#     Embedding                   a WeightedMemory for each pass: a pass reads its own keys
+#     Loop                        a LoopMemory for each pass: its own, and with depth_attn values of
+#                                 earlier ones
+#     Chain                       a ChainMemory for each pass: a pass reads the keys of earlier ones
 #     Pause, Latent, Feedback     one SlotMemory: all slots of all tokens in a row
 #
-# Before each pass a SlotMemory wants next_pass called; the others of this part want nothing. Keys
-# can have weights: those of padding weigh 0, and part 5 uses weights for more.
+# So the KV cache of Smear and Feedback is as large as a plain one, and that of the others K + 1
+# times as large. Before each pass a SlotMemory wants next_pass called; the others of this part want
+# nothing. Keys can have weights: those of padding weigh 0, and part 5 uses weights for more.
 #
-# k counts passes and slots from 0. x_k, E_k and Latent's z_{t,k} go into pass or slot k; h_k comes
-# out of pass k, and h_{t,k} of slot k of token t. (The papers also write k above.)
+# k counts passes and slots from 0. x_k, E_k and Latent's z_{t,k} go into pass or slot k; h_k, or of
+# token t h_{t,k}, comes out of it. (The papers also write k above.)
 #
 # To add a mechanism: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in
 # PONDER; its settings in GPTConfig. Smear is the simplest.
@@ -619,8 +622,6 @@ class Mechanism(nn.Module):
         self.progress = None    # both are set by begin_step
         self.drawn = None       # Latent: R of this step; Feedback: K
 
-    # ---- what a subclass says
-
     def new_memory(self, pad):
         """An empty memory, as GPT.new_memory: the one that `forward` gets."""
         return Memory() if pad is None else WeightedMemory(pad)
@@ -638,17 +639,15 @@ class Mechanism(nn.Module):
 
     def draws(self):
         """
-        The values that begin_step chooses from, equally likely: Latent's R, Feedback's K. The
-        costliest first: engine/plan.py plans for it, and it holds outside of training.
+        The values that begin_step chooses from, equally likely: Latent's R, Feedback's K. The first
+        is the costliest: engine/plan.py counts on that, and outside of training it holds.
         """
         return [None]
 
     @staticmethod
     def default_embed_scale(C):
-        """The default embed_scale: with that of init_std, embeddings begin with RMS 1, like h."""
+        """The default embed_scale: with the default init_std, embeddings begin with RMS 1, as h."""
         return math.sqrt(2.5 * C)       # 1 / init_std
-
-    # ---- what all have
 
     @property
     def K(self):
@@ -715,28 +714,29 @@ def log_weight(is_read, log_w=None):
 
 class WeightedMemory(Memory):
     """
-    The Memory of parts 4 and 5, which knows three things more.
+    The Memory of parts 4 and 5, which knows more:
 
-        log_w           the log of weights w of keys: it is added to all scores against a key, so
-                        that the softmax counts the key w times. Padding has weight 0, so no token
-                        reads it. (What comes out of padding itself is not used.)
-        pass_before     the memory of the pass before, if each pass has one
-        carried         what Smear and Feedback hand to the next token
+        is_token        (B,T): False for padding on the left
+        passes_before   the memories of the passes before, if each pass has one
+        carried         (B,1,C): what Smear and Feedback hand to the next token
+        log_w           (B,S): the log of the weights w of keys. It is added to all attention scores
+                        against a key, so that the softmax counts the key w times. Padding has
+                        weight 0, so no token reads it. (What comes out of padding is not used.) In
+                        part 4 nothing else has a weight: skip `weighted` at first.
 
     No mask holds the weights, so the fastest kernels serve: they lie with the keys, in 8 more
     channels. There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its
     scores get 8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as the keys are.)
     """
 
-    def __init__(self, pad=None, pass_before=None):
+    def __init__(self, pad=None, passes_before=()):
         """pad (B,): how many tokens on the left of each row are padding."""
         super().__init__()
         self.pad = pad
-        self.pass_before = pass_before
-        self.passes_before = [*pass_before.passes_before, pass_before] if pass_before else []
-        self.is_token = None        # (B,T): False for padding
-        self.log_w = None           # (B,S), of the next keys; None if no key here has a weight
-        self.carried = None         # Smear, Feedback: what the next token gets, (B,1,C)
+        self.passes_before = list(passes_before)
+        self.is_token = None
+        self.log_w = None           # of the next keys; None if no key here has a weight
+        self.carried = None
 
     def begin(self, x):
         super().begin(x)
@@ -750,7 +750,7 @@ class WeightedMemory(Memory):
         return super().update(layer, k, v)
 
     def weighted(self, k, v):
-        """k and v (B, nkv, S, hd) with 8 more channels each, which hold log_w in k, 0 in v."""
+        """k and v (B, nkv, S, hd) with 8 more channels each, which hold c in k, 0 in v."""
         n = WEIGHT_CHANNELS
         c = self.log_w * k.size(-1) ** 0.5 / n                          # (B,S)
         channels = c.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], n)
@@ -765,14 +765,14 @@ class WeightedMemory(Memory):
 
 class Memories(list):
     """
-    A memory for each of K + 1 passes, each of which knows the one of the pass before. GPT.hidden
+    A memory for each of K + 1 passes, each of which knows those of the passes before. GPT.hidden
     treats the list as a Memory; a mechanism gives memory[k] to the trunk in pass k.
     """
 
     def __init__(self, kind, n, pad):
         super().__init__()
         for k in range(n):
-            self.append(kind(pad, pass_before=self[k - 1] if k > 0 else None))
+            self.append(kind(pad, passes_before=self[:k]))
 
     @property
     def tokens(self):
@@ -871,7 +871,7 @@ class Embedding(Mechanism):
     def forward(self, gpt, x, memory):
         for k in range(self.K):
             h = gpt.trunk(x, memory[k])
-            x = x + self.mixture(gpt, h)
+            x = x + self.mixture(gpt, h)                                # E_{k+1}
         return gpt.trunk(x, memory[self.K])
 
     @staticmethod
@@ -893,11 +893,11 @@ class Embedding(Mechanism):
 class ChainMemory(WeightedMemory):
     """
     The memory of pass k: it keeps the keys of this pass, and returns those of passes 0 .. k, in the
-    order of tokens: slots (0,0) .. (0,k)  (1,0) .. (1,k) ..
+    order of tokens. As (token, pass): (0,0) .. (0,k)  (1,0) .. (1,k) ..
     """
 
-    def __init__(self, pad=None, pass_before=None):
-        super().__init__(pad, pass_before)
+    def __init__(self, pad=None, passes_before=()):
+        super().__init__(pad, passes_before)
         self.keys_per_slot = len(self.passes_before) + 1
 
     def update(self, layer, k, v):
@@ -905,11 +905,12 @@ class ChainMemory(WeightedMemory):
         if not self.passes_before:
             return k, v
         memories = [*self.passes_before, self]
-        keys = torch.stack([memory.keys[layer] for memory in memories], dim=3)  # (B,nkv,N,k+1,hd)
+        # (B, nkv, N, passes, hd)
+        keys = torch.stack([memory.keys[layer] for memory in memories], dim=3)
         values = torch.stack([memory.values[layer] for memory in memories], dim=3)
-        if torch.is_grad_enabled():     # backward holds the stack anyway: views of it free k and v
+        if torch.is_grad_enabled():     # backward keeps the stack: with views of it k and v can go
             self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
-        return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N (k+1), hd)
+        return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N passes, hd)
 
 
 class Chain(Mechanism):
@@ -918,9 +919,9 @@ class Chain(Mechanism):
     fixed length; Router is the adaptive one. The paper counts k from 1: our h_{t,k} is its
     z_t^(k+1).
 
-        h_{t,0}   = trunk of the token's embedding, at slot (t, 0)
-        h_{t,k+1} = trunk of h_{t,k}, at slot (t, k+1)                            k = 0 .. K - 1
-        slot (t, k) sees slot (t', k') if and only if t' <= t and k' <= k                (Eq. 2)
+        h_{t,0}   = trunk of the embedding x_t
+        h_{t,k+1} = trunk of h_{t,k}                                              k = 0 .. K - 1
+        token t in pass k reads token t' in pass k' if and only if t' <= t and k' <= k     (Eq. 2)
 
     Pass k never looks at later passes, so all tokens take it at once: exact, in parallel, without
     iteration, and the keys of earlier passes are computed once.
@@ -932,9 +933,10 @@ class Chain(Mechanism):
         return Memories(ChainMemory, self.K + 1, pad)                   # (Eq. 2)
 
     def forward(self, gpt, x, memory):
+        h = x
         for k in range(self.K + 1):
-            x = gpt.trunk(x, memory[k])
-        return x
+            h = gpt.trunk(h, memory[k])                                 # h_k
+        return h
 
 
 class SlotMemory(WeightedMemory):
@@ -996,10 +998,8 @@ class Pause(Mechanism):
 
     def forward(self, gpt, x, memory):
         n = self.K + 1
-        slots = [x]
-        for _ in range(self.K):
-            slots.append((self.pause * self.config.embed_scale).expand_as(x))
-        h = gpt.trunk(side_by_side(slots), memory.next_pass(n))
+        pauses = [(self.pause * self.config.embed_scale).expand_as(x) for _ in range(self.K)]
+        h = gpt.trunk(side_by_side([x, *pauses]), memory.next_pass(n))
         return h[:, n - 1::n]                                           # (B,T,C)
 
 
@@ -1044,11 +1044,11 @@ class Latent(Mechanism):
                 x = gpt.trunk(x, memory.next_pass())
             return x
 
-        h = ()                          # h[k], out of slot k, is the next guess of z_{k+1}
+        outs = ()                       # outs[k], out of slot k, is the next guess of z_{t,k+1}
         for n in self.slots_of_sweeps():
-            slots = [x, *h[:n - 1]]     # x_t, z_1 .. z_{n-1}
-            h = self.sweep(gpt, slots, memory)
-        return h[self.K]
+            slots = [x, *outs[:n - 1]]  # x_t, z_{t,1} .. z_{t,n-1}
+            outs = self.sweep(gpt, slots, memory)
+        return outs[self.K]
 
     @staticmethod
     def sweep(gpt, slots, memory, log_w=None):
@@ -1100,16 +1100,16 @@ class Feedback(Mechanism):
         return SlotMemory(pad)          # one slot a token, which the next pass replaces
 
     def forward(self, gpt, x, memory):
-        K = self.this_draw()
+        last = self.this_draw()                             # the last pass: K, or K - 1
         is_token = memory.is_token[..., None]                           # (B,T,1)
         carried = memory.carried                            # h of the token before these
         shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, so far: carried, 0, 0, ..
-        for _ in range(min(K + 1, x.size(1))):              # T passes are exact: for a token, one
+        for _ in range(min(last + 1, x.size(1))):           # T passes are exact: for a token, one
             memory.rewind()                                 # what the pass before left was a guess
             h = gpt.trunk(x + shifted, memory.next_pass())
             h = h.where(is_token, 0.0)                      # padding carries nothing on
             shifted = shift(h, carried)
-        memory.carried = h[:, -1:] if K > 0 else None       # K = 0: nothing is fed back
+        memory.carried = h[:, -1:] if last > 0 else None    # K = 0: nothing is fed back
         return h
 
 
@@ -1129,8 +1129,8 @@ PONDER = {'none': Plain, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, '
 #     Ouro      stay, p(not left)    never               of its last pass    of its last pass
 #
 # Of a training run, `onset` rises from 0 at halt_start to 1 at halt_full. It is a factor on Gate's
-# share of low gates, on the halting loss of Mask, Router and Exit, and on Ouro's pull on questions;
-# and with it Exit's weights of passes turn from those of 'last' into those of exit_loss.
+# share of low gates, on the halting losses of Mask, Router and Exit, and on Ouro's loss of tokens
+# with negative targets; and with it Exit's weights of passes turn from 'last' into exit_loss.
 
 
 class Halting(Mechanism):
@@ -1139,8 +1139,8 @@ class Halting(Mechanism):
     (Exit and Ouro share one); here is what the loops share. In the docstrings tau is halt_tau.
 
     Tokens that stopped still go through the blocks; the output has nothing of it. Time is saved
-    where a loop ends once all have stopped: in generation. (For Router in training see
-    engine/skip.py. A text that Mask reads by sweeps takes all slots.)
+    where a loop ends once all tokens, of all rows, have stopped: in generation. (For Router in
+    training see engine/skip.py. A text that Mask reads by sweeps takes all slots.)
 
     `forward` leaves in `taken` and `kept` what happened, and `loss` reads it right after that.
     Gate takes `mixture` from Embedding, and Mask the sweeps from Latent, so they inherit these; the
@@ -1153,8 +1153,8 @@ class Halting(Mechanism):
         super().__init__(config)
         self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it (Mask in
                             # training: who would)
-        self.kept = None    # of the last call: what the loss reads; and `scores`, which were
-                            # compared with tau, (B,T) of each pass but the last: tools show them
+        self.kept = None    # of the last call: what the loss reads; and `scores`, (B,T) of each
+                            # pass that another might follow: what is compared with tau
 
     @property
     def passes(self):
@@ -1212,18 +1212,19 @@ def without_autocast(module, h):
 def catch_up(memory):
     """
     Called before pass k, with its memory. In generation a call ends once all its tokens have
-    stopped; then the memories of later passes lack their keys. This stores there what
-    memory.missing (of FrozenMemory, RouterMemory) makes of the keys of pass k - 1.
+    stopped; then the memories of later passes lack the keys of these tokens. This stores there what
+    memory.stand_in (of FrozenMemory, RouterMemory) makes of their keys of pass k - 1, whose memory
+    has caught up before.
     """
-    before = memory.pass_before
-    if before is None:
+    if not memory.passes_before:
         return
+    previous = memory.passes_before[-1]
     n_old = memory.tokens - len(memory.pos)         # tokens before the newest
-    for layer, keys in before.keys.items():
+    for layer, keys in previous.keys.items():
         n_has = memory.keys[layer].size(2) if layer in memory.keys else 0
         if n_has < n_old:
-            k, v = keys[:, :, n_has:n_old], before.values[layer][:, :, n_has:n_old]
-            memory.store(layer, *memory.missing(k, v))
+            k, v = keys[:, :, n_has:n_old], previous.values[layer][:, :, n_has:n_old]
+            memory.store(layer, *memory.stand_in(k, v))
 
 
 class FrozenMemory(WeightedMemory):
@@ -1238,13 +1239,13 @@ class FrozenMemory(WeightedMemory):
         return self
 
     @staticmethod
-    def missing(k, v):
+    def stand_in(k, v):
         """Of tokens that stopped: what they had in the pass before."""
         return k, v
 
     def update(self, layer, k, v):
-        if self.pass_before is not None:    # it has the keys of a stopped token's last pass
-            frozen_k, frozen_v = self.pass_before.newest(layer, k.size(2))
+        if self.passes_before:      # the last of them has the keys of a stopped token's last pass
+            frozen_k, frozen_v = self.passes_before[-1].newest(layer, k.size(2))
             k = torch.where(self.takes_pass, k, frozen_k)
             v = torch.where(self.takes_pass, v, frozen_v)
         return super().update(layer, k, v)
@@ -1307,7 +1308,7 @@ class Gate(Halting, Embedding):
             if self.all_stopped(takes):
                 break
             joins = (takes * s)[..., None] * self.mixture(gpt, h)
-            x = x + joins.to(x.dtype)                                   # (6) to (9)
+            x = x + joins.to(x.dtype)                                   # E_{k+1}, (6) to (9)
         return out
 
     def penalty(self, gpt, targets):
@@ -1332,7 +1333,7 @@ class Mask(Halting, Latent):
 
         s_t     = softmax(router(h_{t,0}))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
-        scores of key (t, k), in every layer, += log w_{t,k}
+        attention scores of key (t, k), in every layer, += log w_{t,k}
         output  = sum_k s_{t,k} h_{t,k}          h_{t,k}: hidden state at slot (t, k)
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
@@ -1340,8 +1341,7 @@ class Mask(Halting, Latent):
     of 1. A new token takes slot after slot. The loss gains halt_lambda times the expected number of
     thoughts, in full from halt_full on; this term is ours.
 
-    Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots,
-    of the row of a batch that needs most.
+    Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
     its figure and of a reader's notes.
     """
@@ -1359,52 +1359,50 @@ class Mask(Halting, Latent):
         return log_s.exp(), F.pad(log_w[..., 1:], (1, 0))               # log w_0 is exactly 0
 
     def forward(self, gpt, x, memory):
-        if x.size(1) == 1 and not self.training:
-            return self.slot_by_slot(gpt, x, memory)
-        return self.by_sweeps(gpt, x, memory)
+        one_by_one = x.size(1) == 1 and not self.training
+        read = self.slot_by_slot if one_by_one else self.by_sweeps
+        outs, s, w = read(gpt, x, memory)
+        needed = self.needed(w, memory)
+        self.taken = needed.unbind(-1)      # in training, those that it would take
+        self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
+        weight = s if self.training else s * needed
+        out = sum(weight[..., k, None] * h_k for k, h_k in enumerate(outs))
+        return out.to(x.dtype)
+
+    def needed(self, w, memory):
+        """(B,T,K+1): which thoughts are needed, by their w (B,T,K+1)."""
+        return self.goes_on(w) & memory.is_token[..., None]
 
     def slot_by_slot(self, gpt, x, memory):
-        """A new token x (B,1,C) and its thoughts, until none is needed -> (B,1,C)."""
-        takes = memory.is_token                                         # (B,1)
-        h = x                           # what goes through the next slot
-        out = 0.0
-        log_w_k = None                  # of the next slot; slot 0 weighs 1
-        self.taken = []
-        for k in range(self.K + 1):
-            h = gpt.trunk(h, memory.next_pass(log_w=log_weight(takes, log_w_k)))
-            if k == 0:
-                s, log_w = self.route(h)
-            out = out + (s[..., k] * takes)[..., None] * h
-            self.taken.append(takes)
-            if k < self.K:
-                log_w_k = log_w[..., k + 1]
-                takes = takes & self.goes_on(log_w_k.exp())
-            if self.all_stopped(takes):
+        """A new token x (B,1,C) and its thoughts, until none is needed -> [h_0, h_1, ..], s, w."""
+        h = gpt.trunk(x, memory.next_pass(log_w=log_weight(memory.is_token)))
+        s, log_w = self.route(h)
+        w = log_w.exp()
+        needed = self.needed(w, memory)
+        outs = [h]
+        for k in range(1, self.K + 1):
+            if self.all_stopped(needed[..., k]):
                 break
-        self.kept = SimpleNamespace(s=s, scores=log_w[..., 1:].exp().unbind(-1))
-        return out.to(x.dtype)
+            log_w_k = log_weight(needed[..., k], log_w[..., k])         # (B,1)
+            h = gpt.trunk(h, memory.next_pass(log_w=log_w_k))
+            outs.append(h)
+        return outs, s, w
 
     def by_sweeps(self, gpt, x, memory):
-        """A text x (B,T,C), by Latent's sweeps -> (B,T,C)."""
-        is_token = memory.is_token[..., None]                           # (B,T,1)
-        # A sweep hides what the router of the sweep before did not ask for. But it computes hidden
-        # slots all the same, as the next one may want them again. In the first all are needed.
-        needed = is_token.expand(-1, -1, self.K + 1)
-        log_w = at_least_fp32(x.new_zeros(needed.shape))                # w = 1, in route's dtype
-        h = ()
+        """
+        A text x (B,T,C), by Latent's sweeps -> (h_0 .. h_K), s, w. A sweep hides what the router of
+        the sweep before did not ask for. But it computes hidden slots all the same, as the next one
+        may want them again.
+        """
+        log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))    # at first all weigh 1
+        outs = ()
         for n in self.slots_of_sweeps():
-            slot_log_w = log_w[..., :n].flatten(1)                        # (B, T n)
+            outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
+            s, log_w = self.route(outs[0])
+            w = log_w.exp()
             if not self.training:
-                slot_log_w = log_weight(needed[..., :n].flatten(1), slot_log_w)
-            h = self.sweep(gpt, [x, *h[:n - 1]], memory, slot_log_w)
-            s, log_w = self.route(h[0])
-            needed = self.goes_on(log_w.exp()) & is_token
-
-        self.kept = SimpleNamespace(s=s, scores=log_w[..., 1:].exp().unbind(-1))
-        self.taken = needed.unbind(-1)      # in training, those that it would take
-        weight = s if self.training else s * needed
-        out = sum(weight[..., k, None] * h[k] for k in range(self.K + 1))
-        return out.to(x.dtype)
+                log_w = log_weight(self.needed(w, memory), log_w)
+        return outs, s, w
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean of the thoughts expected, sum_k k s_{t,k}."""
@@ -1426,10 +1424,10 @@ class RouterMemory(ChainMemory):
         return self
 
     @staticmethod
-    def missing(k, v):
+    def stand_in(k, v):
         """Keys and values of the same shapes (B, nkv, n, hd + 8); the keys have weight 0."""
         k, v = torch.zeros_like(k), torch.zeros_like(v)
-        k[..., -WEIGHT_CHANNELS:] = LOG_ZERO    # 8 / sqrt(hd) times this joins the scores
+        k[..., -WEIGHT_CHANNELS:] = LOG_ZERO    # c of WeightedMemory: anything that low will do
         return k, v
 
 
@@ -1480,8 +1478,8 @@ class Router(Halting):
             weight = torch.where(takes_next, reach * (1 - g), reach)                # (5), (7)
             out = out + (weight * takes)[..., None] * h                             # (8)
             self.taken.append(takes)
-            self.kept.h.append(h)
             if k < self.K:
+                self.kept.h.append(h)
                 self.kept.g.append(g)
                 self.kept.scores.append(next_reach)
             reach, takes = next_reach, takes_next
@@ -1499,14 +1497,12 @@ class Router(Halting):
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean over tokens of sum_k g_k (p_k)^beta."""
-        total = 0.0
+        total = 0.0                                                     # later (B,T)
         for h, g, taken in zip(self.kept.h, self.kept.g, self.taken):   # of each pass but the last
-            counted = targets.where(taken, -1)                          # (B,T): -1 for who left
             with torch.no_grad():
-                p = gpt.token_losses(h, counted).neg().exp()
-            total = total + (g * p ** self.config.halt_beta * (counted >= 0)).sum()
-        mean = total / (targets >= 0).sum().clamp(min=1)
-        return self.config.halt_lambda * self.onset() * mean            # (9), (10)
+                p = gpt.token_losses(h, targets).neg().exp()            # (B,T)
+            total = total + taken * g * p ** self.config.halt_beta
+        return self.config.halt_lambda * self.onset() * mean_where(targets >= 0, total)  # (9), (10)
 
 
 class LoopExit(Halting):
@@ -1572,8 +1568,8 @@ class Exit(LoopExit):
                     a token took: later tokens learn to read the keys of those that left
         staying     a negative target marks a token of a question, where nothing is to be
                     predicted. All that follows reads it, so it should take every pass. A loss pulls
-                    its predictions towards equal probabilities, so that its doubt stays high, with
-                    a weight that grows from 0 at halt_start to halt_lambda at halt_full
+                    its predictions towards equal probabilities, so that its doubt stays high:
+                    += halt_lambda onset / K sum_{k<K} (mean cross-entropy of head(h_k) with these)
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
     there are heads after earlier passes, too: from halt_start on for uniform and ramp, and for
@@ -1647,8 +1643,9 @@ class Ouro(LoopExit):
                             I_k = max(0, L_k - L_{k+1}) is what the next pass gains         (5), (6)
 
     Ours, as in Exit: tokens with negative targets are pulled to lam = 0 (not to leave), in stage 1
-    with a weight that grows from 0 at halt_start to halt_lambda at halt_full. In (6) the paper
-    compares lam_k with the gain of pass k itself; but what lam_k rules is the next one.
+    by += halt_lambda onset / K sum_{k<K} (mean of -log(1 - lam_k)). In (6) the paper compares lam_k
+    with the gain of pass k itself; but what lam_k rules is the next one. (Router has the same
+    numbers by other names: stay_k is its reach_{k+1}, p_k its weight_k.)
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
@@ -1668,8 +1665,8 @@ class Ouro(LoopExit):
         return without_autocast(self.gate, h).squeeze(-1)
 
     def who_takes_next(self, gpt, h, takes):
-        before = self.kept.scores[-1] if self.kept.scores else 1.0      # stay_{k-1}
-        stay = before * torch.sigmoid(-self.logit(h))
+        stay_before = self.kept.scores[-1] if self.kept.scores else 1.0
+        stay = stay_before * torch.sigmoid(-self.logit(h))
         self.kept.scores.append(stay)
         return takes if self.training else takes & self.goes_on(stay)
 
@@ -1677,33 +1674,32 @@ class Ouro(LoopExit):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
         lam = [self.logit(h_k).sigmoid() for h_k in self.kept.h[:self.K]]
-        before = [torch.ones_like(lam[0]), *self.kept.scores]           # before[k] is stay_{k-1}
-        p = [lam[k] * before[k] for k in range(self.K)] + [before[self.K]]          # (3)
-        nats = sum(p_k * gpt.token_losses(h_k, targets)
-                   for p_k, h_k in zip(p, self.kept.h))                 # (B,T)
+        stay = [torch.ones_like(lam[0]), *self.kept.scores]             # from stay_{-1} on
+        p = [lam[k] * stay[k] for k in range(self.K)] + [stay[self.K]]              # (3)
+        expected = sum(p_k * gpt.token_losses(h_k, targets)
+                       for p_k, h_k in zip(p, self.kept.h))             # (B,T)
         tiny = torch.finfo(lam[0].dtype).tiny       # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
-        return mean_where(targets >= 0, nats - self.config.halt_lambda * entropy)       # (4)
+        return mean_where(targets >= 0, expected - self.config.halt_lambda * entropy)   # (4)
 
     def penalty(self, gpt, targets):
         """A loss that pulls lam to 0, not to leave, where targets are negative."""
         if self.config.ouro_stage == 2:
             return 0.0
-        # -log(1 - lam) of each pass, (B,T)
-        nats = sum(F.softplus(self.logit(h)) for h in self.kept.h[:self.K])
-        return self.config.halt_lambda * self.onset() * mean_where(targets < 0, nats) / self.K
+        pull = sum(F.softplus(self.logit(h)) for h in self.kept.h[:self.K])     # -log(1 - lam_k)
+        return self.config.halt_lambda * self.onset() * mean_where(targets < 0, pull) / self.K
 
     def gate_loss(self, gpt, targets):
         """What the gate alone learns: whether the next pass gains."""
         with torch.no_grad():
-            nats = [gpt.token_losses(h, targets) for h in self.kept.h]  # L_k, (B,T) each
+            L = [gpt.token_losses(h, targets) for h in self.kept.h]     # (B,T) each
         total = 0.0
         for k in range(self.K):
-            gain = (nats[k] - nats[k + 1]).clamp(min=0)                 # (5)
+            gain = (L[k] - L[k + 1]).clamp(min=0)                       # (5)
             wanted = torch.sigmoid(50 * (gain - 0.005))                 # of 1 - lam_k
             wanted = wanted.masked_fill(targets < 0, 1.0)               # a question's token stays
-            stays = -self.logit(self.kept.h[k])                         # logit of 1 - lam_k
-            total = total + F.binary_cross_entropy_with_logits(stays, wanted)       # (6)
+            logit_of_stay = -self.logit(self.kept.h[k])                 # of 1 - lam_k
+            total = total + F.binary_cross_entropy_with_logits(logit_of_stay, wanted)   # (6)
         return total / (self.K + 1)     # (6) divides K terms by the number of passes
 
 

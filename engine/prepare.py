@@ -98,8 +98,6 @@ def part_of(memory, layers, of_pass_before=False):
         del twin.keys[layer], twin.values[layer]
     alone = of_pass_before or type(memory) is WeightedMemory
     for name, value in vars(memory).items():
-        if isinstance(value, Memory):
-            setattr(twin, name, None if alone else part_of(value, layers, True))
-        elif isinstance(value, list):       # of memories
+        if isinstance(value, list):         # of memories
             setattr(twin, name, [] if alone else [part_of(m, layers, True) for m in value])
     return twin

@@ -66,7 +66,7 @@ class SparseMemory(RouterMemory):
             return k, v
         place = self.place[:, None, :, None].expand_as(k)               # (B, nkv, n, hd + 8)
         everybody = k.new_empty(*k.shape[:2], self.N, k.size(3))        # (B, nkv, T, hd + 8)
-        all_k, all_v = self.missing(everybody, everybody)
+        all_k, all_v = self.stand_in(everybody, everybody)
         return all_k.scatter(2, place, k), all_v.scatter(2, place, v)
 
     def newest(self, layer, S):
