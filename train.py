@@ -42,7 +42,7 @@ from engine.hardware import check_causal, pick_dtype, process_group
 from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop
 from engine.shards import read_meta
-from engine.start import check_ranks, check_unused, checkpoint_of, start_model
+from engine.start import check_ranks, check_unused, checkpoint_of, say_kept_numbers, start_model
 from engine.track import MODULES, package_of
 from engine.windows import Windows
 from model import GPTConfig
@@ -428,6 +428,10 @@ def main(argv):
     check_unused(settings)
 
     with process_group(settings.device) as (ranks, device):
+        for path in [arg for arg in argv if arg.endswith('.json')]:
+            if ranks.rank == 0:
+                filed, _ = read([path], '', Settings, GPTConfig)
+                say_kept_numbers(path, filed, given, settings)
         by_default = settings.init_from == 'scratch' and not given.keys() & {'n_layer', 'n_embd'}
         if by_default and ranks.rank == 0:
             print("the paper's 360M: add config/size/360m.py", flush=True)

@@ -59,13 +59,11 @@ def start_model(settings, given, meta, state, ranks, device):
         if settings.eval_only and steps not in (None, model.config.ponder_steps):
             change_steps(model, steps)
     check_asked(model.config, asked)
-    if is_new(settings) and state is not None and ranks.rank == 0:
-        say_kept_numbers(asked, state['config'])
     check_data(model.config, meta, state, settings, ranks)
     step = 0 if is_new(settings) else state['step']
     if settings.init_from == 'resume' and not settings.eval_only:
         check_resume(state, step, settings, ranks, device)
-        say_changes(state, given, ranks)
+        say_changes(state, given, model.config, ranks)
     idle = idle_settings(model, asked)
     if idle and ranks.rank == 0:
         print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
@@ -97,9 +95,9 @@ def start_config(settings, asked, n_tokens, old):
             rule = asked.get('halting')
             if rule in HALTING and rule != old.get('halting'):
                 # the defaults of this rule, not what the other one had
-                changed = {**dict.fromkeys(HALTING[rule].defaults), **changed}
+                changed = {**of_rule(rule), **changed}
         else:
-            changed = {name: asked[name] for name in FREE if asked.get(name) is not None}
+            changed = {name: asked[name] for name in FREE if name in asked}
         if settings.eval_only:  # the model has the steps of its weights, then takes others
             changed.pop('ponder_steps', None)
         return config_of({**old, **changed})
@@ -107,20 +105,36 @@ def start_config(settings, asked, n_tokens, old):
         raise UserError(str(error)) from None
 
 
-def say_kept_numbers(asked, old):
+def say_kept_numbers(path, filed, given, settings):
     """
-    A warning where a run with another halting rule keeps the numbers of the rule before: the user
-    named settings.json, in which all numbers stand, and may not have meant these.
+    A warning where a run takes another mechanism, rule or shape than the settings.json it names
+    (path; filed: what it sets), and with it numbers that were made for that one: all stand in it,
+    and the user may not have meant these.
     """
-    rule = asked.get('halting')
-    if rule not in HALTING or rule == old.get('halting'):
+    if all(filed.get(name) == given.get(name)
+           for name in ('ponder', 'halting', 'n_layer', 'n_head', 'n_embd')):
         return
-    kept = [name for name, own in HALTING[rule].defaults.items()
-            if asked.get(name) is not None and asked[name] == old.get(name) != own]
+    asked = asked_of_model(given)
+    names = {field.name for field in fields(GPTConfig) if field.default is None} - {'n_tokens'}
+    if filed.get('halting') != given.get('halting'):
+        names.add('halt_tau')
+    if settings.init_from != 'scratch':
+        names -= {*FIXED}       # which are those of the weights
+    try:
+        own = GPTConfig(**{name: asked[name] for name in asked if name not in names})
+    except ValueError:          # start_config says it
+        return
+    kept = {name: getattr(own, name) for name in sorted(names)
+            if asked.get(name) is not None and asked[name] == filed.get(name) != getattr(own, name)}
     if kept:
         numbers = ', '.join(f'{name}={asked[name]}' for name in kept)
-        print(f"warning: {numbers}: as in the model before; for those of {rule} add "
-              + ' '.join(f'--{name}=None' for name in kept), file=sys.stderr)
+        print(f"warning: {numbers}: as in {path}; for those of this model add "
+              + ' '.join(f'--{name}={value}' for name, value in kept.items()), file=sys.stderr)
+
+
+def of_rule(rule):
+    """{setting: value} of what a halting rule has of its own: its scores have a scale, too."""
+    return {**HALTING[rule].defaults, 'halt_tau': GPTConfig.halt_tau}
 
 
 def vocabulary_of(n_tokens):
@@ -208,7 +222,8 @@ def idle_settings(model, asked):
     """Names of the user's settings that do nothing, because the mechanism they belong to is off."""
     config = model.config
     used = {config.ponder, config.halting if halts(model) else None}
-    several = config.n_layer > 1 or type(model.mechanism) is Loop   # one layer has no source
+    mechanism = model.mechanism     # one layer has no source, but in a loop's earlier passes
+    several = config.n_layer > 1 or (type(mechanism) is Loop and mechanism.K > 0)
     idle = []
     for name, value in asked.items():
         if value in (None, getattr(GPTConfig, name)):
@@ -261,7 +276,7 @@ def check_ranks(settings, given, meta, ranks, device):
                         "command and config files, and copies of one data folder")
 
 
-def say_changes(state, given, ranks):
+def say_changes(state, given, config, ranks):
     """
     One line with what the user's settings change in a run that goes on: given for a test, they
     would stay. (Of batch_tokens check_resume tells.)
@@ -271,9 +286,10 @@ def say_changes(state, given, ranks):
     for name, value in given.items():
         stays = name in before and name not in ('out_dir', 'init_from', 'max_seconds',
                                                 'batch_tokens')
-        filled_in = value is None and name in state['config']   # which holds what None stood for
+        if value is None and name in state['config']:
+            value = getattr(config, name)   # what None stands for
         respelled = name == 'data_dir' and same_folder(value, before[name])
-        if stays and before[name] != value and not filled_in and not respelled:
+        if stays and before[name] != value and not respelled:
             told.append(f"{name}={value} (was {before[name]})")
     if told and ranks.rank == 0:
         print(f"from here on with {', '.join(told)}")

@@ -125,6 +125,8 @@ def test_refusals(tmp_path, monkeypatch):
         bench.main(['--toggles=plane'])
     with pytest.raises(UserError, match='depth_attn: chosen here for each row, by --toggles'):
         bench.main(['--depth_attn'])
+    with pytest.raises(UserError, match='halt_tau: chosen here for each row, by --toggles'):
+        bench.main(['--toggles=exit', '--halt_tau=0.5'])
     with pytest.raises(UserError, match='nowhere: there is no tools/bench.py'):
         bench.main(['--against=nowhere'])
     monkeypatch.setattr(bench, 'ROOT', str(tmp_path))

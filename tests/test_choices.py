@@ -166,6 +166,9 @@ def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsy
         one_pass = save(tmp_path / 'b', make(**{**size, 'ponder': ponder}), data_dir=small_data)
         with pytest.raises(UserError, match=f"ponder='{ponder}': this model takes one pass"):
             choices.main([one_pass])
+    loop = save(tmp_path / 'd', make(**{**TOGGLES['loop'], **size}), data_dir=small_data)
+    with pytest.raises(UserError, match="taus: this model has halting='none'"):
+        choices.main([loop, '--taus=0.2'])
 
 
 def test_on_a_made_task_answers_count(tmp_path, monkeypatch, capsys):

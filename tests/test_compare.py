@@ -235,6 +235,16 @@ def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypat
     assert in_process == ['plain-s1']
 
 
+def test_a_finished_run_of_another_model_py_stands_in_no_table(common, in_process, tmp_path,
+                                                              monkeypatch):
+    args = [*common, '--names=plain', '--seeds=1', f'--out={tmp_path}']
+    compare.main(args)
+    monkeypatch.setattr(compare, 'CODE', 'an edited one')
+    with pytest.raises(UserError, match=f'has plain, seed 1, of another {compare.TRAINS}'):
+        compare.main(args)
+    assert in_process == ['plain-s1']
+
+
 def test_what_the_runs_choose_is_not_given_for_all(common, in_process, tmp_path, monkeypatch):
     args = [*common, '--seeds=1', f'--out={tmp_path}']
     for given in ('--ponder=loop', '--depth_attn=True'):
@@ -495,6 +505,27 @@ def test_of_several_rates_of_the_base_the_best_counts(beside):
     wider = [('plain@1e-2', 1, 2.0, 100), ('plain@1e-2', 2, 2.0, 100)]
     assert table_of(*runs, *wider, beside=beside)[1][4].startswith('+0.5000')
     assert table_of(*runs, wider[0], beside=beside)[1][4].startswith('-1.5000')
+
+
+def test_of_the_plain_runs_of_equal_flops_the_best_rate_counts():
+    runs = [('plain_scaled@3e-3', 1, 1.2, 100), ('plain_scaled@3e-3_as_loop', 1, 1.16, 400),
+            ('plain_scaled@6e-3_as_loop', 1, 1.07, 400), ('loop@3e-3', 1, 1.1, 400)]
+    for order in runs, runs[::-1]:
+        [row] = [row for row in table_of(*order) if row[0] == 'loop@3e-3']
+        assert row[5].startswith('+0.0300')
+
+
+def test_a_file_shows_the_names_and_seeds_that_were_asked_for(tmp_path, capsys):
+    file = str(tmp_path / 'runs.jsonl')
+    more = dict(flops=100, seconds=10, commit='abc', torch='2.13.0', hardware='a CPU', date='today')
+    with open(file, 'w', encoding='utf-8') as f:
+        for name, seed in (('plain', 1), ('plain', 2), ('loop@1e-3', 1), ('loop@1e-3', 2)):
+            f.write(json.dumps(dict(name=name, seed=seed, val_nats_per_byte=seed, **more)) + '\n')
+    compare.main([file, '--names=loop', '--seeds=2'])
+    assert [row[:3] for row in cells(capsys.readouterr().out)[1:]] == [['loop@1e-3', '1', '2.0000']]
+    for asked in '--names=smear', '--seeds=1,3':
+        with pytest.raises(UserError, match=f'{asked[:7]}: there is no finished run of (smear|3)'):
+            compare.main([file, asked])
 
 
 def test_differences_are_of_losses_read_token_by_token():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make, save
 
+import common
 import geogalactica as lab
 import minerals
 from common import loss_on, own_text, windows
@@ -129,5 +130,9 @@ def test_the_program(tmp_path, small_data, monkeypatch, capsys):
     want = loss_on(model, old[::max(1, len(old) // 64)][:64])
     assert float(rows[0][1]) == pytest.approx(want, abs=1e-3)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(common, 'task_of', lambda meta: ('addition', 4))
+        with pytest.raises(UserError, match='is a made task: take a checkpoint of a text'):
+            lab.main([folder, '--minerals=2', '--steps=2', '--sft_steps=2'])
     with pytest.raises(UserError, match='batch=8 times replay=0.2 must be a whole'):
         lab.main([folder, '--batch=8'])

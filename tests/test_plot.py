@@ -176,6 +176,18 @@ def test_halting_draws_what_all_seeds_have(tmp_path):
     assert drawn(plot.halting([str(path)], PlotSettings()))[0] == ([2], [50])
 
 
+def test_two_rules_of_one_checkpoint_are_two_lines(tmp_path):
+    path = tmp_path / 'halting.jsonl'
+    made = [dict(checkpoint='out/loop', halting=rule, data='data/sums', answers=9,
+                 taus=[dict(tau=0.1, passes=2, chosen=share, random=[0.5])])
+            for rule, share in (('exit', 0.75), ('settled', 0.25))]
+    path.write_text(''.join(json.dumps(r) + '\n' for r in made))
+    figure = plot.halting([str(path)], PlotSettings())
+    assert sorted(ys for _, ys in drawn(figure)) == [[25], [50], [50], [75]]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ['loop, exit', 'loop, settled']
+
+
 def test_the_eleventh_line_is_no_other_colour_but_dashed():
     looks = [tuple(plot.look_of_line(i).values()) for i in range(25)]
     assert len(set(looks)) == 25
@@ -317,6 +329,7 @@ def test_whose_values_each_layer_mixes(tmp_path, small_data, capsys):
     (['curves', 'a', '--out=a.txt'], '.png, .svg or .pdf'),
     (['curves', 'a'], 'a: no log'),
     (['curves', 'a', '--x=generated'], 'for records'),
+    (['race', 'a.jsonl', '--x=tokens'], 'x=tokens: is for records and curves'),
     (['records', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),
     (['race', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),
     (['halting', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),

@@ -173,6 +173,16 @@ def test_only_the_rate_that_was_picked_counts():
     assert race.goal_of(made) == 2.5
     assert race.goal_of([{**r, 'optimizer': 'muon'} for r in made]) is None
     assert race.goal_of(made[:3]) is None       # nobody has judged that rate yet
+    again = record(rate=3e-3, seed=4, loss=3.0)     # one more seed picks, without the first rate
+    again['picks'] = True
+    assert race.at_best_rate([*made, again]) == made[3:5]
+    made[0]['val_loss'] = 1.5       # lower than the mean of the two
+    assert race.at_best_rate([*made, again]) == made[3:5]
+
+
+def test_a_file_of_made_runs_takes_no_settings():
+    with pytest.raises(UserError, match='names: does nothing for a file of runs that are made'):
+        race.main(['docs/runs/race.jsonl', '--names=ours'])
 
 
 def test_a_rate_that_diverges_is_not_the_best(started):

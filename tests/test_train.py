@@ -909,23 +909,44 @@ def test_none_is_the_default_again_in_a_new_run(run_train, tmp_path):
 
 
 def test_another_rule_has_its_own_defaults(run_train, tmp_path, capsys):
-    run_train('first', '--ponder=loop', '--halting=exit')
+    run_train('first', '--ponder=loop', '--halting=exit', '--halt_tau=0.3')
     start = [f'--init_from={tmp_path / "first"}', *NO_LEARNING]
     router = ['--ponder=chain', '--halting=router']
     second = run_train('second', *start, *router, shape=[])
-    assert [second['config'][name] for name in ('halt_lambda', 'halt_start')] == [0.4, 0.0]
+    assert [second['config'][name] for name in ('halt_lambda', 'halt_start', 'halt_tau')] == [
+        0.4, 0.0, 1e-4]
     assert 'warning' not in capsys.readouterr().err
 
     kept = [str(tmp_path / 'first' / 'settings.json'), *start, *router]
     third = run_train('third', *kept, f'--out_dir={tmp_path / "third"}', shape=[])
     assert third['config']['halt_lambda'] == 0.1
-    assert ('halt_lambda=0.1, halt_start=0.5, halt_full=0.7: as in the model before; for those of '
-            'router add --halt_lambda=None --halt_start=None --halt_full=None'
-            ) in capsys.readouterr().err
-    fourth = run_train('fourth', *kept, '--halt_lambda=None', '--halt_start=None',
-                       '--halt_full=None', f'--out_dir={tmp_path / "fourth"}', shape=[])
+    advice = '--halt_full=0.0 --halt_lambda=0.4 --halt_start=0.0 --halt_tau=0.0001'
+    assert ('halt_full=0.7, halt_lambda=0.1, halt_start=0.5, halt_tau=0.3: as in '
+            f'{kept[0]}; for those of this model add {advice}\n') in capsys.readouterr().err
+    fourth = run_train('fourth', *kept, *advice.split(), f'--out_dir={tmp_path / "fourth"}',
+                       shape=[])
     assert fourth['config'] == second['config']
-    assert 'as in the model before' not in capsys.readouterr().err
+    assert 'as in' not in capsys.readouterr().err
+
+
+def test_the_numbers_of_another_mechanism_or_width_are_told(run_train, tmp_path, capsys):
+    """As those of a settings.json that another model is made from."""
+    run_train('plain')
+    file = str(tmp_path / 'plain' / 'settings.json')
+    for changed, told in ((['--ponder=loop'], ['embed_scale=1.0']),
+                          (['--n_embd=64', '--n_head=4'], ['init_std=']), ([], [])):
+        run_train('a', file, *changed, '--max_steps=1', f'--out_dir={tmp_path / "a"}', shape=[])
+        shutil.rmtree(tmp_path / 'a')
+        err = capsys.readouterr().err
+        assert ('as in ' + file in err) == bool(told) and all(words in err for words in told)
+
+
+def test_none_is_the_default_again_in_a_run_that_goes_on(run_train, tmp_path, capsys):
+    run_train('out', '--ponder=loop', '--halting=exit', '--halt_lambda=0.7')
+    went_on = run_train('out', '--init_from=resume', '--max_steps=11', '--halt_lambda=None',
+                        shape=[])
+    assert went_on['config']['halt_lambda'] == 0.1
+    assert 'halt_lambda=0.1 (was 0.7)' in capsys.readouterr().out
 
 
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
@@ -942,6 +963,8 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     one_layer = dict(depth_attn=True, n_layer=1)
     assert idle_settings(make(**one_layer), one_layer) == ['depth_attn']
     assert not idle_settings(make(**one_layer, ponder='loop'), one_layer)
+    once = dict(**one_layer, ponder='loop', ponder_steps=0)
+    assert idle_settings(make(**once), one_layer) == ['depth_attn']
     run_train('plain', '--max_steps=1', '--depth_stride=1')
     assert 'warning: depth_stride: without effect' in capsys.readouterr().err
 

@@ -424,7 +424,7 @@ def main(argv):
                              'threads'}
     if folders and unused:
         raise UserError(f"{min(unused)}: finished runs are timed as they are, without it")
-    for name in ('ponder', 'ponder_steps', 'halting', 'depth_attn'):
+    for name in ('ponder', 'ponder_steps', 'halting', 'halt_tau', 'depth_attn'):
         if f'--{name}' in [arg.partition('=')[0] for arg in argv]:
             raise UserError(f"{name}: chosen here for each row, by --toggles (--help)")
     train = build(Settings, given)
@@ -438,7 +438,8 @@ def main(argv):
         tune_cpu()
     if train.threads is not None:
         torch.set_num_threads(train.threads)
-    plain = dict(depth_attn=False, ponder='none', halting='none')  # whatever a config file says
+    plain = dict(depth_attn=False, ponder='none', halting='none',   # whatever a config file says
+                 ponder_steps=GPTConfig.ponder_steps)
     configs = {name: build(GPTConfig, {**given, **plain, **TOGGLES[name]})
                for name in setup.own.toggles.split(',')}
 

@@ -53,11 +53,14 @@ from model import some_rows_at_once
 TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048
 
 
+TAUS = '0.0001,0.1,0.5'
+
+
 @dataclass
 class ChoiceSettings:
     """what to try"""
     halting: Optional[str] = None       # 'exit': tokens leave a 'loop' when sure (None: as trained)
-    taus: str = '0.0001,0.1,0.5'        # values of halt_tau, with commas between
+    taus: Optional[str] = None          # values of halt_tau, as 0.1,0.5 (None: 0.0001,0.1,0.5)
     lots: int = 3                       # times that the passes are dealt out at random
     data_dir: Optional[str] = None      # whose validation set is read (None: that of its training)
     tokens: int = 8192                  # of the validation set that are read, all over it
@@ -70,7 +73,7 @@ class ChoiceSettings:
         check_range(self, 1, 10 ** 9, 'lots', 'tokens', 'problems')
         check_range(self, 0, 2 ** 63 - 1, 'seed')
         try:
-            right = all(0 < float(tau) <= 1 for tau in self.taus.split(','))
+            right = all(0 < float(tau) <= 1 for tau in (self.taus or TAUS).split(','))
         except ValueError:
             right = False
         if not right:
@@ -202,7 +205,7 @@ def each_tau(model, text, s, first):
     the losses after one pass.
     """
     draw = torch.Generator().manual_seed(s.seed)
-    for tau in map(float, s.taus.split(',')):
+    for tau in map(float, (s.taus or TAUS).split(',')):
         model.config.halt_tau = tau
         *_, passes = see(model, text.inputs, text.targets)
         # told for chosen and lots alike, or 'mask' would differ by its scale
@@ -312,6 +315,9 @@ def main(argv):
     if slots_per_token(model) == 1:
         raise UserError(f"ponder={config.ponder!r}: this model takes one pass for each token; name "
                         "one with several")
+    if s.taus is not None and not halts(model):
+        raise UserError("taus: this model has halting='none'; leave the setting out, or for a loop "
+                        "add --halting=exit")
     text = open_text(model, tokenizer, settings, s)
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)

@@ -325,6 +325,8 @@ def train(label, args, folder, settings):
         try:
             for line in child.stdout:
                 output.write(line)
+                if line.startswith('warning: '):
+                    print(f"{label}: {line.strip()}", file=sys.stderr, flush=True)
                 progress(f"{label}: {line.strip()[:80]}")
         except KeyboardInterrupt:   # the run had it too, and saves
             child.wait()
@@ -466,6 +468,9 @@ def make_runs(runs, compare, common, results):
                             "another model.py: choose another --out")
         if (r['name'], r['seed']) in runs:
             check_role(r, compare)
+            if r.get('code', CODE) != CODE:
+                raise UserError(f"{results} has {r['name']}, seed {r['seed']}, of another "
+                                f"{TRAINS}: choose another --out")
     settings = sum_of(repr(configs_of(common)))     # what the config files say now
     keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'settings={settings}'],
                 data_dir)
@@ -718,7 +723,8 @@ def plain_of_equal_flops(name, runs, base):
     flops = median(runs[name], 'flops')
     off = {other: abs(median(runs[other], 'flops') / flops - 1)
            for other in runs if is_plain(other)}
-    near = [other for other in off if off[other] <= 0.05]
+    near = [other for other in off if off[other] <= 0.05
+            and base_of(runs, [without_rate(other)]) == other]      # at its best rate
     as_this = '_as_' + without_rate(name)
     start = without_rate(base) if is_plain(name) else start_of(name)
 
@@ -731,12 +737,31 @@ def plain_of_equal_flops(name, runs, base):
 # -------------------------------------------------------------------------------------------------
 
 
+def those_asked_for(records, given):
+    """
+    Those of --names (at any rate) and --seeds, where the user gave these; UserError for one that
+    has no run.
+    """
+    for setting, of in (('names', lambda r: (r['name'], without_rate(r['name']))),
+                        ('seeds', lambda r: (str(r['seed']),))):
+        if given.get(setting, 'all') == 'all':
+            continue
+        asked = given[setting].split(',')
+        missing = set(asked).difference(*map(of, records))
+        if missing:
+            raise UserError(f"--{setting}: there is no finished run of {min(missing)} here")
+        records = [r for r in records if r.get('picks') and setting == 'seeds'
+                   or set(asked) & set(of(r))]
+    return records
+
+
 def main(argv):
     names = CompareSettings.__dataclass_fields__
     files = [arg for arg in argv if arg.endswith('.jsonl') or holds_runs(arg)]
     ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     common = [arg for arg in argv if arg not in (*files, *ours)]
-    compare = build(CompareSettings, read(ours, __doc__, CompareSettings)[0])
+    given, _ = read(ours, __doc__, CompareSettings)
+    compare = build(CompareSettings, given)
     asked, rest = read(common, '', Settings, GPTConfig)
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
@@ -751,12 +776,14 @@ def main(argv):
                             "here")
 
     failed = 0
+    chosen_of = given if files else {}     # of runs that are made
     if not files:
         files = [os.path.join(compare.out, 'runs.jsonl')]
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
         failed = make_all(compare, common, files[0])
     for path in files:
         records = [r for r in read_lines(path) if 'name' in r and LOSS in r]
+        records = those_asked_for(records, chosen_of)
         if records:
             print(f"\n{table_of(records, compare.beside)}")
         elif not failed:

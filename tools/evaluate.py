@@ -396,7 +396,7 @@ def main(argv):
         tune_cpu()
 
     if not (texts or s.tasks or s.answers):
-        if exam_of_run(settings):
+        if exam_of_run(settings) and s.tokens is None:
             s.answers = 1000
         else:
             texts = [data_dir_of(settings)]

@@ -297,14 +297,9 @@ def halting(paths, s):
         if s.draws(name_of(record['checkpoint'])):
             found.setdefault(record['data'], []).append(record)
     for data, beside in found.items():
-        runs = panels[data] = {}
-        names = names_of([record['checkpoint'] for record in beside])
-        for record in beside:
-            name = names[record['checkpoint']]
-            if not record['taus']:
-                name += ', the same for all'
+        runs = panels[data] = lines_of(beside)
+        for name in runs:
             looks.setdefault(name, look_of_line(len(looks)))
-            runs.setdefault(name, []).append(record)
     if not panels:
         raise UserError(f"{', '.join(paths)}: no line of tools/choices.py")
     size = (1 + 4.2 * len(panels), 4.2)
@@ -322,6 +317,24 @@ def halting(paths, s):
         ax.set_title(one_line(title), loc='left', size=TEXT, parse_math=False)
     add_legend(figure)
     return figure
+
+
+def lines_of(records):
+    """{name: its records} of one data set: a checkpoint that was asked with two rules has two."""
+    names = names_of([record['checkpoint'] for record in records])
+    rules = {}      # of each checkpoint
+    for record in records:
+        if record['taus']:
+            rules.setdefault(record['checkpoint'], set()).add(record.get('halting'))
+    lines = {}
+    for record in records:
+        name = names[record['checkpoint']]
+        if not record['taus']:
+            name += ', the same for all'
+        elif len(rules[record['checkpoint']]) > 1:
+            name += f", {record['halting']}"
+        lines.setdefault(name, []).append(record)
+    return lines
 
 
 def name_of(folder):
@@ -487,6 +500,8 @@ def main(argv):
     kind, *paths = rest or ['']
     if kind not in KINDS or not paths:
         raise UserError(f"name a picture ({', '.join(KINDS)}), then what it is of; see --help")
+    if 'x' in given and kind not in ('records', 'curves'):
+        raise UserError(f"x={s.x}: is for records and curves; leave it out")
     out = s.out or f'out/{kind}.png'
     ending = os.path.splitext(out)[1][1:]
     if ending not in ('png', 'svg', 'pdf'):

@@ -410,6 +410,8 @@ def at_best_rate(made):
     losses = {}     # {rate: losses}
     for r in [r for r in made if r['picks']] or judges:
         losses.setdefault(r['learning_rate'], []).append(r[LOSS])
+    most = max(map(len, losses.values()))       # a rate that fewer seeds tried was given up
+    losses = {rate: of for rate, of in losses.items() if len(of) == most}
     best = min(losses, key=lambda rate: statistics.mean(losses[rate]))
     return [r for r in judges if r['learning_rate'] == best]
 
@@ -437,7 +439,8 @@ def main(argv):
     mine = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     files = [arg for arg in argv if os.path.basename(arg) == 'model.py' or arg.endswith('.jsonl')]
     options = [arg for arg in argv if arg not in (*mine, *files)]
-    chosen = build(RaceSettings, read(mine, __doc__, RaceSettings)[0])
+    given, _ = read(mine, __doc__, RaceSettings)
+    chosen = build(RaceSettings, given)
     asked, more = read(options, '', Settings, GPTConfig)
     if more or len(files) != 1:
         raise UserError("name the model.py of nanoGPT, or a .jsonl of runs that are made (--help)")
@@ -450,6 +453,9 @@ def main(argv):
 
     [path] = files
     results = path
+    if path.endswith('.jsonl') and given:
+        raise UserError(f"{min(given)}: does nothing for a file of runs that are made; leave it "
+                        "out")
     if path.endswith('.py'):
         results = os.path.join(chosen.out, 'runs.jsonl')
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)

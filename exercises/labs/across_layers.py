@@ -324,6 +324,9 @@ def main(argv):
     tune_cpu()
     prepare_data.prepare_builtin('data/python')
     meta = read_meta('data/python')
+    if meta['tokenizer'] != 'byte':
+        raise UserError(f"data/python has tokens of {meta['tokenizer']}, and this lab counts nats "
+                        "per byte: move the folder away")
     data = {'meta': meta, **{part: Windows('data/python', part, meta, 128)
                              for part in ('train', 'val')}}
     runs = {name: [] for name in names}

@@ -18,6 +18,7 @@ from engine.cpu import tune_cpu
 from engine.files import UserError
 from engine.score import token_nats
 from engine.shards import encode, open_shard, read_meta
+from engine.tasks import task_of
 from engine.trained import data_dir_of, load_model
 
 MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
@@ -53,11 +54,15 @@ def load_plain(folder, depth_attn=False):
 def own_text(settings, split, limit, tokenizer):
     """
     The first `limit` tokens (n,) int64 of the 'train' or 'val' text that a checkpoint was made
-    with; `settings` are its own. UserError if the text is gone, or has another tokenizer now.
+    with; `settings` are its own. UserError if the text is gone, or has another tokenizer now, or is
+    a made task's, whose questions no training predicts.
     """
     folder = data_dir_of(settings)
+    meta = read_meta(folder, tokenizer)
+    if task_of(meta):
+        raise UserError(f"{folder} is a made task: take a checkpoint of a text")
     parts, left = [], limit
-    for shard in read_meta(folder, tokenizer)[split]['shards']:
+    for shard in meta[split]['shards']:
         tokens = open_shard(os.path.join(folder, shard['name']))[:left]
         parts.append(torch.from_numpy(tokens.astype('int64')))
         left -= len(tokens)
