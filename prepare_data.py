@@ -26,6 +26,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -53,6 +54,7 @@ FEW_FILES = 100              # below this all texts are cut, or validation might
 PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
 
 # what train.py makes by itself: the folder, and this program's arguments for it
+SETS = (*FINEWEB, *TASKS, 'shakespeare')     # what a path may name instead of files
 BUILTIN = {f'data/{name}': KNOWN[name].split() for name in ('python', 'trees', *TASKS)}
 
 
@@ -90,6 +92,9 @@ def prepare(settings, paths=()):
     start = time.time()
     folder = choose_folder(settings, paths)
     name = paths[0] if len(paths) == 1 else None
+    if name in SETS and os.path.exists(name):
+        print(f"warning: {name} is a set of this project; for your own write {typed(f'./{name}')} "
+              "and a --name", file=sys.stderr)
     kind = 'FineWeb' if name in FINEWEB else MADE if name in TASKS else 'texts'
     for setting, kinds in MEANT_FOR.items():
         if kind not in kinds and getattr(settings, setting) != getattr(DataSettings, setting):
@@ -100,6 +105,7 @@ def prepare(settings, paths=()):
     if name in FINEWEB:
         with workshop(folder) as work:
             meta = fineweb(name, settings.shards, settings.tokenizer, folder)
+            say_replaced(folder, meta['source'], meta['tokenizer'], len(meta['train']['shards']))
             publish(work, folder, meta)
     elif name in TASKS:
         meta = prepare_task(settings, name, folder)
@@ -133,7 +139,7 @@ def choose_folder(settings, paths):
         name = settings.name
     elif paths:
         name = os.path.basename(os.path.abspath(paths[0])).lstrip('.').split('.')[0]
-        if name in KNOWN and paths != [name]:
+        if name in KNOWN and (paths != [name] or name not in SETS):
             raise UserError(f"{paths[0]}: data/{name} is for a set that comes with this project: "
                             "give yours another --name")
     elif settings.packages:
@@ -171,7 +177,8 @@ def prepare_text(settings, paths, folder):
     source = ' '.join(paths) or 'Python source'
     texts = python_sources(settings.packages)
     if paths:
-        once = {os.path.realpath(file): file for path in paths for file in walk(path)}
+        once = {os.path.realpath(file): file for path in paths
+                for file in walk(path, links=True)}
         texts = your_texts(list(once.values()), folder)
     return write_dataset(folder, texts, tokenizer, settings.val_fraction, source)
 
@@ -193,19 +200,24 @@ def check(folder):
 
 # ---- reading texts -------------------------------------------------------------------------------
 
-def walk(root, skip=()):
+def walk(root, skip=(), links=False):
     """
-    Paths of all files below a folder, each folder's own first and sorted, without hidden ones,
-    links to folders, and folders named in `skip`; of a file its own.
+    Paths of all files below a folder, each folder's own first and sorted, without hidden ones, and
+    folders named in `skip`; of a file its own. links: also below links to folders, each once.
     """
     if not os.path.exists(root):
         raise UserError(f"{root}: no such file or folder, and no data set of that name")
     if not os.path.isdir(root):
         yield root
         return
-    for folder, subfolders, files in os.walk(root, onerror=refuse_folder):
+    seen = {os.path.realpath(root)}
+    for folder, subfolders, files in os.walk(root, onerror=refuse_folder, followlinks=links):
         # os.walk goes on with what is left in this list
         subfolders[:] = sorted(name for name in subfolders if name[0] != '.' and name not in skip)
+        if links:
+            real = {os.path.realpath(os.path.join(folder, name)): name for name in subfolders}
+            subfolders[:] = [real[path] for path in real if path not in seen]
+            seen.update(real)
         for name in sorted(files):
             path = os.path.join(folder, name)
             if name[0] != '.' and os.path.isfile(path):     # no pipe, no broken link
@@ -240,25 +252,28 @@ def your_texts(files, folder):
     The documents of your files, but for JSON and those with a NUL byte near their beginning, of
     which a line tells. folder: what is made of them, for the line that says how far it is.
     """
-    few = len(files) < FEW_FILES and not any(map(is_jsonl, files))
+    texts = [path for path in files if is_text(path)]
+    few = len(texts) < FEW_FILES and not any(map(is_jsonl, texts))
     longest = 0 if few else DOCUMENT_BYTES
-    progress = Progress(folder, sum(map(os.path.getsize, files)))
-    done, left_out = 0, []
-    for path in files:
+    progress = Progress(folder, sum(map(os.path.getsize, texts)))
+    done = 0
+    for path in texts:
         with on_disk(path, 'read'), open(path, 'rb') as f:
-            beginning = f.read(8192)
-            f.seek(0)
-            if b'\0' in beginning or path.lower().endswith('.json'):
-                left_out.append(path)
-            else:
-                for text in documents(f, path, longest):
-                    yield text
-                    progress(done + f.tell())
-            done += os.path.getsize(path)
+            for text in documents(f, path, longest):
+                yield text
+                progress(done + f.tell())
+        done += os.path.getsize(path)
+    left_out = [path for path in files if path not in set(texts)]
     if left_out:
         print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "
               f"bytes, as UTF-16 has, or what is no text: the first is {one_line(left_out[0])}",
               file=sys.stderr)
+
+
+def is_text(path):
+    """Whether a file is one to read: no JSON, and no NUL byte near its beginning."""
+    with on_disk(path, 'read'), open(path, 'rb') as f:
+        return b'\0' not in f.read(8192) and not path.lower().endswith('.json')
 
 
 def is_jsonl(path):
@@ -338,14 +353,21 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
     return meta
 
 
-def say_replaced(folder, source, tokenizer):
-    """A line for a folder that holds data made of something else, or in other tokens."""
+def say_replaced(folder, source, tokenizer, shards=math.inf):
+    """
+    A line for a folder that holds data made of something else, or in other tokens, or that had
+    more than so many shards to train on.
+    """
     if os.path.exists(os.path.join(folder, 'meta.json')):
         old = read_meta(folder)
         before = f"{old['source']} ({old['tokenizer']})"
         now = f"{source} ({tokenizer})"
         if before != now:
             print(f"{folder} was made of {before}, which this replaces by {now}")
+        elif len(old['train']['shards']) > shards:
+            more = len(old['train']['shards'])
+            print(f"{folder} had {more} training shards, and now lists {shards}: for all of them "
+                  f"again add --shards={more}")
 
 
 def is_utf8(text):

@@ -24,7 +24,7 @@ from engine.checkpoint import change_steps
 from engine.decode import compile_decoding
 from engine.files import UserError, for_terminal, on_disk, run
 from engine.generate import stream
-from engine.mechanisms import slots_per_token
+from engine.mechanisms import halts, slots_per_token
 from engine.shards import encode
 from engine.tasks import TASKS, answer_to
 from engine.trained import exam_for_prompt, open_as, read_one
@@ -66,7 +66,7 @@ def override(model, s):
     if s.ponder_steps is not None:
         change_steps(model, s.ponder_steps)
     if s.halt_tau is not None:
-        if model.config.halting == 'none':
+        if not halts(model):
             raise UserError("halt_tau: this model has halting='none'; leave the setting out")
         model.config.halt_tau = s.halt_tau
 

@@ -231,6 +231,9 @@ def with_halting(state, halting):
     """
     before = state['config']
     config = {**before, 'halting': halting}
+    if before.get('ponder_steps') == 0:
+        raise UserError(f"halting={halting!r}: this model was trained with ponder_steps=0, and has "
+                        "no pass to leave out; leave the setting out")
     try:
         needs = without_numbers(config_of(config)).state_dict()
     except ValueError as error:

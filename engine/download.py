@@ -21,7 +21,7 @@ from functools import partial
 import requests
 
 from engine.files import UserError, checksum
-from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer, token_lengths
+from engine.shards import HEADER_BYTES, count_tokens, get_tokenizer, read_meta, token_lengths
 
 TIMEOUT = 30        # seconds without a byte after which a connection counts as dead
 TRIES = 6           # failed tries, none of which but the first brought a new byte, before giving up
@@ -184,11 +184,18 @@ def fineweb(kind, shards, tokenizer, folder):
     stem = kind.replace('-', '')
     source = f"{endpoint.rstrip('/')}/datasets/kjj0/{stem}10B-gpt2"
     splits = {split: dict(bytes=0, tokens=0, shards=[]) for split in ('train', 'val')}
+    known = {}      # {name: its checksum}, of a run before
+    if os.path.exists(os.path.join(folder, 'meta.json')):
+        before = read_meta(folder)
+        known = {shard['name']: shard['sha256']
+                 for split in splits for shard in before[split]['shards']}
     progress = Progress(folder, (shards + 1) * FINEWEB_BYTES)
     for i in range(shards + 1):
         split = 'train' if i > 0 else 'val'
         name = f"{stem}_{split}_{i:06d}.bin"
         path = os.path.join(folder, name)
+        if name in known and os.path.exists(path) and checksum(path) != known[name]:
+            os.remove(path)     # damaged since
         before = i * FINEWEB_BYTES
         counts = fetch(f"{source}/resolve/main/{name}", path,
                        partial(count_tokens, n_tokens=tokenizer.n_vocab),

@@ -77,6 +77,40 @@ def test_shards_hold_every_document_once(tmp_path, monkeypatch):
     assert contents(tmp_path) == {**described, 'meta.json': checksum(tmp_path / 'meta.json')}
 
 
+def test_files_that_are_no_text_do_not_change_how_texts_are_cut(tmp_path, monkeypatch, capsys):
+    """Few texts are cut in pieces, also beside many pictures."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'notes').mkdir()
+    for i in range(3):
+        (tmp_path / f'notes/{i}.md').write_text(''.join(f'line {n} of {i}\n' for n in range(9000)))
+    prepare_data.main(['notes', '--name=a'])
+    for i in range(100):
+        (tmp_path / f'notes/{i}.png').write_bytes(b'\x89PNG\0\0')
+    prepare_data.main(['notes', '--name=b'])
+    assert '100 of 103 files are left out' in capsys.readouterr().err
+    assert read_meta('data/a')['val'] == read_meta('data/b')['val']
+
+
+def test_folders_that_are_links_are_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('corpus', 'elsewhere'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'a.txt').write_text(f'a line {name}\n' * 99)
+    for link, to in (('books', 'elsewhere'), ('again', 'elsewhere'), ('loop', 'corpus')):
+        (tmp_path / 'corpus' / link).symlink_to(tmp_path / to)
+    prepare_data.main(['corpus'])
+    meta = read_meta('data/corpus')
+    both = 99 * len('a line corpus\na line elsewhere\n')
+    assert meta['train']['bytes'] + meta['val']['bytes'] == both
+
+
+def test_a_folder_called_like_a_made_task_is_not_read_in_its_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'traffic').mkdir()
+    prepare_data.main(['traffic', '--problems=300'])
+    assert 'traffic is a set of this project; for your own write' in capsys.readouterr().err
+
+
 def test_your_own_files_through_the_command_line(tmp_path):
     texts = {f'{i}.txt': f'text {i}: naïve ☃\r\n'.encode() * (i + 1) for i in range(120)}
     texts['latin1.txt'] = 'caf\xe9 cr\xe8me\n'.encode('latin-1') * 50
@@ -247,6 +281,7 @@ def test_vocabularies_that_cannot_be_had(tmp_path, monkeypatch):
     (['empty.txt', '--packages=True'], '--packages adds to the built-in corpus'),
     (['...'], '--name='),
     (['python.txt'], 'python.txt: data/python is for a set .*another --name'),
+    (['python'], 'python: data/python is for a set .*another --name'),
 ])
 def test_what_cannot_be_prepared_is_one_line(tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)

@@ -181,7 +181,7 @@ def test_fineweb_from_a_mirror(hub):
     assert Windows(FOLDER, 'train', meta, 16).n == 899 // 16 + 1099 // 16
 
 
-def test_fineweb_again_fetches_only_what_is_missing_or_damaged(hub):
+def test_fineweb_again_fetches_only_what_is_missing_or_damaged(hub, capsys):
     prepare_data.main(['fineweb-edu'])
     hub.seen.clear()
     prepare_data.main(['fineweb-edu'])
@@ -190,6 +190,22 @@ def test_fineweb_again_fetches_only_what_is_missing_or_damaged(hub):
     os.truncate(os.path.join(FOLDER, 'finewebedu_train_000001.bin'), 1500)
     prepare_data.main(['fineweb-edu', '--shards=3'])
     assert [name for name, _ in hub.seen] == [f'finewebedu_train_00000{i}.bin' for i in (1, 2, 3)]
+
+    hub.seen.clear()
+    path = os.path.join(FOLDER, 'finewebedu_train_000002.bin')
+    with open(path, 'r+b') as f:        # a token that is one, but not this
+        f.seek(1100)
+        f.write(b'\1')
+    with pytest.raises(UserError, match='train_000002.bin: not the file'):
+        prepare_data.main(['--check', FOLDER])
+    prepare_data.main(['fineweb-edu', '--shards=3'])
+    assert [name for name, _ in hub.seen] == ['finewebedu_train_000002.bin']
+    prepare_data.main(['--check', FOLDER])
+    capsys.readouterr()
+    prepare_data.main(['fineweb-edu'])
+    assert 'had 3 training shards, and now lists 1: ' in capsys.readouterr().out
+    prepare_data.main(['fineweb-edu', '--shards=3'])
+    assert 'had' not in capsys.readouterr().out
 
     hub.script = ['404']
     os.remove(os.path.join(FOLDER, 'finewebedu_train_000003.bin'))

@@ -66,6 +66,12 @@ def test_prints_what_the_model_generates(folder, capsys):
     assert capsys.readouterr().out == text.decode('utf-8', 'replace')
 
 
+def test_no_rule_halts_a_model_of_one_pass(tmp_path):
+    loop = save(tmp_path, make(**{**TOGGLES['loop'], **SMALL, 'ponder_steps': 0}).float())
+    with pytest.raises(UserError, match="halting='exit': .* trained with ponder_steps=0"):
+        sample.main([loop, '--halting=exit', '--device=cpu'])
+
+
 def test_show_steps(tmp_path, capsys):
     model = make(**TOGGLES['exit'], **SMALL).float()
     save(tmp_path, model)
