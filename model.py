@@ -73,9 +73,9 @@ def require(ok, message):
 @dataclass
 class GPTConfig:
     """
-    Shape and toggles of a model; the defaults are config/size/tiny.py. A None means what its
-    comment says, and a number takes its place when the config is made, where the model has use for
-    one. So make a new one for another n_head: dataclasses.replace would keep the old head_dim.
+    Shape and toggles of a model; the defaults are config/size/tiny.py. None stands for the default
+    that the comment names; __post_init__ puts in the number, if the model needs it. To change
+    n_head, make a new GPTConfig: dataclasses.replace would keep the old head_dim.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows that are tokens (None: all); others get logits -inf
@@ -104,8 +104,8 @@ class GPTConfig:
     # pondering
     ponder: str = 'none'                 # smear, loop, embedding, chain, pause, latent, feedback
     ponder_steps: int = 3                # K: extra passes, or slots, for each token; not for smear
-    loop_norm: bool = False              # Loop: the final norm after every pass, not only the last
-    ponder_topk: Optional[int] = None    # Embedding: mix only the k likeliest tokens (None: all)
+    loop_norm: bool = False              # Loop, Exit, Ouro: the final norm after every pass
+    ponder_topk: Optional[int] = None    # Embedding, Gate: mix the k likeliest tokens (None: all)
     jacobi_iters: int = 3                # Latent, Mask: R, sweeps that refine the thoughts
 
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
@@ -219,17 +219,12 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes k and v (B, nkv, S, hd) of the newest; returns all there are, (B, nkv, N, hd)."""
-        k, v = self.store(layer, k, v)
-        assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
-                                     "gpt.trunk once after each begin (a SlotMemory: next_pass)")
-        return k, v
-
-    def store(self, layer, k, v):
-        """`update` without its check: part 5 also stores keys of tokens that are not the newest."""
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
         self.keys[layer], self.values[layer] = k, v
+        assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
+                                     "gpt.trunk once after each begin (a SlotMemory: next_pass)")
         return k, v
 
     def newest(self, layer, S):
@@ -323,8 +318,8 @@ def attend_in_turns(kernel, q, k, v, per_slot):
         end = min(first + at_once, S)
         fewer = per_slot * (S - end)
         n = n_keys - fewer
-        mask = reads[first - end:, fewer:]                              # (end - first, n)
-        parts.append(kernel(q[:, :, first:end], k[:, :, :n], v[:, :, :n], mask))
+        mask = reads[at_once - (end - first):, fewer:]                  # (end - first, n)
+        parts.append(kernel(q[:, :, first:end], k[:, :, :n], v[:, :, :n], attn_mask=mask))
     return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
 
 
@@ -363,10 +358,11 @@ LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
 
 def some_rows_at_once(function):
     """
-    It only saves memory: skip it at first. A decorator for function(gpt, h, *targets), which makes
-    V logits of each row of h (..,C): with V = 50,304 those of 8 x 2048 tokens would take 3.3 GB. If
-    there are more than LOGITS_AT_ONCE, it calls the function on some rows at a time, as (n,C), and
-    backward computes their logits again. Results stay the same, if each row's hangs on it alone.
+    It saves memory and changes no result: skip it at first. A decorator for function(gpt, h,
+    *targets), which makes V logits of each row of h (..,C), and whose result for a row depends on
+    that row alone. With V = 50,304 the logits of 8 x 2048 tokens would take 3.3 GB. So where there
+    are more than LOGITS_AT_ONCE, it calls the function on n rows at a time, as (n,C), and backward
+    computes their logits again.
     """
     @wraps(function)
     def in_parts(gpt, h, *targets):
@@ -639,8 +635,9 @@ class Mechanism(nn.Module):
 
     def draws(self):
         """
-        The values that begin_step chooses from, equally likely: Latent's R, Feedback's K. The first
-        is the costliest: engine/plan.py counts on that, and outside of training it holds.
+        Skip it until Latent. The values that begin_step chooses from, equally likely: Latent's R,
+        Feedback's K; [None] if there is nothing to choose. The first is the costliest:
+        engine/plan.py counts on that, and outside of training it holds.
         """
         return [None]
 
@@ -655,9 +652,10 @@ class Mechanism(nn.Module):
 
     def init_weights(self, gpt):
         """
-        Small residual branches, as in PonderLM's and PonderLM-2's code; the mechanism's own biases
-        begin at 0. (A plain GPT begins otherwise. So the fair plain partner is ponder='loop' with
-        ponder_steps=0, and of Embedding and Pause ponder='embedding' with ponder_steps=0.)
+        c_proj / sqrt(2 n_layer), as in GPT-2 and in the code of PonderLM and PonderLM-2; the
+        mechanism's own biases begin at 0. The plain GPT of this file does not divide, nor scale its
+        embeddings. So the fair plain partner is ponder='loop' with ponder_steps=0, and of Embedding
+        and Pause ponder='embedding' with ponder_steps=0.
         """
         for block in gpt.h:
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
@@ -676,12 +674,12 @@ class Mechanism(nn.Module):
         self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
 
     def this_draw(self):
-        """What begin_step drew for this step; outside of training the first of `draws`."""
-        return self.set_by_begin_step(self.drawn) if self.training else self.draws()[0]
+        """Latent's R, Feedback's K: in training what begin_step drew, else the first of `draws`."""
+        return self.begun(self.drawn) if self.training else self.draws()[0]
 
     @staticmethod
-    def set_by_begin_step(value):
-        """value, which begin_step has set; ValueError if it was not called."""
+    def begun(value):
+        """value, an attribute that begin_step sets; ValueError while it is None."""
         require(value is not None, "in training mode: call gpt.mechanism.begin_step(step, steps) "
                                    "before each optimizer step (to generate: gpt.eval())")
         return value
@@ -740,6 +738,7 @@ class WeightedMemory(Memory):
 
     def begin(self, x):
         super().begin(x)
+        # padding has positions, too: rotary scores depend on differences of positions alone
         pad = 0 if self.pad is None else self.pad[:, None]
         self.is_token = (self.pos >= pad).expand(len(x), -1)
         self.log_w = None if self.pad is None else log_weight(self.is_token)
@@ -908,7 +907,9 @@ class ChainMemory(WeightedMemory):
         # (B, nkv, N, passes, hd)
         keys = torch.stack([memory.keys[layer] for memory in memories], dim=3)
         values = torch.stack([memory.values[layer] for memory in memories], dim=3)
-        if torch.is_grad_enabled():     # backward keeps the stack: with views of it k and v can go
+        # This only saves memory. Backward keeps the two stacks; with views of them in self.keys and
+        # self.values, the tensors that were copied into them are freed.
+        if torch.is_grad_enabled():
             self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
         return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N passes, hd)
 
@@ -966,7 +967,7 @@ class SlotMemory(WeightedMemory):
     def rewind(self):
         """Forget the slots of the newest tokens: they were guesses."""
         self.N = n = self.N_before
-        if n == 0:      # empty entries would make `store` copy for nothing
+        if n == 0:      # empty entries would make `update` copy for nothing
             self.keys, self.values = {}, {}
         self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
         self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
@@ -1171,11 +1172,11 @@ class Halting(Mechanism):
 
     def stops_from(self, share):
         """Whether tokens may stop: outside of training, and in it from this share of the run on."""
-        return not self.training or self.set_by_begin_step(self.progress) >= share
+        return not self.training or self.begun(self.progress) >= share
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on, a line between: shares of the training run."""
-        progress = self.set_by_begin_step(self.progress)
+        progress = self.begun(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
             return 1.0
@@ -1212,9 +1213,11 @@ def without_autocast(module, h):
 def catch_up(memory):
     """
     Called before pass k, with its memory. In generation a call ends once all its tokens have
-    stopped; then the memories of later passes lack the keys of these tokens. This stores there what
-    memory.stand_in (of FrozenMemory, RouterMemory) makes of their keys of pass k - 1, whose memory
-    has caught up before.
+    stopped, so they leave no keys in the memories of later passes. This stores keys in their place:
+    what memory.stand_in makes of those in the memory of pass k - 1, which has caught up before.
+
+    If token 5 stopped after pass 0, memory[1] lacks its keys. Before token 6 takes pass 1, it gets
+    them from memory[0]: the same again (FrozenMemory), or keys of weight 0 (RouterMemory).
     """
     if not memory.passes_before:
         return
@@ -1222,9 +1225,13 @@ def catch_up(memory):
     n_old = memory.tokens - len(memory.pos)         # tokens before the newest
     for layer, keys in previous.keys.items():
         n_has = memory.keys[layer].size(2) if layer in memory.keys else 0
-        if n_has < n_old:
-            k, v = keys[:, :, n_has:n_old], previous.values[layer][:, :, n_has:n_old]
-            memory.store(layer, *memory.stand_in(k, v))
+        if n_has == n_old:
+            continue
+        k, v = memory.stand_in(keys[:, :, n_has:n_old], previous.values[layer][:, :, n_has:n_old])
+        if n_has > 0:
+            k = torch.cat((memory.keys[layer], k), dim=2)
+            v = torch.cat((memory.values[layer], v), dim=2)
+        memory.keys[layer], memory.values[layer] = k, v
 
 
 class FrozenMemory(WeightedMemory):
@@ -1360,16 +1367,16 @@ class Mask(Halting, Latent):
 
     def forward(self, gpt, x, memory):
         one_by_one = x.size(1) == 1 and not self.training
-        read = self.slot_by_slot if one_by_one else self.by_sweeps
-        outs, s, w = read(gpt, x, memory)
-        needed = self.needed(w, memory)
+        run = self.slot_by_slot if one_by_one else self.by_sweeps
+        outs, s, w = run(gpt, x, memory)
+        needed = self.is_needed(w, memory)
         self.taken = needed.unbind(-1)      # in training, those that it would take
         self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h_k for k, h_k in enumerate(outs))
         return out.to(x.dtype)
 
-    def needed(self, w, memory):
+    def is_needed(self, w, memory):
         """(B,T,K+1): which thoughts are needed, by their w (B,T,K+1)."""
         return self.goes_on(w) & memory.is_token[..., None]
 
@@ -1378,7 +1385,7 @@ class Mask(Halting, Latent):
         h = gpt.trunk(x, memory.next_pass(log_w=log_weight(memory.is_token)))
         s, log_w = self.route(h)
         w = log_w.exp()
-        needed = self.needed(w, memory)
+        needed = self.is_needed(w, memory)
         outs = [h]
         for k in range(1, self.K + 1):
             if self.all_stopped(needed[..., k]):
@@ -1392,16 +1399,18 @@ class Mask(Halting, Latent):
         """
         A text x (B,T,C), by Latent's sweeps -> (h_0 .. h_K), s, w. A sweep hides what the router of
         the sweep before did not ask for. But it computes hidden slots all the same, as the next one
-        may want them again.
+        may want them again. s and w are those of the last sweep, whose keys had the weights of the
+        one before.
         """
-        log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))    # at first all weigh 1
+        # at first all weigh 1; not None, as the keys of a cached text may have the 8 channels
+        log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
         outs = ()
         for n in self.slots_of_sweeps():
             outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
             s, log_w = self.route(outs[0])
             w = log_w.exp()
             if not self.training:
-                log_w = log_weight(self.needed(w, memory), log_w)
+                log_w = log_weight(self.is_needed(w, memory), log_w)
         return outs, s, w
 
     def penalty(self, gpt, targets):
@@ -1569,7 +1578,8 @@ class Exit(LoopExit):
         staying     a negative target marks a token of a question, where nothing is to be
                     predicted. All that follows reads it, so it should take every pass. A loss pulls
                     its predictions towards equal probabilities, so that its doubt stays high:
-                    += halt_lambda onset / K sum_{k<K} (mean cross-entropy of head(h_k) with these)
+                    += halt_lambda onset / K sum_{k<K} (mean cross-entropy of head(h_k) with these,
+                    over the tokens of questions that took pass k)
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
     there are heads after earlier passes, too: from halt_start on for uniform and ramp, and for
@@ -1632,7 +1642,7 @@ class Ouro(LoopExit):
 
         lam_k   = sigmoid(w h_k + b)            one gate for all passes
         stay_k  = prod_{j <= k} (1 - lam_j)     probability of another pass after k; stay_{-1} = 1
-        p_k     = lam_k stay_{k-1}              probability of leaving after k                   (3)
+        p_k     = lam_k stay_{k-1} = stay_{k-1} - stay_k        probability of leaving after k   (3)
         p_K     = stay_{K-1}
 
     A token leaves when stay_k is below halt_tau: the paper's threshold q is 1 - halt_tau.
@@ -1673,12 +1683,12 @@ class Ouro(LoopExit):
     def predictions_loss(self, gpt, h, targets):
         if self.config.ouro_stage == 2:
             return self.gate_loss(gpt, targets)
-        lam = [self.logit(h_k).sigmoid() for h_k in self.kept.h[:self.K]]
-        stay = [torch.ones_like(lam[0]), *self.kept.scores]             # from stay_{-1} on
-        p = [lam[k] * stay[k] for k in range(self.K)] + [stay[self.K]]              # (3)
+        stay = self.kept.scores                                         # stay_0 .. stay_{K-1}
+        before = [torch.ones_like(stay[0]), *stay]                      # stay_{k-1}, k = 0 .. K
+        p = [now - later for now, later in zip(before, [*stay, 0.0])]   # (3)
         expected = sum(p_k * gpt.token_losses(h_k, targets)
                        for p_k, h_k in zip(p, self.kept.h))             # (B,T)
-        tiny = torch.finfo(lam[0].dtype).tiny       # at p = 0 the gradient of p log p would be NaN
+        tiny = torch.finfo(stay[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
         entropy = -sum(p_k * p_k.clamp(min=tiny).log() for p_k in p)    # (B,T)
         return mean_where(targets >= 0, expected - self.config.halt_lambda * entropy)   # (4)
 

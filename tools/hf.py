@@ -32,7 +32,7 @@ WRITTEN = {
     'RMSNorm': 'd9c8d91dad29',
     'rope_table': '40022dc4b33b',
     'apply_rope': '239985695722',
-    'Memory': '33c8effe9ed6',
+    'Memory': 'fa429dfbe6e7',
     'Attention': 'f235d96cbf95',
     'MLP': 'b31626d0680e',
     'Block': '5da5201dffb9',
