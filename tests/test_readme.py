@@ -329,6 +329,7 @@ TUNED = {   # the records of each model's best rate, which is 3e-3 if nothing el
     '2.5 MB, tuned': (['rates-adamw'], {'plain_scaled': '1.5e-3', 'smear': '1.5e-3'}),
     '2.5 MB, Muon, tuned': (['rates-muon'], {}),
     '5 MB, tuned': (['rates-adamw-4800', 'text-2.8M'], {'plain_scaled': '1.5e-3'}),
+    '5 MB, Muon, tuned': (['rates-muon-4800'], {}),
 }
 
 
@@ -504,22 +505,26 @@ def test_tables_of_other_learning_rates_and_muon():
 
 
 def test_the_table_of_5_MB_at_best_rates():
-    of = {(r['name'], r['seed']): r['val_nats_per_byte']
-          for file in ('rates-adamw-4800', 'text-2.8M') for r in records_of(file)}
+    of = {}
+    for r in [r for file in ('rates-adamw-4800', 'text-2.8M', 'rates-muon-4800')
+              for r in records_of(file)]:
+        name, _, rate = r['name'].partition('@')
+        of[r.get('optimizer', 'adamw'), name, rate or '3e-3', r['seed']] = r['val_nats_per_byte']
     made = {}
     for label, rate, *cells in rows('docs/baseline.md', '| model, optimizer, 5 MB'):
+        optimizer = label.split()[-1].strip('*').lower()
         if label.startswith('*'):
             method = 'smear' if 'smear' in label else 'plain_scaled+depth_attn'
-            want = [with_it and signed(with_it - without)
-                    for with_it, without in zip(made[method], made['plain_scaled'])]
+            both = zip(made[optimizer, method], made[optimizer, 'plain_scaled'])
+            want = [with_it and signed(with_it - without) for with_it, without in both]
         else:
             name = name_in(label)
-            named = name if rate == '3e-3' else f'{name}@{rate}'    # text-2.8M has no other
-            made[name] = [of.get((named, seed)) for seed in (1, 2, 1337)]
-            want = [loss and f'{loss:.3f}' for loss in made[name]]
+            made[optimizer, name] = [of.get((optimizer, name, rate, seed)) for seed in (1, 2, 1337)]
+            want = [loss and f'{loss:.3f}' for loss in made[optimizer, name]]
         assert cells == [cell or '' for cell in want], label
-    by_depth, by_smear = (mean(a - b for a, b in zip(made['plain_scaled'], made[name]))
-                          for name in ('plain_scaled+depth_attn', 'smear'))
+    by_depth, by_smear = (
+        mean(a - b for a, b in zip(made['adamw', 'plain_scaled'], made['adamw', name]))
+        for name in ('plain_scaled+depth_attn', 'smear'))
     words = f'Depth-Attention gains {by_depth:.3f}, and smear {by_smear:.3f}.'
     assert words in ' '.join(read_text('docs/results.md').split())
 
