@@ -1368,24 +1368,22 @@ class Mask(Halting, Latent):
     def forward(self, gpt, x, memory):
         one_by_one = x.size(1) == 1 and not self.training
         run = self.slot_by_slot if one_by_one else self.by_sweeps
-        outs, s, w = run(gpt, x, memory)
-        needed = self.is_needed(w, memory)
+        outs, s, w, needed = run(gpt, x, memory)
         self.taken = needed.unbind(-1)      # in training, those that it would take
         self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h_k for k, h_k in enumerate(outs))
         return out.to(x.dtype)
 
-    def is_needed(self, w, memory):
-        """(B,T,K+1): which thoughts are needed, by their w (B,T,K+1)."""
-        return self.goes_on(w) & memory.is_token[..., None]
-
     def slot_by_slot(self, gpt, x, memory):
-        """A new token x (B,1,C) and its thoughts, until none is needed -> [h_0, h_1, ..], s, w."""
+        """
+        A new token x (B,1,C) and its thoughts, until none is needed -> [h_0, h_1, ..], and s, w and
+        who needs which thought, (B,1,K+1) each.
+        """
         h = gpt.trunk(x, memory.next_pass(log_w=log_weight(memory.is_token)))
         s, log_w = self.route(h)
         w = log_w.exp()
-        needed = self.is_needed(w, memory)
+        needed = self.goes_on(w) & memory.is_token[..., None]
         outs = [h]
         for k in range(1, self.K + 1):
             if self.all_stopped(needed[..., k]):
@@ -1393,14 +1391,14 @@ class Mask(Halting, Latent):
             log_w_k = log_weight(needed[..., k], log_w[..., k])         # (B,1)
             h = gpt.trunk(h, memory.next_pass(log_w=log_w_k))
             outs.append(h)
-        return outs, s, w
+        return outs, s, w, needed
 
     def by_sweeps(self, gpt, x, memory):
         """
-        A text x (B,T,C), by Latent's sweeps -> (h_0 .. h_K), s, w. A sweep hides what the router of
-        the sweep before did not ask for. But it computes hidden slots all the same, as the next one
-        may want them again. s and w are those of the last sweep, whose keys had the weights of the
-        one before.
+        A text x (B,T,C), by Latent's sweeps -> (h_0 .. h_K), and s, w and who needs which thought,
+        (B,T,K+1) each. A sweep hides what the router of the sweep before did not ask for. But it
+        computes hidden slots all the same, as the next one may want them again. What is returned is
+        of the last sweep, whose keys had the weights of the one before.
         """
         # at first all weigh 1; not None, as the keys of a cached text may have the 8 channels
         log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
@@ -1409,9 +1407,10 @@ class Mask(Halting, Latent):
             outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
             s, log_w = self.route(outs[0])
             w = log_w.exp()
+            needed = self.goes_on(w) & memory.is_token[..., None]
             if not self.training:
-                log_w = log_weight(self.is_needed(w, memory), log_w)
-        return outs, s, w
+                log_w = log_weight(needed, log_w)
+        return outs, s, w, needed
 
     def penalty(self, gpt, targets):
         """halt_lambda and the onset times the mean of the thoughts expected, sum_k k s_{t,k}."""
