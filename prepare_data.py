@@ -252,7 +252,8 @@ def your_texts(files, folder):
     The documents of your files, but for JSON and those with a NUL byte near their beginning, of
     which a line tells. folder: what is made of them, for the line that says how far it is.
     """
-    texts = [path for path in files if is_text(path)]
+    reads = {path: is_text(path) for path in files}
+    texts = [path for path in files if reads[path]]
     few = len(texts) < FEW_FILES and not any(map(is_jsonl, texts))
     longest = 0 if few else DOCUMENT_BYTES
     progress = Progress(folder, sum(map(os.path.getsize, texts)))
@@ -263,7 +264,7 @@ def your_texts(files, folder):
                 yield text
                 progress(done + f.tell())
         done += os.path.getsize(path)
-    left_out = [path for path in files if path not in set(texts)]
+    left_out = [path for path in files if not reads[path]]
     if left_out:
         print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "
               f"bytes, as UTF-16 has, or what is no text: the first is {one_line(left_out[0])}",
