@@ -192,6 +192,11 @@ def apply_rope(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def joined(old, new):
+    """Keys or values of newer tokens behind older ones, (B, nkv, n, hd) each; old may be None."""
+    return new if old is None else torch.cat((old, new), dim=2)
+
+
 class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. In training it is new in
@@ -219,10 +224,8 @@ class Memory:
 
     def update(self, layer, k, v):
         """Takes k and v (B, nkv, S, hd) of the newest; returns all there are, (B, nkv, N, hd)."""
-        if layer in self.keys:
-            k = torch.cat((self.keys[layer], k), dim=2)
-            v = torch.cat((self.values[layer], v), dim=2)
-        self.keys[layer], self.values[layer] = k, v
+        k = self.keys[layer] = joined(self.keys.get(layer), k)
+        v = self.values[layer] = joined(self.values.get(layer), v)
         assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
                                      "gpt.trunk once after each begin (a SlotMemory: next_pass)")
         return k, v
@@ -1228,10 +1231,8 @@ def catch_up(memory):
         if n_has == n_old:
             continue
         k, v = memory.stand_in(keys[:, :, n_has:n_old], previous.values[layer][:, :, n_has:n_old])
-        if n_has > 0:
-            k = torch.cat((memory.keys[layer], k), dim=2)
-            v = torch.cat((memory.values[layer], v), dim=2)
-        memory.keys[layer], memory.values[layer] = k, v
+        memory.keys[layer] = joined(memory.keys.get(layer), k)
+        memory.values[layer] = joined(memory.values.get(layer), v)
 
 
 class FrozenMemory(WeightedMemory):

@@ -67,7 +67,7 @@ def override(model, s):
         change_steps(model, s.ponder_steps)
     if s.halt_tau is not None:
         if not halts(model):
-            raise UserError("halt_tau: this model has halting='none'; leave the setting out")
+            raise UserError("halt_tau: no token of this model halts; leave the setting out")
         model.config.halt_tau = s.halt_tau
 
 

@@ -428,10 +428,10 @@ def main(argv):
     check_unused(settings)
 
     with process_group(settings.device) as (ranks, device):
-        for path in [arg for arg in argv if arg.endswith('.json')]:
-            if ranks.rank == 0:
-                filed, _ = read([path], '', Settings, GPTConfig)
-                say_kept_numbers(path, filed, given, settings)
+        files = [arg for arg in argv if arg.endswith('.json')]
+        for path in files if ranks.rank == 0 else ():
+            filed, _ = read([path], '', Settings, GPTConfig)
+            say_kept_numbers(path, filed, given, settings)
         by_default = settings.init_from == 'scratch' and not given.keys() & {'n_layer', 'n_embd'}
         if by_default and ranks.rank == 0:
             print("the paper's 360M: add config/size/360m.py", flush=True)

@@ -226,14 +226,14 @@ def load_optimizer(optimizer, scaler, state):
 
 def with_halting(state, halting):
     """
-    A checkpoint whose tokens stop by a rule that it was not trained with; UserError if the rule
-    needs weights that are not there, or this model's passes read earlier ones.
+    A checkpoint whose tokens stop by a rule that it was not trained with; UserError if it takes one
+    pass, if the rule needs weights that are not there, or if its passes read earlier ones.
     """
     before = state['config']
     config = {**before, 'halting': halting}
     if before.get('ponder_steps') == 0:
-        raise UserError(f"halting={halting!r}: this model was trained with ponder_steps=0, and has "
-                        "no pass to leave out; leave the setting out")
+        raise UserError(f"halting={halting!r}: this model was trained with ponder_steps=0, and "
+                        "takes one pass for each token; leave the setting out")
     try:
         needs = without_numbers(config_of(config)).state_dict()
     except ValueError as error:

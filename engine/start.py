@@ -95,7 +95,7 @@ def start_config(settings, asked, n_tokens, old):
             rule = asked.get('halting')
             if rule in HALTING and rule != old.get('halting'):
                 # the defaults of this rule, not what the other one had
-                changed = {**of_rule(rule), **changed}
+                changed = {**HALTING[rule].defaults, 'halt_tau': GPTConfig.halt_tau, **changed}
         else:
             changed = {name: asked[name] for name in FREE if name in asked}
         if settings.eval_only:  # the model has the steps of its weights, then takes others
@@ -107,9 +107,9 @@ def start_config(settings, asked, n_tokens, old):
 
 def say_kept_numbers(path, filed, given, settings):
     """
-    A warning where a run takes another mechanism, rule or shape than the settings.json it names
-    (path; filed: what it sets), and with it numbers that were made for that one: all stand in it,
-    and the user may not have meant these.
+    A warning where a run names a settings.json (path, which sets what is `filed`), but is of
+    another mechanism, rule or shape. All numbers stand in that file, also those that follow from
+    these, and the user may not have meant them.
     """
     if all(filed.get(name) == given.get(name)
            for name in ('ponder', 'halting', 'n_layer', 'n_head', 'n_embd')):
@@ -130,11 +130,6 @@ def say_kept_numbers(path, filed, given, settings):
         numbers = ', '.join(f'{name}={asked[name]}' for name in kept)
         print(f"warning: {numbers}: as in {path}; for those of this model add "
               + ' '.join(f'--{name}={value}' for name, value in kept.items()), file=sys.stderr)
-
-
-def of_rule(rule):
-    """{setting: value} of what a halting rule has of its own: its scores have a scale, too."""
-    return {**HALTING[rule].defaults, 'halt_tau': GPTConfig.halt_tau}
 
 
 def vocabulary_of(n_tokens):

@@ -120,6 +120,16 @@ def test_ratios(capsys):
         ['2', '2500.0 ms', '2.00', '1.60x', '2.00x', '80%']]
 
 
+def test_a_loop_is_the_same_whatever_a_config_file_says(tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(bench, 'ceilings', lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(bench, 'bench_steps', lambda setup, configs, flops: timed.append(configs))
+    monkeypatch.setattr(bench, 'bench_decoding', lambda *_: None)
+    (tmp_path / 'trees.py').write_text('ponder_steps = 7')
+    bench.main([str(tmp_path / 'trees.py'), '--toggles=loop', '--device=cpu', '--dtype=float32'])
+    assert timed[0]['loop'].ponder_steps == 3
+
+
 def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='toggles=plane.*depth_attn'):
         bench.main(['--toggles=plane'])

@@ -305,6 +305,12 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     assert r['seconds'] == pytest.approx(sum(ms.values()) / 1e3)
 
 
+def test_warnings_of_a_run_are_told(common, tmp_path):
+    said = program('tools/compare.py', *common, '--ponder_topk=9', f'--out={tmp_path}',
+                   '--names=loop', '--seeds=3').stderr
+    assert 'loop, seed 3: warning: ponder_topk: without effect' in said
+
+
 def test_ended_by_sigterm_its_run_saves(common, tmp_path):
     command = [sys.executable, os.path.join(ROOT, 'tools', 'compare.py'), *common,
                '--max_steps=100000', f'--out={tmp_path}', '--names=loop', '--seeds=3',

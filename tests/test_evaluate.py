@@ -198,6 +198,9 @@ def test_a_folder_that_is_named_asks_its_own_problems(tmp_path, capsys):
         evaluate.main([folder, *asked, '--answers=20', '--device=cpu'])
         _, told = capsys.readouterr().out.split(title)
         assert cells(told)[0][-1] == longest
+    evaluate.main([folder, '--tokens=90', '--device=cpu'])      # of its text, and no answers
+    [[_, count, *_]] = cells(capsys.readouterr().out)[1:]
+    assert int(count) <= 90
 
 
 class Mangling:
@@ -353,7 +356,7 @@ def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):
     (['CKPT', 'TMP/records.json'], 'records.json: records or JSON'),
     (['CKPT', 'CKPT'], 'a checkpoint; only the first'),
     (['CKPT', '--ponder_steps=x'], 'give numbers'),
-    (['CKPT', '--halt_tau=0.1'], "halting='none'"),
+    (['CKPT', '--halt_tau=0.1'], 'no token of this model halts'),
 ])
 def test_refusals(folder, tmp_path, args, words):
     (tmp_path / 'empty.txt').write_text('')

@@ -137,6 +137,13 @@ def test_the_plain_run_is_train_pys(small_data, tmp_path, monkeypatch, capsys):
     assert float(rows[1][1]) == pytest.approx(last['val_loss'], abs=2e-4)
 
 
+def test_losses_of_words_are_none_of_bytes(monkeypatch):
+    monkeypatch.setattr(across_layers.prepare_data, 'prepare_builtin', lambda folder: None)
+    monkeypatch.setattr(across_layers, 'read_meta', lambda folder: dict(tokenizer='gpt2'))
+    with pytest.raises(UserError, match='data/python has tokens of gpt2'):
+        across_layers.main(['--names=plain'])
+
+
 def test_refusals():
     with pytest.raises(UserError, match='names are plain'):
         across_layers.main(['--names=denser'])

@@ -229,7 +229,7 @@ def test_attention_that_plans_each_length_is_for_training(folder):
     (['CKPT', '--top_k=0'], ['top_k']),
     (['CKPT', '--num_samples=0'], ['num_samples']),
     (['CKPT', '--seed=100000000000000000000'], ['seed']),
-    (['CKPT', '--halt_tau=0.5'], ['halt_tau', "halting='none'"]),
+    (['CKPT', '--halt_tau=0.5'], ['halt_tau', 'no token of this model halts']),
     (['CKPT', '--halting=exit'], ["halting='exit'", "ponder='loop'"]),
     (['CKPT', '--ponder_steps=2'], ['ponder_steps', "ponder='none'"]),
     (['CKPT', '--device=tpu9'], ['tpu9']),

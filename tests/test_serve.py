@@ -256,7 +256,7 @@ REFUSED = [
     (dict(text='a', sides=[dict(model='text', ponder_steps=101)]), 'between 0 and 100'),
     (dict(text='a', sides=[dict(model='text', ponder_steps=1.5)]), 'whole number'),
     (dict(text='a', sides=[dict(model='text', ponder_steps=[1])]), 'whole number'),
-    (dict(text='a', sides=[dict(model='text', halt_tau=0.5)]), "halting='none'"),
+    (dict(text='a', sides=[dict(model='text', halt_tau=0.5)]), 'no token of this model halts'),
     (dict(text='\ud800', sides=TEXT), 'a character that is none'),
     (dict(text='a' * 65, sides=TEXT), 'has 65 tokens'),
     (dict(text='a' * 64, sides=TEXT), 'shorten it'),

@@ -739,19 +739,17 @@ def plain_of_equal_flops(name, runs, base):
 
 def those_asked_for(records, given):
     """
-    Those of --names (at any rate) and --seeds, where the user gave these; UserError for one that
-    has no run.
+    Those of --names, at any rate, and of --seeds, where the user gave them; UserError for a name or
+    a seed without a run.
     """
-    for setting, of in (('names', lambda r: (r['name'], without_rate(r['name']))),
-                        ('seeds', lambda r: (str(r['seed']),))):
-        if given.get(setting, 'all') == 'all':
-            continue
-        asked = given[setting].split(',')
-        missing = set(asked).difference(*map(of, records))
+    called = {'names': lambda r: {r['name'], without_rate(r['name']), 'all'},
+              'seeds': lambda r: {str(r['seed'])}}
+    for setting in called.keys() & given.keys():
+        asked = set(given[setting].split(','))
+        missing = asked.difference(*map(called[setting], records))
         if missing:
             raise UserError(f"--{setting}: there is no finished run of {min(missing)} here")
-        records = [r for r in records if r.get('picks') and setting == 'seeds'
-                   or set(asked) & set(of(r))]
+        records = [r for r in records if asked & called[setting](r)]
     return records
 
 
@@ -776,14 +774,15 @@ def main(argv):
                             "here")
 
     failed = 0
-    chosen_of = given if files else {}     # of runs that are made
-    if not files:
+    named = bool(files)
+    if not named:
         files = [os.path.join(compare.out, 'runs.jsonl')]
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
         failed = make_all(compare, common, files[0])
     for path in files:
         records = [r for r in read_lines(path) if 'name' in r and LOSS in r]
-        records = those_asked_for(records, chosen_of)
+        if named:
+            records = those_asked_for(records, given)
         if records:
             print(f"\n{table_of(records, compare.beside)}")
         elif not failed:

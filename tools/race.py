@@ -404,13 +404,14 @@ def table_of(records):
 def at_best_rate(made):
     """
     The judging runs of one name and optimizer, at its best rate: that with which the picking seeds
-    ended lowest in the mean, or without such seeds the judging ones.
+    ended lowest in the mean, or without such seeds the judging ones. A rate that fewer of these
+    seeds tried was given up.
     """
     judges = [r for r in made if not r['picks']]
     losses = {}     # {rate: losses}
     for r in [r for r in made if r['picks']] or judges:
         losses.setdefault(r['learning_rate'], []).append(r[LOSS])
-    most = max(map(len, losses.values()))       # a rate that fewer seeds tried was given up
+    most = max(map(len, losses.values()))
     losses = {rate: of for rate, of in losses.items() if len(of) == most}
     best = min(losses, key=lambda rate: statistics.mean(losses[rate]))
     return [r for r in judges if r['learning_rate'] == best]
