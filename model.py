@@ -109,6 +109,7 @@ class GPTConfig:
     jacobi_iters: int = 3                # Latent, Mask: R, sweeps that refine the thoughts
 
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
+    # (on text halt_lambda does nothing in exit, and halt_start and halt_full nothing in ouro)
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)

@@ -174,7 +174,7 @@ def prepare_text(settings, paths, folder):
         if os.path.exists(os.path.join(path, 'meta.json')):
             raise UserError(f"{path}: a data set, no text; to see whether it is whole: "
                             f"{typed('--check', path)}")
-    source = ' '.join(paths) or 'Python source'
+    source = ' '.join(paths) or f'source of Python {sys.version.split()[0]}'
     texts = python_sources(settings.packages)
     if paths:
         once = {os.path.realpath(file): file for path in paths
@@ -232,7 +232,7 @@ def refuse_folder(error):
 def python_sources(packages):
     """The standard library's .py files, in `walk`'s order; with `packages`, site-packages too."""
     # Not every installation has the tests and the other folders named here: without them the corpus
-    # is the same everywhere.
+    # of one release of Python is nearly the same everywhere. Another release has another one.
     skip = {'test', 'tests', 'idle_test', 'idlelib', 'lib2to3', 'turtledemo', 'ensurepip',
             'site-packages', 'dist-packages', '__pycache__'}
     paths = sysconfig.get_paths()

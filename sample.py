@@ -47,7 +47,7 @@ class SampleSettings:
     halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
     show_steps: bool = False            # colour each token by its passes
     exact: bool = False                 # read prompts token by token (latent, mask, feedback)
-    compile: bool = False               # compile decoding: meant for a GPU, slow to start
+    compile: bool = False               # for a GPU, slow to start; not chain, pause, most halting
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves memory traffic where hardware has it
 
@@ -165,8 +165,9 @@ def main(argv):
         prompt = as_question(prompt, exam)
     given = '' if start is None else tokenizer.decode(prompt)
     if exam is not None:
-        print("a made task: asked behind solved problems, as in training", file=sys.stderr)
-        prompt = behind_examples(prompt, exam, model.config.block_size)
+        question, prompt = prompt, behind_examples(prompt, exam, model.config.block_size)
+        if len(prompt) > len(question) + 1:     # more than an end-of-text fits in front
+            print("a made task: asked behind solved problems, as in training", file=sys.stderr)
 
     if s.compile:
         compile_decoding(model, min(model.config.block_size, len(prompt) + s.max_new_tokens))

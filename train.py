@@ -76,7 +76,7 @@ class Settings:
     eval_tokens: int = 128 * 1024       # validation tokens per evaluation, the same each time
     save_interval: int = 600            # steps between checkpoints; there is always one at the end
     max_seconds: Optional[float] = None # save and stop after this long, with exit status 0
-    sample_tokens: int = 400            # at most, of the sample printed at the end, 0 for none
+    sample_tokens: int = 400            # of the sample printed at the end, 0 for none
     track: Optional[str] = None         # 'tensorboard' or 'wandb' gets what log.jsonl gets
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
@@ -332,8 +332,8 @@ class Trainer:
     def evaluate(self):
         """
         Say the mean loss in nats per target, with halting also the mean passes, over the same
-        eval_tokens of the validation set each time, spread evenly over it; or that it is to stop
-        first. Leaves the model in eval mode.
+        eval_tokens of the validation set each time, spread evenly over it; or, but for the last
+        time, that the run is to stop first. Leaves the model in eval mode.
         """
         self.model.eval()
         data, at_once = self.val_data, self.micro_batch
@@ -342,7 +342,7 @@ class Trainer:
         n, mine = len(windows), windows[rank::world]
         total = torch.zeros(3, device=self.device)      # of losses, their targets, passes
         for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks
-            if self.stop.asked():
+            if self.step < self.settings.max_steps and self.stop.asked():   # the last one is made
                 self.log.say("evaluation stopped; --init_from=resume --eval_only=True makes one of "
                              "the last checkpoint")
                 return
@@ -421,6 +421,10 @@ def main(argv):
                         ".json)")
     state, before = checkpoint_of(build(Settings, given))   # before: the settings of its run
     settings = build(Settings, {**before, **given})
+    if os.environ.get('RANK', '0') == '0':      # torchrun sets it
+        for path in [arg for arg in argv if arg.endswith('.json')]:
+            filed, _ = read([path], '', Settings, GPTConfig)
+            say_kept_numbers(path, filed, given, settings)
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second
         print_plan(settings, given, prepare_data.BUILTIN, state)
@@ -428,10 +432,6 @@ def main(argv):
     check_unused(settings)
 
     with process_group(settings.device) as (ranks, device):
-        files = [arg for arg in argv if arg.endswith('.json')]
-        for path in files if ranks.rank == 0 else ():
-            filed, _ = read([path], '', Settings, GPTConfig)
-            say_kept_numbers(path, filed, given, settings)
         by_default = settings.init_from == 'scratch' and not given.keys() & {'n_layer', 'n_embd'}
         if by_default and ranks.rank == 0:
             print("the paper's 360M: add config/size/360m.py", flush=True)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.build import new_model, without_numbers
 from engine.cpu import tune_cpu
-from engine.files import same_folder
+from engine.files import UserError, same_folder
 from engine.flops import flops_per_token
 from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
 from engine.muon import matrices_of_blocks
@@ -160,26 +160,25 @@ def print_plan(settings, given, builtin, state):
         dtype, _ = pick_dtype(settings.dtype, device)
     if settings.device == 'cpu':
         tune_cpu()  # rules which attention runs
-    _, size = settings.micro_batches(config.block_size, 1)  # UserError if one GPU could not do it
-    settings = replace(settings, micro_batch=size)
+    _, at_once = settings.micro_batches(config.block_size, 1)   # UserError if one GPU could not
 
     model = without_numbers(config)
-    per_token = flops_per_token(model, texts=size)
+    per_token = flops_per_token(model, texts=at_once)
     tokens = settings.max_steps * settings.batch_tokens
     flops = per_token * tokens
     print(f"parameters  {model.num_params() / 1e6:,.2f}M, vocabulary {config.vocab_size:,} "
           f"({vocabulary})")
     print(f"compute     {per_token / 1e6:,.1f} MFLOPs per token, forward and backward; "
           f"{flops:.3g} FLOPs in all")
+    whole = ', from step 0 on' if settings.init_from == 'resume' else ''
     print(f"tokens      {tokens / 1e6:,.1f}M: {settings.max_steps:,} steps of "
-          f"{settings.batch_tokens:,}")
+          f"{settings.batch_tokens:,}{whole}")
 
-    per_pass = settings.micro_batch * config.block_size
-    worlds = [n for n in WORLDS if settings.batch_tokens % (per_pass * n) == 0]
-    print_memory(config, settings, dtype, worlds)
+    sizes = {n: size for n in WORLDS if (size := sequences(settings, config.block_size, n))}
+    print_memory(config, settings, dtype, sizes)
     if settings.checkpoint_activations:
         flops *= 4 / 3      # forward, forward again, and backward, which is two of them
-    print_days(flops, worlds)
+    print_days(flops, sizes)
 
 
 def planned_vocabulary(data_dir, builtin):
@@ -191,43 +190,61 @@ def planned_vocabulary(data_dir, builtin):
     return None, f'{data_dir} is not there: the default'
 
 
-def print_memory(config, settings, dtype, worlds):
-    """Memory per GPU with these settings, and with those that would lower it."""
+def sequences(settings, T, n):
+    """How many sequences of T tokens each of n GPUs has at a time; None if n GPUs cannot do it."""
+    try:
+        return settings.micro_batches(T, n)[1]
+    except UserError:
+        return None
+
+
+def print_memory(config, settings, dtype, sizes):
+    """
+    Memory per GPU with these settings, and with those that would lower it. sizes: {GPUs: how many
+    sequences each has at a time}.
+    """
     precision = str(dtype).removeprefix('torch.')
-    title = f"\nGB per GPU, {settings.micro_batch} x {config.block_size} tokens in {precision}"
-    print_row(title, [f"{n} GPU{'s' if n > 1 else ''}" for n in worlds])
+    title = f"\nGB per GPU, {sizes[1]} x {config.block_size} tokens in {precision}"
+    print_row(title, [f"{n} GPU{'s' if n > 1 else ''}" for n in sizes])
+    if len({*sizes.values()}) > 1:
+        print_row("  sequences at a time", sizes.values())
+
+    def parts_with(**changes):
+        """{GPUs: {part: bytes}}."""
+        of = {size: memory(config, replace(settings, micro_batch=size, **changes), dtype)
+              for size in {*sizes.values()}}
+        return {n: of[size] for n, size in sizes.items()}
 
     sharded = settings.shard_optimizer
-    parts = memory(config, settings, dtype)
-    print_row("  these settings", gigabytes(parts, sharded, worlds))
-    if not sharded and len(worlds) > 1 and settings.optimizer == 'adamw':
-        print_row("  with shard_optimizer=True", gigabytes(parts, True, worlds))
+    parts = parts_with()
+    print_row("  these settings", gigabytes(parts, sharded))
+    if not sharded and len(sizes) > 1 and settings.optimizer == 'adamw':
+        print_row("  with shard_optimizer=True", gigabytes(parts, True))
     if not settings.checkpoint_activations:
-        leaner = replace(settings, checkpoint_activations=True)
-        less = memory(config, leaner, dtype)
-        print_row("  with checkpoint_activations=True", gigabytes(less, sharded, worlds))
-    print("  the first is " + ' + '.join(f"{part} {n / 1e9:.2f}" for part, n in parts.items()))
+        leaner = parts_with(checkpoint_activations=True)
+        print_row("  with checkpoint_activations=True", gigabytes(leaner, sharded))
+    print("  the first is " + ' + '.join(f"{part} {n / 1e9:.2f}" for part, n in parts[1].items()))
 
 
-def gigabytes(parts, sharded, worlds):
-    """GB per GPU in a run of n GPUs, for each n. sharded: each keeps a part of 'optimizer'."""
+def gigabytes(parts, sharded):
+    """GB per GPU. parts: {GPUs: {part: bytes}}. sharded: each keeps a share of 'optimizer'."""
     cells = []
-    for n in worlds:
-        total = sum(parts.values())
+    for n, of in parts.items():
+        total = sum(of.values())
         if sharded:
-            total -= parts['optimizer'] * (n - 1) / n
+            total -= of['optimizer'] * (n - 1) / n
         cells.append(f"{total / 1e9:.2f}")
     return cells
 
 
-def print_days(flops, worlds):
-    """How long so many FLOPs take, for each kind and number of GPUs."""
+def print_days(flops, numbers):
+    """How long so many FLOPs take, for each kind and these numbers of GPUs."""
     print_row(f"\ndays at {MFU:.0%} of the bf16 peak", [])
     for name, peak in PEAK_FLOPS.items():
-        days = [flops / (peak * MFU * n) / DAY for n in worlds]
+        days = [flops / (peak * MFU * n) / DAY for n in numbers]
         cells = [f"{d:,.2f}" if d >= 0.01 else '< 0.01' for d in days]
         print_row(f"  {name}, {peak / 1e12:.0f} TFLOP/s", cells)
 
 
 def print_row(name, cells):
-    print(f"{name:40s}" + ''.join(f"{cell:>10s}" for cell in cells))
+    print(f"{name:40s}" + ''.join(f"{cell:>10}" for cell in cells))

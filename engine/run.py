@@ -21,7 +21,7 @@ from engine.answers import answer_problems
 from engine.download import FINEWEB
 from engine.files import UserError, alone, for_terminal, whole
 from engine.flops import flops_per_token
-from engine.generate import check_pieces
+from engine.generate import check_pieces, generate
 from engine.hardware import expect_new_lengths, peak_flops
 from engine.shards import get_tokenizer
 from engine.start import check_unused
@@ -178,17 +178,18 @@ class Log:
         self.flops = flops_per_token(self.model, texts=micro_batch)
         world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
-        made_by = f" ({meta['source']})" if task_of(meta) else ''
+        made_here = task_of(meta) or meta['source'].startswith('source of Python')
+        source = f" ({meta['source']})" if made_here else ''
         self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "
-                 f"{s.data_dir}{made_by} {epochs:,.1f} times")
+                 f"{s.data_dir}{source} {epochs:,.1f} times")
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if trained < self.model.num_params():
             self.say(f"only {trained:,} parameters are trained, those of the mechanism, and the "
                      "loss is its own")
-        if epochs > OFTEN:
+        if epochs > OFTEN and not task_of(meta):
             shards = min(FINEWEB['fineweb-edu'], math.ceil(s.max_steps * s.batch_tokens / 1e8))
             self.say(f"warning: a text read {epochs:,.0f} times is learned by heart; more of it: "
                      f"python prepare_data.py fineweb-edu --shards={shards}, then "
@@ -353,9 +354,7 @@ def print_sample(model, data, tokenizer, settings):
     device = model.wte.weight.device
     window, _ = data.get([data.n // 2], device)                         # (1,T)
     prompt = window[:, :max(1, data.T // 4)]
-    torch.manual_seed(settings.seed)
-    most = model.config.block_size - prompt.size(1)     # that fit behind it
-    out = model.generate(prompt, min(settings.sample_tokens, most), temperature=0.7)
+    out = generate(model, prompt, settings.sample_tokens, temperature=0.7, seed=settings.seed)
     tokens = out[0].tolist()
     given = tokenizer.decode(tokens[:prompt.size(1)])
     new = tokenizer.decode(tokens[prompt.size(1):])

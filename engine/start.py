@@ -53,6 +53,8 @@ def start_model(settings, given, meta, state, ranks, device):
         if is_new(settings):    # a mechanism's own weights may be new
             own = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
             weights = {**own, **weights}
+            if ranks.rank == 0:
+                print(f"begins with the weights of {settings.init_from}", flush=True)
         load_weights(model, weights)
         check_whole(state['files'])
         steps = asked.get('ponder_steps')

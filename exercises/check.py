@@ -325,7 +325,7 @@ PROJECT = ('model', 'engine', 'check', 'answers', 'marker', 'attempt', 'sample',
            'tests')
 LIBRARY = ('hidden', 'generate', 'stream', 'mechanism', 'new_memory',   # of a model, and of torch
            'scaled_dot_product_attention', 'multi_head_attention_forward', 'MultiheadAttention')
-THE_CHECK = '\n# the check'
+THE_CHECK = '\n# the check: read it when you are done'
 ABOVE = dict(math=math, torch=torch, F=F, Embedding=Embedding)    # what checks use of above it
 
 

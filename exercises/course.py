@@ -36,7 +36,7 @@ def print_context(folders):
             fewest, most = begin + 1, min(end, longest)     # tokens that stand before
             name = f"{most}" if fewest == most else f"{fewest} to {most}"
             rows.append([name] + [column[begin:end].mean().item() for column in columns])
-    rows.append(['all'] + [column.mean().item() for column in columns])
+    rows.append(['all'] + [column[:longest].mean().item() for column in columns])
     print(table(['tokens before', *folders], rows))
 
 

@@ -216,7 +216,13 @@ def main(argv):
 
 
 def exercises_in(folders):
-    """(folder, exercise) of each that is there, in their order. UserError if there is none."""
+    """
+    (folder, exercise) of each that is there, in their order. UserError if there is none, or if one
+    of the folders is not there.
+    """
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise UserError(f"{folder}: no such folder")
     places = [(folder, name) for folder in folders for name in handed_in(folder)]
     if not places:
         raise UserError(f"{', '.join(folders)}: no folder with an exercise in it, such as "

@@ -99,6 +99,11 @@ def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
                                                'one answer, batch 2', *folders]
     with pytest.raises(UserError, match='halt_tau: finished runs are timed as they are'):
         bench.main([*folders, '--halt_tau=1', '--device=cpu'])
+    small = prepare_data.DataSettings(problems=400, size=1, name='short')
+    prepare_data.prepare(small, ['addition'])
+    short = save(tmp_path / 'short', model, data_dir='data/short')
+    with pytest.raises(UserError, match='several tasks or sizes'):
+        bench.main([folders[0], short, '--device=cpu'])
     text = save(tmp_path / 'text', make(**size), data_dir=small_data)
     with pytest.raises(UserError, match='trained on a text'):
         bench.main([text, '--device=cpu'])

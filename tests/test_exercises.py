@@ -183,6 +183,13 @@ def test_a_lost_line_above_the_check_is_named(tmp_path):
     assert check.borrowed(str(path)).startswith('the line `# the check` is gone')
 
 
+def test_a_students_note_on_the_check_ends_nothing(tmp_path):
+    path = tmp_path / 'rope.py'
+    with open(os.path.join(FOLDER, 'rope.py'), encoding='utf-8') as f:
+        path.write_text('# the check says 4.2\n' + f.read(), encoding='utf-8')
+    assert 'NotImplementedError' in check.students_part(str(path))
+
+
 # As `python exercises/NAME.py` does for each: only its own folder is on the path, and nothing of
 # the project is loaded. One process, as torch takes seconds.
 AS_PROGRAMS = '''

@@ -190,6 +190,8 @@ def test_a_part_that_records_no_numbers_is_refused(monkeypatch):
 def test_a_folder_without_exercises_is_refused(tmp_path):
     with pytest.raises(UserError, match='no folder with an exercise in it, such as attention.py'):
         marker.main([str(tmp_path)])
+    with pytest.raises(UserError, match='bne: no such folder'):     # which is no folder without
+        marker.main([FOLDER, 'bne'])
 
 
 def test_folders_may_end_with_a_slash(tmp_path, monkeypatch, capsys):

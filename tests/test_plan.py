@@ -210,6 +210,18 @@ def test_a_plan_is_of_what_the_command_line_says(dry_run):
     assert one - eight == pytest.approx(7 * 0.362, abs=0.02)
 
 
+def test_a_plan_has_the_sequences_that_each_gpu_gets(dry_run):
+    """Fewer than micro_batch, if a step has no more for so many."""
+    tiny = os.path.join(SIZES, 'tiny.py')
+    out = dry_run(tiny, '--batch_tokens=2048')
+    assert cells(out, 'sequences at a time') == ['4', '1']
+    both = [float(gigabytes) for gigabytes in cells(out, 'these settings')]
+    alone = [float(cells(dry_run(tiny, '--batch_tokens=2048', f'--micro_batch={size}'),
+                         'these settings')[0]) for size in (4, 1)]
+    assert both == alone and both[0] > both[1]
+    assert 'sequences at a time' not in dry_run(tiny)      # of one GPU, and 8 cannot share 4
+
+
 def test_what_halts_can_be_planned(dry_run):
     """On tensors without numbers, which nobody can ask who goes on."""
     out = dry_run('--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32',

@@ -181,8 +181,9 @@ def test_only_the_rate_that_was_picked_counts():
 
 
 def test_a_file_of_made_runs_takes_no_settings():
-    with pytest.raises(UserError, match='names: does nothing for a file of runs that are made'):
-        race.main(['docs/runs/race.jsonl', '--names=ours'])
+    for setting in '--names=ours', '--max_steps=77':
+        with pytest.raises(UserError, match='(names|max_steps): does nothing for a file of runs'):
+            race.main(['docs/runs/race.jsonl', setting])
 
 
 def test_a_rate_that_diverges_is_not_the_best(started):

@@ -511,6 +511,8 @@ def test_an_exported_model_is_trained_on_and_asked(small_data, tmp_path, capsys)
     folder = save(tmp_path / 'plain', make(vocab_size=320, n_tokens=257))
     exported = str(tmp_path / 'exported')
     hf.main([folder, exported])
+    with pytest.raises(UserError, match='exported holds a model'):      # perhaps one downloaded
+        hf.main([folder, exported])
     with open(os.path.join(exported, 'config.json')) as f:
         assert json.load(f)['eos_token_id'] == 256, "others stop where a text ends"
     train.main([f'--init_from=hf:{exported}', f'--data_dir={small_data}', '--max_steps=1',

@@ -163,6 +163,10 @@ def test_two_sides_and_settings_of_one_answer_alone(server):
     assert passes == [{6}, {3}]
     assert [len(pages(events, i)[-1]['models'][0]['after']) for i in (0, 1)] == [6, 3]
 
+    server.ask(text='ab', max_new_tokens=1, sides=[dict(model='text', ponder_steps=0)])
+    page = server.request('GET', '/').read().decode()
+    assert re.search(r'"name": ?"text",.*?"ponder_steps": ?(\w+)', page)[1] == '2'    # as trained
+
     few, many = [server.ask(text='12+34', max_new_tokens=9, sides=[dict(model='sums', halt_tau=n)])
                  for n in (1, 0)]
     assert {event['passes'] for event in few if 'token' in event} == {1}

@@ -189,6 +189,26 @@ def test_the_first_step_of_a_process_has_a_line_of_its_own(run_train, tmp_path, 
     assert [r['step'] for r in log_of(tmp_path / 'out') if 'loss' in r] == [1, 3, 4, 10, 15]
 
 
+def test_the_last_evaluation_is_made_when_time_is_up(run_train, tmp_path, capsys):
+    """No later run would put it on record."""
+    with stopped_at(4):
+        run_train('out', '--max_steps=4')
+    assert 'step 4: validation loss' in capsys.readouterr().out
+    assert [r['step'] for r in log_of(tmp_path / 'out') if 'val_loss' in r] == [4]
+
+
+def test_a_run_says_whose_weights_it_begins_with(run_train, tmp_path, capsys):
+    """Also where a settings.json asks for them, which the user may not have looked into."""
+    first = tmp_path / 'first'
+    run_train('first', '--max_steps=1')
+    run_train('tuned', '--max_steps=1', f'--init_from={first}')
+    capsys.readouterr()
+    run_train('again', str(tmp_path / 'tuned' / 'settings.json'), f'--out_dir={tmp_path / "again"}')
+    assert f'begins with the weights of {first}\n' in capsys.readouterr().out
+    run_train('first', '--max_steps=2', '--init_from=resume')
+    assert 'begins with' not in capsys.readouterr().out
+
+
 def test_settings_given_when_resuming_count(run_train):
     run_train('out', '--max_steps=4')
     given = ['--weight_decay=0.3', '--beta1=0.8', '--dropout=0.1']

@@ -330,6 +330,9 @@ def bench_answers(setup, folders):
             raise UserError(f"{folder}: was trained on a text, which asks nothing: name runs on a "
                             "made task")
         runs[folder] = model, exam
+    if len({(exam['task'], exam['size']) for _, exam in runs.values()}) > 1:
+        raise UserError("these are of several tasks or sizes, whose answers have other lengths: "
+                        "name runs on one")
     rows = []
     for folder, (model, exam) in runs.items():
         answers = totals(answer_problems(model, exam, ANSWERS))['passes']

@@ -584,7 +584,8 @@ def table_of(records, beside=None):
     records = [r for name in runs for r in runs[name]]
     base = base_of(runs, [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm'])
     if beside and not base:
-        raise UserError(f"beside={beside}: no finished run here; there are {', '.join(runs)}")
+        raise UserError(f"beside={beside}: no finished run of those asked for, which are "
+                        f"{', '.join(runs)}")
     base = base or [*runs][0]
     if all('right' in r for r in records):
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
@@ -594,9 +595,8 @@ def table_of(records, beside=None):
                   'minus plain of equal FLOPs']
         rows = [loss_row(name, runs, base) for name in runs]
     for row, name in zip(rows, runs):
-        row += [f"{median(runs[name], key) / median(runs[base], key):.2f}"
-                for key in ('flops', 'seconds')]
-    text = table([*header, 'x FLOPs', 'x time'], rows)
+        row.append(f"{median(runs[name], 'flops') / median(runs[base], 'flops'):.2f}")
+    text = table([*header, 'x FLOPs'], rows)
     text += (f"\n\nMedians; differences: means; x: of {base}; learned it: {LEARNED:.0%} right or "
              f"more; equal FLOPs: within 5 %. {where_made(records)}")
     if tried:
@@ -737,6 +737,14 @@ def plain_of_equal_flops(name, runs, base):
 # -------------------------------------------------------------------------------------------------
 
 
+def check_beside(compare, path):
+    """UserError if no run is to be made, or is made (path: their records), to compare with."""
+    names = {without_rate(r['name']) for r in read_lines(path) if 'name' in r}
+    names.update(ALL if compare.names == 'all' else compare.names.split(','))
+    if compare.beside and without_rate(compare.beside) not in names:
+        raise UserError(f"beside={compare.beside}: no such run is asked for; add it to --names")
+
+
 def those_asked_for(records, given):
     """
     Those of --names, at any rate, and of --seeds, where the user gave them; UserError for a name or
@@ -775,8 +783,12 @@ def main(argv):
 
     failed = 0
     named = bool(files)
+    idle = [name for name in (*given, *asked) if name not in ('names', 'seeds', 'beside')]
+    if named and idle:
+        raise UserError(f"{idle[0]}: does nothing for a file of runs that are made; leave it out")
     if not named:
         files = [os.path.join(compare.out, 'runs.jsonl')]
+        check_beside(compare, files[0])
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
         failed = make_all(compare, common, files[0])
     for path in files:

@@ -145,6 +145,8 @@ def main(argv):
         raise UserError("name a checkpoint folder and a folder to write: python tools/hf.py "
                         "out/vanilla exported/vanilla")
     checkpoint, exported = folders
+    if os.path.exists(os.path.join(exported, 'config.json')):
+        raise UserError(f"{exported} holds a model: name another folder, or take that one away")
     state = load_checkpoint(checkpoint, mapped=True)
     save_hf(own(model_of(state).float(), state), exported, state['tokenizer'])
     print(f"wrote {exported}")

@@ -419,8 +419,8 @@ def curves(paths, s):
                 **look)
         if run['val_loss']:
             ax.plot(*zip(*run['val_loss']), 'o', color=look['color'], markersize=5)
-    ax.set(xlabel=X[s.x], ylabel='loss (nats per token), better ↓')
-    ax.set_title('lines: training loss, marks: validation loss', loc='left', size=TEXT)
+    ax.set(xlabel=X[s.x], ylabel='loss (nats per target), better ↓')
+    ax.set_title('lines: what training lowers, marks: validation loss', loc='left', size=TEXT)
     write_legend(ax, [ax])
     return figure
 

@@ -454,8 +454,9 @@ def main(argv):
 
     [path] = files
     results = path
-    if path.endswith('.jsonl') and given:
-        raise UserError(f"{min(given)}: does nothing for a file of runs that are made; leave it "
+    idle = {**given, **asked}
+    if path.endswith('.jsonl') and idle:
+        raise UserError(f"{min(idle)}: does nothing for a file of runs that are made; leave it "
                         "out")
     if path.endswith('.py'):
         results = os.path.join(chosen.out, 'runs.jsonl')

@@ -108,6 +108,7 @@ class Served:
         self.model = model
         self.tokenizer = tokenizer
         self.exam = exam            # of a made task
+        self.ponders = slots_per_token(model) > 1   # before a question has set other steps
         self.ponder_steps = model.config.ponder_steps
         self.halt_tau = model.config.halt_tau
 
@@ -118,7 +119,7 @@ class Served:
             name=self.name,
             example=example,
             task=None if self.exam is None else self.exam['task'],
-            ponder_steps=self.ponder_steps if slots_per_token(self.model) > 1 else None,
+            ponder_steps=self.ponder_steps if self.ponders else None,
             halt_tau=self.halt_tau if halts(self.model) else None,
         )
 
