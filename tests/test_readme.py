@@ -573,7 +573,7 @@ def test_the_sums_to_expect_are_those_of_the_results():
     page = ' '.join(read_text('docs/modify.md').split())
     assert f"{of_tasks['loop']} % in the median. How much" in page
     assert f"{of_tasks['plain_scaled']} % in the median. But with the default" in page
-    assert f"{of_feedback['smear']} % in the median of several seeds" in page
+    assert f"{of_feedback['smear']} % right in the median of several seeds" in page
 
 
 # ---- the README itself
