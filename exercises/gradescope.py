@@ -18,7 +18,7 @@ from typing import Optional
 import check
 import marker
 from check import HERE, NAMES, UserError, run_program
-from configurator import build, read
+from configurator import build, check_range, read
 from marker import FILES, ROOT
 
 SETUP = '''#!/usr/bin/env bash
@@ -35,7 +35,7 @@ RUN = '''#!/usr/bin/env bash
 # Gradescope runs this for each submission.
 cd "${{AUTOGRADER:-/autograder}}"
 venv/bin/python source/exercises/gradescope.py --submission=submission \\
-    --exercises={exercises} --seconds={seconds} --seed={seed}
+    --exercises={exercises} --seconds={seconds}
 '''
 
 
@@ -45,8 +45,10 @@ class GradescopeSettings:
     exercises: str = ','.join(NAMES)    # those asked for
     out: str = 'autograder.zip'         # the zip to write
     seconds: int = 60                   # that one file may take
-    seed: Optional[int] = None          # of shapes and numbers (None: new ones in each run)
     submission: Optional[str] = None    # on Gradescope's machine: mark this folder instead
+
+    def __post_init__(self):
+        check_range(self, 1, 86_400, 'seconds')
 
 
 def main(argv):
@@ -63,7 +65,7 @@ def main(argv):
 
 
 def write_zip(names, s):
-    run = RUN.format(exercises=s.exercises, seconds=s.seconds, seed=s.seed)
+    run = RUN.format(exercises=s.exercises, seconds=s.seconds)
     with zipfile.ZipFile(s.out, 'w', zipfile.ZIP_DEFLATED) as archive:
         for name, text in (('setup.sh', SETUP), ('run_autograder', run)):
             info = zipfile.ZipInfo(name)
@@ -81,7 +83,7 @@ def points(name):
 
 def write_results(names, s):
     """Mark the submission and write results/results.json, a test for each part of an exercise."""
-    how = marker.MarkSettings(s.seconds, s.seed)
+    how = marker.MarkSettings(s.seconds)
     present = marker.handed_in(s.submission, names)
     tests = []
     for one in marker.mark_names([(s.submission, name) for name in present], how.seed, how.seconds):

@@ -15,7 +15,7 @@ from engine.files import UserError
 
 def test_the_autograder_marks_a_submission(tmp_path):
     asked_for = '--exercises=flops,jacobi'
-    done = program(gradescope.__file__, asked_for, '--seed=3', cwd=tmp_path)
+    done = program(gradescope.__file__, asked_for, cwd=tmp_path)
     assert done.stdout == 'autograder.zip: 2 exercises, 7 points\n'
     with zipfile.ZipFile(tmp_path / 'autograder.zip') as archive:
         archive.extractall(tmp_path / 'source')
@@ -45,4 +45,6 @@ def test_help_and_unknown_exercises_write_no_zip(tmp_path, monkeypatch, capsys):
     assert '--exercises=' in capsys.readouterr().out
     with pytest.raises(UserError, match='ropes: the exercises are attention'):
         gradescope.main(['--exercises=ropes'])
+    with pytest.raises(UserError, match='seconds=0'):
+        gradescope.main(['--seconds=0'])
     assert not os.listdir(tmp_path)

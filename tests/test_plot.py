@@ -302,8 +302,9 @@ def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):
     assert [ax.get_title(loc='left') for ax in both.axes] == ['data/a', 'other/a']
     with pytest.raises(UserError, match='names'):
         plot.halting([str(path)], PlotSettings(names='gate'))
-    with pytest.raises(UserError, match='no run of tools/compare.py'):
-        plot.records([str(path)], PlotSettings())
+    for others in str(path), os.path.join(ROOT, 'docs', 'runs', 'race.jsonl'):
+        with pytest.raises(UserError, match='no run of tools/compare.py'):
+            plot.records([others], PlotSettings())
 
 
 def test_whose_values_each_layer_mixes(tmp_path, small_data, capsys):

@@ -171,7 +171,8 @@ def records(paths, s):
 
 def read_records(path, s):
     """{name: [record, ..]} of the runs to draw; UserError if there are none."""
-    made = [r for r in read_all([path]) if r.get('name')]   # choices.py's records have none
+    made = [r for r in read_all([path])
+            if r.get('name') and 'command' in r]    # neither choices.py's records nor race.py's
     runs = those_that_judge([r for r in made if s.draws(r['name'])])
     if not runs:
         raise UserError(f"{path}: no run of tools/compare.py with one of these names")
