@@ -3,11 +3,10 @@ nanoPonder: a GPT, and the ideas that let it think more per token. All of them a
 which needs PyTorch 2.11 or later and nothing else: copy it.
 
     B batch   T tokens   C n_embd   V vocab_size
-    nh query heads   nkv key/value heads   hd head dimension   N keys in the cache
+    nh query heads   nkv key/value heads   hd head dimension   N keys of a memory
     S slots: the vectors that go through the blocks at once, one for each token until part 4
     K ponder_steps: extra passes, or extra slots, for each token
-    k number of a pass or slot, 0 .. K, written below (h_k), and behind the token's (h_{t,k});
-      beside q and v the keys
+    k number of a pass or slot, 0 .. K, as in h_k, or h_{t,k} of token t; in `q, k, v` the keys
 
 The plain model is a Qwen3-style decoder: RMSNorm in front of each branch, rotary positions,
 QK-norm, SwiGLU, no biases; query heads can share key/value heads. It is three functions, one after
@@ -74,8 +73,8 @@ def require(ok, message):
 class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/tiny.py. None stands for the default
-    that the comment names; __post_init__ puts in the number, if the model needs it. To change
-    n_head, make a new GPTConfig: dataclasses.replace would keep the old head_dim.
+    that the comment names; __post_init__ puts in the number, if the model needs it. To change one,
+    make a new GPTConfig: dataclasses.replace would keep numbers that follow from it.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows that are tokens (None: all); others get logits -inf
@@ -109,7 +108,7 @@ class GPTConfig:
     jacobi_iters: int = 3                # Latent, Mask: R, sweeps that refine the thoughts
 
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
-    # (on text halt_lambda does nothing in exit, and halt_start and halt_full nothing in ouro)
+    # (exit's halt_lambda, and ouro's halt_start and halt_full, are for questions: see GPT.forward)
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
@@ -304,25 +303,20 @@ QUERIES_AT_ONCE = 256
 
 def attend_in_turns(kernel, q, k, v, per_slot):
     """
-    Attention.attend where there are more keys than queries: never in the training of a plain GPT.
-    QUERIES_AT_ONCE queries at a time read the keys up to those of the last of them, so that masks
-    stay small and little is computed in vain.
+    Attention.attend for several queries of more keys than these: never in the training of a plain
+    GPT. QUERIES_AT_ONCE queries at a time read the keys up to those of the last of them, so that
+    masks stay small and little is computed in vain.
     """
     S, n_keys = q.size(2), k.size(2)
     if q.size(1) > k.size(1):           # shared keys: few fused kernels have these and a mask
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-    at_once = min(S, QUERIES_AT_ONCE)
-    # reads (at_once, n_keys): what the last queries read, as here 3 queries of 5 keys    1 1 1 0 0
-    # (per_slot 1). An earlier group has fewer keys, with the same triangle at their      1 1 1 1 0
-    # end: its mask is `reads` without the first columns.                                 1 1 1 1 1
-    later = torch.arange(at_once - 1, -1, -1, device=q.device)          # queries after each
-    reads = torch.arange(n_keys, device=q.device) < n_keys - per_slot * later[:, None]
     parts = []
-    for first in range(0, S, at_once):
-        end = min(first + at_once, S)
-        fewer = per_slot * (S - end)
-        n = n_keys - fewer
-        mask = reads[at_once - (end - first):, fewer:]                  # (end - first, n)
+    for first in range(0, S, QUERIES_AT_ONCE):
+        end = min(first + QUERIES_AT_ONCE, S)
+        queries = torch.arange(first, end, device=q.device)[:, None]
+        reads = n_keys - per_slot * (S - 1 - queries)           # how many keys each of them reads
+        n = n_keys - per_slot * (S - end)                       # the last of them: no key is behind
+        mask = torch.arange(n, device=q.device) < reads                 # (end - first, n)
         parts.append(kernel(q[:, :, first:end], k[:, :, :n], v[:, :, :n], attn_mask=mask))
     return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
 
@@ -362,11 +356,10 @@ LOGITS_AT_ONCE = 2 ** 25    # 134 MB in fp32
 
 def some_rows_at_once(function):
     """
-    It saves memory and changes no result: skip it at first. A decorator for function(gpt, h,
-    *targets), which makes V logits of each row of h (..,C), and whose result for a row depends on
-    that row alone. With V = 50,304 the logits of 8 x 2048 tokens would take 3.3 GB. So where there
-    are more than LOGITS_AT_ONCE, it calls the function on n rows at a time, as (n,C), and backward
-    computes their logits again.
+    A decorator that saves memory: skip it at first. function(gpt, h, *targets) makes V logits of
+    each row of h (..,C), and its result for a row depends on that row alone. With V = 50,304 the
+    logits of 8 x 2048 tokens would take 3.3 GB. So where there are more than LOGITS_AT_ONCE, the
+    function is called for n rows at a time, as (n,C), and backward computes their logits again.
     """
     @wraps(function)
     def in_parts(gpt, h, *targets):
@@ -403,7 +396,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits, loss), one of which is None. targets (B,T) are the next tokens,
-        negative where none is to be predicted.
+        negative where none is to be predicted, as within a question (which Exit and Ouro treat
+        differently, part 5).
 
             without targets             (logits (B,T,V), None)
             with targets, in eval mode  (None, the mean cross-entropy in nats)
@@ -601,7 +595,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # nothing. Keys can have weights: those of padding weigh 0, and part 5 uses weights for more.
 #
 # k counts passes and slots from 0. x_k, E_k and Latent's z_{t,k} go into pass or slot k; h_k, or of
-# token t h_{t,k}, comes out of it. (The papers also write k above.)
+# token t h_{t,k}, comes out of it. (In some papers k is a superscript.)
 #
 # To add a mechanism: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in
 # PONDER; its settings in GPTConfig. Smear is the simplest.
@@ -620,7 +614,7 @@ class Mechanism(nn.Module):
         super().__init__()
         self.config = config
         self.progress = None    # both are set by begin_step
-        self.drawn = None       # Latent: R of this step; Feedback: K
+        self.drawn = None       # Latent: R of this step; Feedback: its last pass
 
     def new_memory(self, pad):
         """An empty memory, as GPT.new_memory: the one that `forward` gets."""
@@ -640,8 +634,8 @@ class Mechanism(nn.Module):
     def draws(self):
         """
         Skip it until Latent. The values that begin_step chooses from, equally likely: Latent's R,
-        Feedback's K; [None] if there is nothing to choose. The first is the costliest:
-        engine/plan.py counts on that, and outside of training it holds.
+        Feedback's last pass; [None] if there is nothing to choose. The first is the one used
+        outside of training. It must be the costliest: engine/plan.py counts on that.
         """
         return [None]
 
@@ -678,7 +672,7 @@ class Mechanism(nn.Module):
         self.drawn = random.Random(f'{seed} {step}').choice(self.draws())
 
     def this_draw(self):
-        """Latent's R, Feedback's K: in training what begin_step drew, else the first of `draws`."""
+        """In training what begin_step drew from `draws`, else the first of them."""
         return self.begun(self.drawn) if self.training else self.draws()[0]
 
     @staticmethod
@@ -735,7 +729,7 @@ class WeightedMemory(Memory):
         """pad (B,): how many tokens on the left of each row are padding."""
         super().__init__()
         self.pad = pad
-        self.passes_before = list(passes_before)
+        self.passes_before = passes_before
         self.is_token = None
         self.log_w = None           # of the next keys; None if no key here has a weight
         self.carried = None
@@ -1108,12 +1102,11 @@ class Feedback(Mechanism):
         last = self.this_draw()                             # the last pass: K, or K - 1
         is_token = memory.is_token[..., None]                           # (B,T,1)
         carried = memory.carried                            # h of the token before these
-        shifted = shift(torch.zeros_like(x), carried)       # h_{t-1}, so far: carried, 0, 0, ..
+        h = torch.zeros_like(x)                             # of no pass yet
         for _ in range(min(last + 1, x.size(1))):           # T passes are exact: for a token, one
             memory.rewind()                                 # what the pass before left was a guess
-            h = gpt.trunk(x + shifted, memory.next_pass())
+            h = gpt.trunk(x + shift(h, carried), memory.next_pass())
             h = h.where(is_token, 0.0)                      # padding carries nothing on
-            shifted = shift(h, carried)
         memory.carried = h[:, -1:] if last > 0 else None    # K = 0: nothing is fed back
         return h
 
@@ -1134,8 +1127,8 @@ PONDER = {'none': Plain, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, '
 #     Ouro      stay, p(not left)    never               of its last pass    of its last pass
 #
 # Of a training run, `onset` rises from 0 at halt_start to 1 at halt_full. It is a factor on Gate's
-# share of low gates, on the halting losses of Mask, Router and Exit, and on Ouro's loss of tokens
-# with negative targets; and with it Exit's weights of passes turn from 'last' into exit_loss.
+# share of low gates, on the halting losses of Mask, Router and Exit, and on Ouro's loss of
+# questions in stage 1; and with it Exit's weights of passes turn from 'last' into exit_loss.
 
 
 class Halting(Mechanism):
@@ -1143,7 +1136,7 @@ class Halting(Mechanism):
     A mechanism whose tokens stop by themselves. Each paper's class has its own loop over the passes
     (Exit and Ouro share one); here is what the loops share. In the docstrings tau is halt_tau.
 
-    Tokens that stopped still go through the blocks; the output has nothing of it. Time is saved
+    Tokens that stopped still go through the blocks, but what comes out is not used. Time is saved
     where a loop ends once all tokens, of all rows, have stopped: in generation. (For Router in
     training see engine/skip.py. A text that Mask reads by sweeps takes all slots.)
 
@@ -1158,8 +1151,9 @@ class Halting(Mechanism):
         super().__init__(config)
         self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it (Mask in
                             # training: who would)
-        self.kept = None    # of the last call: what the loss reads; and `scores`, (B,T) of each
-                            # pass that another might follow: what is compared with tau
+        self.kept = None    # of the last call, until `loss` has read it: what the loss needs; and
+                            # `scores`, (B,T) of each pass that another might follow: what is
+                            # compared with tau (Exit in training: from halt_full on)
 
     @property
     def passes(self):
@@ -1216,9 +1210,10 @@ def without_autocast(module, h):
 
 def catch_up(memory):
     """
-    Called before pass k, with its memory. In generation a call ends once all its tokens have
-    stopped, so they leave no keys in the memories of later passes. This stores keys in their place:
-    what memory.stand_in makes of those in the memory of pass k - 1, which has caught up before.
+    In generation a call ends once all its tokens have stopped, so the memories of later passes lack
+    their keys. Before pass k uses its memory, this appends what is missing: for each token what
+    memory.stand_in makes of its keys and values in the memory of pass k - 1, which has caught up
+    before.
 
     If token 5 stopped after pass 0, memory[1] lacks its keys. Before token 6 takes pass 1, it gets
     them from memory[0]: the same again (FrozenMemory), or keys of weight 0 (RouterMemory).
@@ -1241,7 +1236,7 @@ class FrozenMemory(WeightedMemory):
 
     takes_pass = None       # (B,1,T,1): who takes it
 
-    def freeze_except(self, takes):
+    def begin_pass(self, takes):
         """To be called before each pass. takes (B,T): who takes it. Returns this memory."""
         catch_up(self)
         self.takes_pass = takes[:, None, :, None]                       # (B,1,T,1)
@@ -1264,8 +1259,8 @@ class Gate(Halting, Embedding):
     """
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
-    PonderLM's passes, with a gate after each that scales what joins the input, or ends the token's
-    pondering. (The paper writes i for k. P_k and E_k are those of Embedding.)
+    PonderLM's passes, with a gate after each that scales what joins the input, or stops the token.
+    (The paper writes i for k. P_k and E_k are those of Embedding.)
 
         s_k     = sigmoid(MLP_k(h_k))            a gate after every pass but the last      (2), (3)
         m_{k+1} = m_k (s_k >= tau), m_0 = 1      who takes another pass: `takes`           (4), (5)
@@ -1274,7 +1269,7 @@ class Gate(Halting, Embedding):
 
     The loss gains halt_lambda times the mean of the lowest gates (13). The share of all gates that
     counts as lowest grows from 0 at halt_start to halt_share at halt_full (14). Before halt_start
-    nobody halts in training: otherwise cross-entropy alone would shut the gates for good.
+    nobody stops in training: otherwise cross-entropy alone would shut the gates for good.
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: a stopped token's output is the hidden state of its
@@ -1305,7 +1300,7 @@ class Gate(Halting, Embedding):
         self.taken = []
         self.kept = SimpleNamespace(scores=[])
         for k in range(self.K + 1):
-            h = gpt.trunk(x, memory[k].freeze_except(takes))            # h_k, (10)
+            h = gpt.trunk(x, memory[k].begin_pass(takes))               # h_k, (10)
             out = torch.where(takes[..., None], h, out)
             self.taken.append(takes)
             if k == self.K:
@@ -1338,7 +1333,7 @@ class Mask(Halting, Latent):
 
     A router reads a token's own slot and says how many of PonderLM-2's thoughts the token needs.
     From that follow the weight w of a thought's keys, and its share s of the output. (From Latent:
-    draws, R, sweeps.)
+    its memory, R and sweeps.)
 
         s_t     = softmax(router(h_{t,0}))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -1347,8 +1342,8 @@ class Mask(Halting, Latent):
 
     A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
     with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. A new token takes slot after slot. The loss gains halt_lambda times the expected number of
-    thoughts, in full from halt_full on; this term is ours.
+    of 1. A new token takes slot after slot. The loss gains halt_lambda * onset * the mean of the
+    expected number of thoughts; this term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
@@ -1361,11 +1356,17 @@ class Mask(Halting, Latent):
         super().__init__(config)
         self.router = nn.Linear(config.n_embd, self.K + 1)
 
-    def route(self, h):
-        """Hidden states (B,T,C) of the tokens' own slots -> s and log w, each (B,T,K+1)."""
+    def route(self, h, is_token):
+        """
+        Hidden states (B,T,C) of the tokens' own slots -> s, w and who needs which thought, and
+        log w of these thoughts, or in training of all: (B,T,K+1) each.
+        """
         log_s = without_autocast(self.router, h).log_softmax(-1)
         log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)                # sums over j >= k, in logs
-        return log_s.exp(), F.pad(log_w[..., 1:], (1, 0))               # log w_0 is exactly 0
+        log_w = F.pad(log_w[..., 1:], (1, 0))                           # log w_0 is exactly 0
+        w = log_w.exp()
+        needed = self.goes_on(w) & is_token[..., None]
+        return log_s.exp(), w, needed, log_w if self.training else log_weight(needed, log_w)
 
     def forward(self, gpt, x, memory):
         one_by_one = x.size(1) == 1 and not self.training
@@ -1383,15 +1384,12 @@ class Mask(Halting, Latent):
         who needs which thought, (B,1,K+1) each.
         """
         h = gpt.trunk(x, memory.next_pass(log_w=log_weight(memory.is_token)))
-        s, log_w = self.route(h)
-        w = log_w.exp()
-        needed = self.goes_on(w) & memory.is_token[..., None]
+        s, w, needed, log_w = self.route(h, memory.is_token)
         outs = [h]
         for k in range(1, self.K + 1):
             if self.all_stopped(needed[..., k]):
                 break
-            log_w_k = log_weight(needed[..., k], log_w[..., k])         # (B,1)
-            h = gpt.trunk(h, memory.next_pass(log_w=log_w_k))
+            h = gpt.trunk(h, memory.next_pass(log_w=log_w[..., k]))
             outs.append(h)
         return outs, s, w, needed
 
@@ -1407,15 +1405,11 @@ class Mask(Halting, Latent):
         outs = ()
         for n in self.slots_of_sweeps():
             outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
-            s, log_w = self.route(outs[0])
-            w = log_w.exp()
-            needed = self.goes_on(w) & memory.is_token[..., None]
-            if not self.training:
-                log_w = log_weight(needed, log_w)
+            s, w, needed, log_w = self.route(outs[0], memory.is_token)
         return outs, s, w, needed
 
     def penalty(self, gpt, targets):
-        """halt_lambda and the onset times the mean of the thoughts expected, sum_k k s_{t,k}."""
+        """halt_lambda * onset * the mean of the thoughts expected, sum_k k s_{t,k}."""
         is_target = targets >= 0                                        # (B,T)
         expected = (self.kept.s * torch.arange(self.K + 1, device=targets.device)).sum(-1)
         return self.config.halt_lambda * self.onset() * mean_where(is_target, expected)
@@ -1424,11 +1418,8 @@ class Mask(Halting, Latent):
 class RouterMemory(ChainMemory):
     """A ChainMemory; in the passes that a token does not take, its keys have weight 0."""
 
-    def weigh_only(self, takes):
-        """
-        To be called before each pass. takes (B,T): who takes it; padding never does. Returns this
-        memory.
-        """
+    def begin_pass(self, takes):
+        """As in FrozenMemory; padding takes no pass."""
         catch_up(self)
         self.log_w = log_weight(takes)
         return self
@@ -1445,22 +1436,22 @@ class Router(Halting):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220)
 
-    The adaptive arm of Chain's paper: a token leaves when its probability of getting further is
+    The adaptive arm of Chain's paper: a token stops when its probability of getting further is
     small. The equations are of one token; the paper counts k from 1.
 
-        g_k       = sigmoid(router(h_k))            whether to go on; g_K is made, not used      (3)
+        g_k       = sigmoid(router(h_k))            whether to go on, k < K                      (3)
         reach_0   = 1,  reach_{k+1} = reach_k g_k                      probability of pass k + 1 (4)
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
         weight_k  = reach_k (1 - g_k) before K*, reach_k at K*                            (5), (7)
         output    = sum_k weight_k h_k                                                           (8)
-        loss     += halt_lambda mean_t sum_{k <= K*, k < K} g_k (p_k)^beta                 (9), (10)
-                    p_k: the right token's probability after pass k, a constant for gradients
+        loss     += halt_lambda mean_t sum_{k <= K*, k < K} g_k (right_k)^beta             (9), (10)
+                    right_k: the right token's probability after pass k, for gradients a constant
 
-    Tokens leave from the first optimizer step on, as in the paper. So the last term starts then,
-    too, unless halt_start > 0 delays it.
+    Tokens stop from the first optimizer step on, as in the paper. So the term (9), (10) starts
+    then, too, unless halt_start > 0 delays it.
 
     Cost: the passes of Chain that are taken (in training with engine/skip.py), and in training a
-    head for each p_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
+    head for each right_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
     embeddings are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     """
     works_on = 'chain'
@@ -1482,19 +1473,21 @@ class Router(Halting):
         self.kept = SimpleNamespace(h=[], g=[], scores=[])
         for k in range(self.K + 1):
             h = self.one_pass(gpt, h, memory[k], takes)                 # h_k, (B,T,C)
+            self.taken.append(takes)
+            if k == self.K:
+                break
             g = without_autocast(self.router, h).squeeze(-1).sigmoid()              # (3), (B,T)
             next_reach = reach * g                                                  # (4)
-            takes_next = takes & self.goes_on(next_reach) & (k < self.K)            # (6)
+            takes_next = takes & self.goes_on(next_reach)                           # (6)
             weight = torch.where(takes_next, reach * (1 - g), reach)                # (5), (7)
             out = out + (weight * takes)[..., None] * h                             # (8)
-            self.taken.append(takes)
-            if k < self.K:
-                self.kept.h.append(h)
-                self.kept.g.append(g)
-                self.kept.scores.append(next_reach)
+            self.kept.h.append(h)
+            self.kept.g.append(g)
+            self.kept.scores.append(next_reach)
             reach, takes = next_reach, takes_next
             if self.all_stopped(takes):
                 break
+        out = out + (reach * takes)[..., None] * h      # (7), (8) of those that take pass K
         return out.to(x.dtype)
 
     @staticmethod
@@ -1503,21 +1496,21 @@ class Router(Halting):
         What a pass makes of x (B,T,C). What it makes of tokens that stopped is not used. (In
         training engine/skip.py leaves them out.)
         """
-        return gpt.trunk(x, memory.weigh_only(takes))
+        return gpt.trunk(x, memory.begin_pass(takes))
 
     def penalty(self, gpt, targets):
-        """halt_lambda and the onset times the mean over tokens of sum_k g_k (p_k)^beta."""
+        """halt_lambda * onset * the mean over tokens of sum_k g_k (right_k)^beta."""
         total = 0.0                                                     # later (B,T)
         for h, g, taken in zip(self.kept.h, self.kept.g, self.taken):   # of each pass but the last
             with torch.no_grad():
-                p = gpt.token_losses(h, targets).neg().exp()            # (B,T)
-            total = total + taken * g * p ** self.config.halt_beta
+                right = gpt.token_losses(h, targets).neg().exp()        # (B,T)
+            total = total + taken * g * right ** self.config.halt_beta
         return self.config.halt_lambda * self.onset() * mean_where(targets >= 0, total)  # (9), (10)
 
 
 class LoopExit(Halting):
     """
-    What Exit and Ouro share: the passes of Loop, which tokens leave, and h_k, what comes out of
+    What Exit and Ouro share: the passes of Loop, in which tokens stop, and h_k, what comes out of
     pass k, normed. A subclass says who takes the next one. Unlike in Loop, earlier passes are no
     sources of Depth-Attention.
     """
@@ -1534,11 +1527,11 @@ class LoopExit(Halting):
         self.taken = []
         self.kept = SimpleNamespace(h=[], scores=[])
         for k in range(self.K + 1):
-            x = gpt.trunk(x, memory[k].freeze_except(takes), norm=loop_norm)
+            x = gpt.trunk(x, memory[k].begin_pass(takes), norm=loop_norm)
             h = x if loop_norm else gpt.ln_f(x)
             out = torch.where(takes[..., None], h, out)     # of the last pass that each token took
             self.taken.append(takes)
-            self.kept.h.append(out)                         # L_k reads it, also of who left
+            self.kept.h.append(out)                         # L_k reads it, also of who stopped
             if k == self.K:
                 break
             takes = self.who_takes_next(gpt, out, takes)
@@ -1563,7 +1556,7 @@ class Exit(LoopExit):
         L_k     = cross-entropy of head(h_k)
         loss    = sum_k prior_k L_k             which passes must predict: exit_loss, below
 
-    A token leaves when its doubt is below halt_tau. Then later tokens read the keys and values of
+    A token stops when its doubt is below halt_tau. Then later tokens read the keys and values of
     its last pass, as in Gate. exit_loss is one of
 
         last        prior_k = 1 for k = K, else 0
@@ -1574,8 +1567,8 @@ class Exit(LoopExit):
 
         late        before halt_start the prior is that of 'last'; from there to halt_full it turns
                     into that of exit_loss
-        leaving     from halt_full on tokens leave in training too, and L_k is that of the last pass
-                    a token took: later tokens learn to read the keys of those that left
+        stopping    from halt_full on tokens stop in training too, and L_k is that of the last pass
+                    a token took: later tokens learn to read the keys of those that stopped
         staying     a negative target marks a token of a question, where nothing is to be
                     predicted. All that follows reads it, so it should take every pass. A loss pulls
                     its predictions towards equal probabilities, so that its doubt stays high:
@@ -1584,7 +1577,7 @@ class Exit(LoopExit):
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
     there are heads after earlier passes, too: from halt_start on for uniform and ramp, and for
-    staying where there are questions; from halt_full on for leaving.
+    staying where there are questions; from halt_full on for stopping.
     The authors' code takes all passes and then picks one.
     """
 
@@ -1616,21 +1609,24 @@ class Exit(LoopExit):
                    for prior_k, h_k in zip(self.prior(), self.kept.h) if prior_k > 0)
 
     def penalty(self, gpt, targets):
-        """A loss that makes tokens with negative targets stay, times halt_lambda and the onset."""
+        """
+        halt_lambda * onset * a loss that makes tokens of questions stay. It is low where all next
+        tokens are equally likely: there doubt is high.
+        """
         question = targets < 0                                          # (B,T)
         weight = self.config.halt_lambda * self.onset()
         if weight == 0 or not question.any():
             return 0.0      # any() waits for the GPU; but where there are none, K heads are saved
         total = 0.0
         for h, taken in zip(self.kept.h[:self.K], self.taken):
-            nats = self.uniform_nats(gpt, h)
+            nats = self.cross_entropy_with_uniform(gpt, h)
             total = total + mean_where(question & taken, nats)
         return weight * total / self.K
 
     @staticmethod
     @some_rows_at_once
-    def uniform_nats(gpt, h):
-        """Cross-entropy of head(h) with equal probabilities as its target: (.., C) -> (..)."""
+    def cross_entropy_with_uniform(gpt, h):
+        """Of head(h), with equal probabilities as its target: (.., C) -> (..)."""
         logits = at_least_fp32(gpt.head(h))[..., :gpt.config.n_tokens]
         return logits.logsumexp(-1) - logits.mean(-1)
 
@@ -1646,17 +1642,18 @@ class Ouro(LoopExit):
         p_k     = lam_k stay_{k-1} = stay_{k-1} - stay_k        probability of leaving after k   (3)
         p_K     = stay_{K-1}
 
-    A token leaves when stay_k is below halt_tau: the paper's threshold q is 1 - halt_tau.
-    It is trained in two stages, ouro_stage, in which nobody leaves:
+    A token stops when stay_k is below halt_tau: the paper's threshold q is 1 - halt_tau.
+    It is trained in two stages, ouro_stage. In training nobody stops:
 
         1   all weights     sum_k p_k L_k - halt_lambda H(p)                                     (4)
         2   the gate alone  cross-entropy of 1 - lam_k with sigmoid(50 (I_k - 0.005)), where
                             I_k = max(0, L_k - L_{k+1}) is what the next pass gains         (5), (6)
 
-    Ours, as in Exit: tokens with negative targets are pulled to lam = 0 (not to leave), in stage 1
-    by += halt_lambda onset / K sum_{k<K} (mean of -log(1 - lam_k)). In (6) the paper compares lam_k
-    with the gain of pass k itself; but what lam_k rules is the next one. (Router has the same
-    numbers by other names: stay_k is its reach_{k+1}, p_k its weight_k.)
+    Ours, as in Exit: tokens of questions are pulled to lam = 0 (not to stop), in stage 1 by
+    += halt_lambda onset / K sum_{k<K} (mean of -log(1 - lam_k)), and in stage 2 they have 1 in the
+    place of the sigmoid in (6). There the paper compares lam_k with the gain of pass k itself; but
+    what lam_k rules is the next one. (Router has the same numbers by other names: stay_k is its
+    reach_{k+1}, p_k its weight_k.)
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
@@ -1681,12 +1678,15 @@ class Ouro(LoopExit):
         self.kept.scores.append(stay)
         return takes if self.training else takes & self.goes_on(stay)
 
+    def loss(self, gpt, h, targets):
+        if self.config.ouro_stage == 1:
+            return super().loss(gpt, h, targets)
+        loss, self.kept = self.gate_loss(gpt, targets), None
+        return loss
+
     def predictions_loss(self, gpt, h, targets):
-        if self.config.ouro_stage == 2:
-            return self.gate_loss(gpt, targets)
         stay = self.kept.scores                                         # stay_0 .. stay_{K-1}
-        before = [torch.ones_like(stay[0]), *stay]                      # stay_{k-1}, k = 0 .. K
-        p = [now - later for now, later in zip(before, [*stay, 0.0])]   # (3)
+        p = [before - after for before, after in zip([1.0, *stay], [*stay, 0.0])]           # (3)
         expected = sum(p_k * gpt.token_losses(h_k, targets)
                        for p_k, h_k in zip(p, self.kept.h))             # (B,T)
         tiny = torch.finfo(stay[0].dtype).tiny      # at p = 0 the gradient of p log p would be NaN
@@ -1694,9 +1694,7 @@ class Ouro(LoopExit):
         return mean_where(targets >= 0, expected - self.config.halt_lambda * entropy)   # (4)
 
     def penalty(self, gpt, targets):
-        """A loss that pulls lam to 0, not to leave, where targets are negative."""
-        if self.config.ouro_stage == 2:
-            return 0.0
+        """halt_lambda * onset * a loss that pulls lam to 0, not to stop, in questions."""
         pull = sum(F.softplus(self.logit(h)) for h in self.kept.h[:self.K])     # -log(1 - lam_k)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, pull) / self.K
 

@@ -434,7 +434,8 @@ def main(argv):
     with process_group(settings.device) as (ranks, device):
         by_default = settings.init_from == 'scratch' and not given.keys() & {'n_layer', 'n_embd'}
         if by_default and ranks.rank == 0:
-            print("the paper's 360M: add config/size/360m.py", flush=True)
+            print("a small model, by default; for 362M parameters add config/size/360m.py",
+                  flush=True)
         trainer = Trainer(settings, given, state, ranks, device)
         del state   # it keeps the old file open: replaced, that would still take disk space
         trainer.run()

@@ -9,11 +9,11 @@ looks down through the layers, at one position: layer l's query scores its own k
 that a few layers below made at the same position, and mixes their values. Attention along the text
 then reads the mixed values v~ in the place of v.
 
-    a(j)  = softmax over j of  q_l . k_j / sqrt(hd)          j in S(l), or j = l itself    (Eq. 2)
-    v~_l  = a(l) v_l  +  sum over j in S(l) of a(j) v~_j     own value raw,
+    a(j)  = softmax over j of  q_l . k_j / sqrt(hd)          j in J(l), or j = l itself    (Eq. 2)
+    v~_l  = a(l) v_l  +  sum over j in J(l) of a(j) v~_j     own value raw,
                                                              earlier ones already mixed    (Eq. 3)
 
-    S(l)  = { j < l : j is a multiple of the stride s }      the anchors 0, s, 2s, ..
+    J(l)  = { j < l : j is a multiple of the stride s }      the anchors 0, s, 2s, ..
 
 One softmax per position and key/value head; no position looks at another here. Layer 0 has no
 sources: v~_0 = v_0. With grouped queries (exercise 1), the g queries that share a key/value head
@@ -32,7 +32,7 @@ import torch
 def mix(q, k, v, sources):
     """
     q (B, nh, T, hd), k and v (B, nkv, T, hd) of one layer;
-    sources [(k_j, v~_j), ...], each (B, nkv, T, hd)
+    sources [(k_j, v~_j), ...], each (B, nkv, T, hd), of layer 0 none
     -> v~ (B, nkv, T, hd) of this layer. First make it work for nh = nkv.
     """
     raise NotImplementedError("mix() is still empty: write it in place of this line")

@@ -11,7 +11,10 @@ all tokens are active. In pass i = 0 .. K, for every token:
 
     h        = trunk(E)
     readout  = h where m, else as before  what the model answers from; a halted token's stays
-    s        = sigmoid(gate_i(h))         one number per token; there is no gate after the last pass
+
+and then, in all passes but the last, which has no gate:
+
+    s        = sigmoid(gate_i(h))         one number per token
     m        = m and (s >= tau)           monotone: who has halted never wakes up again
     E        = E + m s e                  e = Embedding.mixture(gpt, h): the mean embedding of
                                           exercise 5; the gate scales it too
@@ -82,8 +85,9 @@ from model import Memory
 
 GIVEN = ('Embedding',)  # what may be imported from the project
 HINTS = (
-    "update: torch.where(self.active[:, None, :, None], k, self.before.keys[layer]), and the same "
-    "for v, with values. Store the result, not the new k: the next pass must find what was frozen "
+    "update: in the first pass store k and v as they are. After it, "
+    "torch.where(self.active[:, None, :, None], k, self.before.keys[layer]), and the same for v, "
+    "with values. Store the result, not the new k: the next pass must find what was frozen "
     "two passes ago.",
 
     "think: keep m, readout, passes and the memory of the pass before as variables of one loop "

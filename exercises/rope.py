@@ -14,15 +14,15 @@ position p the plane of pair i is turned by the angle
     x'_i        = x_i cos(angle) - x_{i+hd/2} sin(angle)        the usual rotation by that angle
     x'_{i+hd/2} = x_i sin(angle) + x_{i+hd/2} cos(angle)
 
-Two points turned by a and b have the scalar product of points turned by 0 and b - a. So q_t . k_u
-depends on t - u alone: the model sees distances, not places. Pair 0 turns by 1 radian per token
-and tells neighbours apart; the last pairs turn so slowly that they reach over the whole text.
+Two points turned by a and b have the scalar product of points turned by 0 and b - a. So of the
+positions only t - u counts in q_t . k_u: the model sees distances, not places. Pair 0 turns by 1
+radian per token and tells neighbours apart; the last pairs turn so slowly that they reach over the
+whole text.
 
     shape letters    B rows of the batch    S positions    hd width of a head
 
-You are compared with rope_table and apply_rope of model.py. Afterwards, think about this: the
-thoughts of `ponder='latent'` sit in slots of their own, yet all slots of a token share its
-position. What would change if they counted on?
+You are compared with rope_table and apply_rope of model.py. Afterwards, think about this: what
+would change in the model's output if every position were 100 larger?
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch

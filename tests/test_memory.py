@@ -192,7 +192,7 @@ def test_frozen_keys_are_those_of_a_tokens_last_pass(seed, highest):
     for T in PIECES:
         memory.begin(tokens(T))
         for k, taken in enumerate(stopping(passes, T, first)):
-            memory[k].freeze_except(taken)
+            memory[k].begin_pass(taken)
             for layer in range(LAYERS):
                 key, value = own[k, layer, :, ..., first:first + T, :]
                 keys, values = memory[k].update(layer, key, value)
@@ -219,7 +219,7 @@ def test_who_stopped_has_hidden_keys_in_a_routers_memory(seed, highest, pad):
     for T in PIECES:
         memory.begin(tokens(T))
         for k, taken in enumerate(stopping(passes, T, first)):
-            memory[k].weigh_only(taken)
+            memory[k].begin_pass(taken)
             keys, values = memory[k].update(0, *own[k, :, ..., first:first + T, :])
             end = first + T
             weights = weights_of(keys).view(B, end, k + 1)

@@ -804,7 +804,7 @@ TASK = ['config/tasks.py', '--max_steps=1', '--eval_tokens=512', '--device=cpu',
         '--dtype=float32']
 
 
-PAPERS = "the paper's 360M: add config/size/360m.py"
+SMALL = "a small model, by default; for 362M parameters add config/size/360m.py"
 
 
 def test_a_mechanisms_file_alone_is_small_on_every_machine(small_data, tmp_path, monkeypatch,
@@ -820,7 +820,7 @@ def test_a_mechanisms_file_alone_is_small_on_every_machine(small_data, tmp_path,
             return json.load(f), capsys.readouterr().out.splitlines()
 
     settings, told = run('out', '--max_steps=1')
-    assert told[0] == PAPERS
+    assert told[0] == SMALL
     assert settings['n_layer'] == 6 and settings['n_embd'] == 192
     assert settings['learning_rate'] == 3e-3
     assert settings['ponder'] == 'chain'
@@ -829,13 +829,13 @@ def test_a_mechanisms_file_alone_is_small_on_every_machine(small_data, tmp_path,
     # the same command goes on with the same settings
     resumed, told = run('out', '--max_steps=2', '--init_from=resume')
     assert resumed == {**settings, 'max_steps': 2}
-    assert PAPERS not in told
+    assert SMALL not in told
 
     # from other weights the shape is theirs, and the rest is by default
     small = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--max_steps=1']
-    assert PAPERS not in run('small', *small)[1]
+    assert SMALL not in run('small', *small)[1]
     tuned, told = run('tuned', '--max_steps=1', f'--init_from={tmp_path / "small"}')
-    assert PAPERS not in told
+    assert SMALL not in told
     assert tuned['n_embd'] == 32 and tuned['block_size'] == 64
     assert tuned['save_interval'] == 600
 

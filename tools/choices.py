@@ -47,7 +47,7 @@ from engine.shards import read_meta
 from engine.start import is_own_data, say_other_data
 from engine.trained import data_dir_of, exam_of_run, open_as, read_one
 from engine.windows import Windows
-from model import some_rows_at_once
+from model import log_weight, some_rows_at_once
 
 
 TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048
@@ -104,11 +104,13 @@ class Told:
         """(B,T,K+1): who takes pass k."""
         return torch.arange(self.K + 1, device=self.told.device) < self.told[..., None]
 
-    def route(self, h):
+    def route(self, h, is_token):
         """Mask: its router says at once how many thoughts there will be."""
-        s = super().route(h)[0] * self.takes()
+        s = super().route(h, is_token)[0] * self.takes()
         s = s / s.sum(-1, keepdim=True)
-        return s, s.flip(-1).cumsum(-1).flip(-1).log()
+        w = s.flip(-1).cumsum(-1).flip(-1)
+        needed = self.takes() & is_token[..., None]
+        return s, w, needed, log_weight(needed, w.log())
 
 
 @contextlib.contextmanager
