@@ -77,8 +77,8 @@ def joined(documents, tokenizer):
 
 def windows(tokens, T):
     """
-    Tokens (n,) cut into rows (n // T, T + 1): T inputs, and the token after each. What is left at
-    the end is dropped.
+    Tokens (n,) cut into rows ((n - 1) // T, T + 1): T inputs, and the token after each. What is
+    left at the end is dropped.
     """
     if len(tokens) <= T:
         raise UserError(f"{len(tokens)} tokens are too few for one window of {T}: give more text")
