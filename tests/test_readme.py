@@ -436,11 +436,19 @@ def test_tables_of_the_results():
             if cell:
                 found = differences(text, name_in(label), 'plain_scaled')
                 assert cell == signed(mean(found)), label
-    for label, _, *cells in rows('docs/results.md', '## Tasks'):
-        for task, cell in zip(('addition', 'traffic', 'minimax'), (*cells[:2], cells[3])):
-            right = [record['right'] for record in records_of(task)
+    medians = {}
+    for label, _, _, *cells in rows('docs/results.md', '## Tasks'):
+        for task, cell in zip(('addition', 'traffic', 'minimax'), cells):
+            if not cell:
+                continue
+            right = [100 * record['right'] for record in records_of(task)
                      if record['name'] == name_in(label)]
-            assert cell == f'{100 * median(right):.1f}', label
+            told = f'{median(right):.1f} ({min(right):.1f} to {max(right):.1f})'
+            assert cell == told, (label, task)
+        medians[name_in(label)] = [cell.split()[0] for cell in cells]
+    table = rows('README.md', '| model | weights')
+    of_rows = ('plain_scaled', 'plain_scaled_as_loop', 'loop_2', 'loop', 'plain_scaled_4x')
+    assert [row[4:] for row in table] == [medians[name] for name in of_rows]
 
 
 def test_one_layer_of_twice_the_width():
@@ -455,7 +463,8 @@ def test_one_layer_of_twice_the_width():
 
 def test_game_trees_of_feedback():
     made = {}
-    for r in records_of('feedback-trees'):
+    names = ('plain_scaled', 'smear', 'feedback', 'loop')
+    for r in [r for r in records_of('minimax') if r['name'] in names]:
         hard = r['by_difficulty'][-1]['right']
         both = (r.get('exact_right', r['right']), r.get('exact_right_of_four_levels', hard))
         made.setdefault(r['name'], []).append(both)
@@ -483,50 +492,73 @@ def test_tables_of_other_learning_rates_and_muon():
         assert told == {rate: f'{loss:.3f}' for (run, rate, seed), loss in of.items()
                         if (run, seed) == (name, 0)}
         best[label] = min(told, key=told.get)
-    found, means = {}, {}
-    for label, rate, *cells in rows('docs/baseline.md', '| model, optimizer'):
-        optimizer = label.split()[-1].strip('*')
-        if label.startswith('*'):   # from the row of the plain model that is the last above it
-            method = 'smear' if 'smear' in label else 'plain_scaled+depth_attn'
-            with_it = found[f'`{method}`, {optimizer}']
-            without = found[f'`plain_scaled`, {optimizer}']
-            told = {seed: signed(with_it[seed] - without[seed]) for seed in with_it}
-        else:
-            of = losses[optimizer.lower()]
-            made = {seed: of[name_in(label), rate, seed] for seed in range(1, 6)
-                    if (name_in(label), rate, seed) in of}
-            told = {seed: f'{loss:.3f}' for seed, loss in made.items()}
-            found[label] = made
-            means.setdefault(label, {})[rate] = mean(made[seed] for seed in (1, 2, 3))
-        assert cells == [told.get(seed, '') for seed in range(1, 6)], label
-    for label, of_rates in means.items():   # the rate of seed 0, and if there is another, the best
-        assert best[label] in of_rates and [*of_rates][-1] == min(of_rates, key=of_rates.get)
-    assert len(means) == 6
+    for optimizer in 'AdamW', 'Muon':   # the rate of seed 0, and if there is another, the best
+        of, means = losses[optimizer.lower()], {}
+        for label, rate, *_ in rows('docs/baseline.md', f'| {optimizer}, 2.5 MB'):
+            if rate:
+                means.setdefault(label, {})[rate] = mean(
+                    of[name_in(label), rate, seed] for seed in (1, 2, 3))
+        assert len(means) == 3
+        for label, of_rates in means.items():
+            assert best[f'{label}, {optimizer}'] in of_rates
+            assert [*of_rates][-1] == min(of_rates, key=of_rates.get)
 
 
-def test_the_table_of_5_MB_at_best_rates():
+AT_BEST_RATES = {
+    'AdamW, 2.5 MB': ['rates-adamw'],
+    'AdamW, 5 MB': ['rates-adamw-4800', 'text-2.8M'],
+    'Muon, 2.5 MB': ['rates-muon'],
+    'Muon, 5 MB': ['rates-muon-4800'],
+}
+
+
+@pytest.mark.parametrize('title', AT_BEST_RATES)
+def test_tables_of_each_at_its_best_rate(title):
     of = {}
-    for r in [r for file in ('rates-adamw-4800', 'text-2.8M', 'rates-muon-4800')
-              for r in records_of(file)]:
+    for r in [r for file in AT_BEST_RATES[title] for r in records_of(file)]:
         name, _, rate = r['name'].partition('@')
-        of[r.get('optimizer', 'adamw'), name, rate or '3e-3', r['seed']] = r['val_nats_per_byte']
-    made = {}
-    for label, rate, *cells in rows('docs/baseline.md', '| model, optimizer, 5 MB'):
-        optimizer = label.split()[-1].strip('*').lower()
-        if label.startswith('*'):
-            method = 'smear' if 'smear' in label else 'plain_scaled+depth_attn'
-            both = zip(made[optimizer, method], made[optimizer, 'plain_scaled'])
-            want = [with_it and signed(with_it - without) for with_it, without in both]
+        of[name, rate or '3e-3', r['seed']] = r['val_nats_per_byte']
+    head = read_text('docs/baseline.md').partition(f'\n| {title}')[2].splitlines()[0]
+    seeds = list(map(int, re.findall(r'seed (\d+)', head)))
+    assert len(seeds) in (3, 5)
+    plain = above = {}
+    for label, rate, *cells in rows('docs/baseline.md', f'| {title}'):
+        if rate:
+            above = {seed: of[name_in(label), rate, seed] for seed in seeds
+                     if (name_in(label), rate, seed) in of}
+            told = {seed: f'{loss:.3f}' for seed, loss in above.items()}
+            if name_in(label) == 'plain_scaled':
+                plain = above
         else:
-            name = name_in(label)
-            made[optimizer, name] = [of.get((optimizer, name, rate, seed)) for seed in (1, 2, 1337)]
-            want = [loss and f'{loss:.3f}' for loss in made[optimizer, name]]
-        assert cells == [cell or '' for cell in want], label
-    by_depth, by_smear = (
-        mean(a - b for a, b in zip(made['adamw', 'plain_scaled'], made['adamw', name]))
-        for name in ('plain_scaled+depth_attn', 'smear'))
-    words = f'Depth-Attention gains {by_depth:.3f}, and smear {by_smear:.3f}.'
+            told = {seed: signed(above[seed] - plain[seed]) for seed in above}
+        assert cells == [told.get(seed, '') for seed in seeds], label
+
+
+def test_gains_at_best_rates_with_5_MB():
+    plain, by_depth, by_smear = (
+        mean(cells) for cells in (list(map(float, cells)) for _, rate, *cells in
+                                  rows('docs/baseline.md', '| AdamW, 5 MB') if rate))
+    words = f'Depth-Attention gains {plain - by_depth:.3f}, and smear {plain - by_smear:.3f}.'
     assert words in ' '.join(read_text('docs/results.md').split())
+
+
+def test_the_readmes_table_of_text():
+    three, five = (1, 2, 1337), (1, 2, 3, 4, 1337)
+    wanted = [('rates-adamw-4800', 'plain_scaled@1.5e-3', three),
+              ('text-2.8M', 'loop_2', three),
+              ('text-2.8M-9600', 'plain_scaled', (2,)),
+              ('text-2.8M', 'smear', three),
+              ('text-2.8M', 'plain_scaled+depth_attn', three),
+              ('rates-muon-4800', 'plain_scaled@3e-3', five),
+              ('rates-muon-4800', 'plain_scaled+depth_attn@3e-3', five)]
+    cells, plain = [], None
+    for file, name, seeds in wanted:
+        made = [r for r in records_of(file) if r['name'] == name and r['seed'] in seeds]
+        assert len(made) == len(seeds)
+        flops = mean(r['flops'] for r in made)
+        plain = plain or flops
+        cells.append([f"{mean(r['val_nats_per_byte'] for r in made):.3f}", f'{flops / plain:.1f} x'])
+    assert [row[1:] for row in rows('README.md', '| 2.8M parameters')] == cells
 
 
 def test_the_table_beside_nanogpt():
@@ -567,12 +599,12 @@ def test_the_table_of_one_change_at_a_time():
 
 def test_the_sums_to_expect_are_those_of_the_results():
     of_tasks = {re.match(r'`(\w+)`', name)[1]: sums
-                for name, _, sums, *_ in rows('docs/results.md', '## Tasks that need steps')}
+                for name, _, _, sums, *_ in rows('docs/results.md', '## Tasks that need steps')}
     of_feedback = {re.match(r'`(\w+)`', name)[1]: sums
                    for name, _, sums, *_ in rows('docs/results.md', '## Feedback')}
     page = ' '.join(read_text('docs/modify.md').split())
-    assert f"{of_tasks['loop']} % in the median. How much" in page
-    assert f"{of_tasks['plain_scaled']} % in the median. But with the default" in page
+    assert f"{of_tasks['loop'].split()[0]} % in the median. How much" in page
+    assert f"{of_tasks['plain_scaled'].split()[0]} % in the median. But with the default" in page
     assert f"{of_feedback['smear']} % right in the median of several seeds" in page
 
 

@@ -37,7 +37,7 @@ With AdamW the model copies with Depth-Attention, and gains seven tenths of what
 next byte is what followed then. Without it the model hardly copies, nor with an average of the same
 values. So does a plain model never learn it? In the paper those of two layers and more do, after
 billions of tokens. And here it does with Muon, after 5 MB, and is ahead of Depth-Attention in two
-seeds of three. One seed of each is shown: another may learn it sooner.
+seeds of five. One seed of each is shown: another may learn it sooner.
 """
 import math
 from dataclasses import dataclass
