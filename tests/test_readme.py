@@ -445,7 +445,7 @@ def test_tables_of_the_results():
                      if record['name'] == name_in(label)]
             told = f'{median(right):.1f} ({min(right):.1f} to {max(right):.1f})'
             assert cell == told, (label, task)
-        medians[name_in(label)] = [cell.split()[0] for cell in cells]
+        medians[name_in(label)] = [cell.partition(' ')[0] for cell in cells]
     table = rows('README.md', '| model | weights')
     of_rows = ('plain_scaled', 'plain_scaled_as_loop', 'loop_2', 'loop', 'plain_scaled_4x')
     assert [row[4:] for row in table] == [medians[name] for name in of_rows]
@@ -535,9 +535,8 @@ def test_tables_of_each_at_its_best_rate(title):
 
 
 def test_gains_at_best_rates_with_5_MB():
-    plain, by_depth, by_smear = (
-        mean(cells) for cells in (list(map(float, cells)) for _, rate, *cells in
-                                  rows('docs/baseline.md', '| AdamW, 5 MB') if rate))
+    plain, by_depth, by_smear = (mean(map(float, cells)) for _, rate, *cells in
+                                 rows('docs/baseline.md', '| AdamW, 5 MB') if rate)
     words = f'Depth-Attention gains {plain - by_depth:.3f}, and smear {plain - by_smear:.3f}.'
     assert words in ' '.join(read_text('docs/results.md').split())
 
@@ -555,9 +554,9 @@ def test_the_readmes_table_of_text():
     for file, name, seeds in wanted:
         made = [r for r in records_of(file) if r['name'] == name and r['seed'] in seeds]
         assert len(made) == len(seeds)
-        flops = mean(r['flops'] for r in made)
+        loss, flops = (mean(r[key] for r in made) for key in ('val_nats_per_byte', 'flops'))
         plain = plain or flops
-        cells.append([f"{mean(r['val_nats_per_byte'] for r in made):.3f}", f'{flops / plain:.1f} x'])
+        cells.append([f'{loss:.3f}', f'{flops / plain:.1f} x'])
     assert [row[1:] for row in rows('README.md', '| 2.8M parameters')] == cells
 
 
