@@ -38,7 +38,7 @@ from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
 from model import GPTConfig
 from sample import encode_prompt
-from tools.compare import EXACT, LEARNED, configs_of, flops_of, has_flops, is_plain
+from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
 from tools.compare import loss_of, read_lines, read_log, seconds_by_step, those_that_judge
 from tools.explain import look, validation_tokens
 from tools.race import at_best_rate, runs_of
@@ -171,8 +171,7 @@ def records(paths, s):
 
 def read_records(path, s):
     """{name: [record, ..]} of the runs to draw; UserError if there are none."""
-    made = [r for r in read_all([path])
-            if r.get('name') and 'command' in r]    # neither choices.py's records nor race.py's
+    made = [r for r in read_all([path]) if LOSS in r]   # neither choices.py's nor race.py's records
     runs = those_that_judge([r for r in made if s.draws(r['name'])])
     if not runs:
         raise UserError(f"{path}: no run of tools/compare.py with one of these names")
