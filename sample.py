@@ -165,9 +165,8 @@ def main(argv):
         prompt = as_question(prompt, exam)
     given = '' if start is None else tokenizer.decode(prompt)
     if exam is not None:
-        question, prompt = prompt, behind_examples(prompt, exam, model.config.block_size)
-        if len(prompt) > len(question) + 1:     # more than an end-of-text fits in front
-            print("a made task: asked behind solved problems, as in training", file=sys.stderr)
+        print("a made task: asked behind solved problems, as in training", file=sys.stderr)
+        prompt = behind_examples(prompt, exam, model.config.block_size)
 
     if s.compile:
         compile_decoding(model, min(model.config.block_size, len(prompt) + s.max_new_tokens))

@@ -209,21 +209,22 @@ def print_memory(config, settings, dtype, sizes):
     if len({*sizes.values()}) > 1:
         print_row("  sequences at a time", sizes.values())
 
-    def parts_with(**changes):
-        """{GPUs: {part: bytes}}."""
-        of = {size: memory(config, replace(settings, micro_batch=size, **changes), dtype)
-              for size in {*sizes.values()}}
-        return {n: of[size] for n, size in sizes.items()}
-
     sharded = settings.shard_optimizer
-    parts = parts_with()
+    parts = memory_of(config, settings, dtype, sizes)
     print_row("  these settings", gigabytes(parts, sharded))
     if not sharded and len(sizes) > 1 and settings.optimizer == 'adamw':
         print_row("  with shard_optimizer=True", gigabytes(parts, True))
     if not settings.checkpoint_activations:
-        leaner = parts_with(checkpoint_activations=True)
+        leaner = memory_of(config, replace(settings, checkpoint_activations=True), dtype, sizes)
         print_row("  with checkpoint_activations=True", gigabytes(leaner, sharded))
     print("  the first is " + ' + '.join(f"{part} {n / 1e9:.2f}" for part, n in parts[1].items()))
+
+
+def memory_of(config, settings, dtype, sizes):
+    """{GPUs: {part: bytes}}, measured once for each number of sequences."""
+    of_size = {size: memory(config, replace(settings, micro_batch=size), dtype)
+               for size in {*sizes.values()}}
+    return {n: of_size[size] for n, size in sizes.items()}
 
 
 def gigabytes(parts, sharded):

@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import time
 from statistics import fmean
 
@@ -19,7 +20,7 @@ import torch
 
 from engine.answers import answer_problems
 from engine.download import FINEWEB
-from engine.files import UserError, alone, for_terminal, whole
+from engine.files import UserError, alone, for_terminal, one_line, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces, generate
 from engine.hardware import expect_new_lengths, peak_flops
@@ -178,13 +179,12 @@ class Log:
         self.flops = flops_per_token(self.model, texts=micro_batch)
         world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
-        made_here = task_of(meta) or meta['source'].startswith('source of Python')
-        source = f" ({meta['source']})" if made_here else ''
+        source = one_line(textwrap.shorten(meta['source'], 80))
         self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "
-                 f"{s.data_dir}{source} {epochs:,.1f} times")
+                 f"{s.data_dir} ({source}) {epochs:,.1f} times")
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if trained < self.model.num_params():
             self.say(f"only {trained:,} parameters are trained, those of the mechanism, and the "

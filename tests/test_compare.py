@@ -138,6 +138,15 @@ def test_refusals(common, tmp_path, args, words):
     assert not os.listdir(tmp_path)
 
 
+def test_who_may_stand_beside(tmp_path):
+    made = tmp_path / 'runs.jsonl'
+    made.write_text(json.dumps({'name': 'chain@3e-3'}) + '\n')
+    for names, beside in ('plain@3e-3', 'plain'), ('loop', 'loop@1e-3'), ('loop', 'chain'):
+        compare.check_beside(compare.CompareSettings(names=names, beside=beside), str(made))
+    with pytest.raises(UserError, match='beside=chain'):
+        compare.check_beside(compare.CompareSettings(names='loop', beside='chain'), 'nowhere')
+
+
 @pytest.mark.parametrize('args, words', [
     (['nowhere.jsonl'], 'no finished run'),
     (['halting.jsonl'], 'no finished run'),

@@ -430,14 +430,30 @@ def test_verdicts_of_the_claims():
         assert told == [compare.verdict(found) + seeds, *map(signed, summary)], line
 
 
+def flops_of_answer(name):
+    """Of a new token of a run on the tasks."""
+    base = name.partition('_as_')[0]
+    file, *options = compare.RUNS[base.removesuffix('_4x')]
+    paths = [os.path.join(ROOT, 'config', f'{part}.py') for part in (file, 'tasks')]
+    given, _ = read([*paths, *options], '', Settings, GPTConfig)
+    given['n_layer'] *= 4 if base.endswith('_4x') else 1
+    return flops_of_new_token(without_numbers(build(GPTConfig, dict(given, vocab_size=320))))
+
+
 def test_tables_of_the_results():
     for label, _, *cells in rows('docs/results.md', '## Text'):
         for text, cell in zip(('3 MB', '5 MB'), cells):
             if cell:
                 found = differences(text, name_in(label), 'plain_scaled')
                 assert cell == signed(mean(found)), label
+    flops = {r['name']: r['flops'] for r in records_of('traffic')}
     medians = {}
-    for label, _, _, *cells in rows('docs/results.md', '## Tasks'):
+    for label, training, new_token, *cells in rows('docs/results.md', '## Tasks'):
+        name = name_in(label)
+        assert training == f"{flops[name] / flops['plain_scaled']:.1f}", label
+        if name != 'exit':      # whose passes are its own
+            ratio = flops_of_answer(name) / flops_of_answer('plain_scaled')
+            assert new_token == f'{ratio:.1f}', label
         for task, cell in zip(('addition', 'traffic', 'minimax'), cells):
             if not cell:
                 continue
@@ -445,10 +461,11 @@ def test_tables_of_the_results():
                      if record['name'] == name_in(label)]
             told = f'{median(right):.1f} ({min(right):.1f} to {max(right):.1f})'
             assert cell == told, (label, task)
-        medians[name_in(label)] = [cell.partition(' ')[0] for cell in cells]
+        medians[name] = [training, new_token, *(cell.partition(' ')[0] for cell in cells)]
     table = rows('README.md', '| model | weights')
     of_rows = ('plain_scaled', 'plain_scaled_as_loop', 'loop_2', 'loop', 'plain_scaled_4x')
-    assert [row[4:] for row in table] == [medians[name] for name in of_rows]
+    assert [[cell.removesuffix(' x') for cell in row[2:]] for row in table] == [
+        medians[name] for name in of_rows]
 
 
 def test_one_layer_of_twice_the_width():
@@ -520,7 +537,6 @@ def test_tables_of_each_at_its_best_rate(title):
         of[name, rate or '3e-3', r['seed']] = r['val_nats_per_byte']
     head = read_text('docs/baseline.md').partition(f'\n| {title}')[2].splitlines()[0]
     seeds = list(map(int, re.findall(r'seed (\d+)', head)))
-    assert len(seeds) in (3, 5)
     plain = above = {}
     for label, rate, *cells in rows('docs/baseline.md', f'| {title}'):
         if rate:

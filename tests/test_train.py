@@ -638,7 +638,7 @@ def test_learns_and_logs(run_train, small_data, tmp_path, capsys):
 
     text, val = capsys.readouterr().out, read_meta(small_data)['val']
     times = 40 * 256 / read_meta(small_data)['train']['tokens']
-    assert f'all 40 steps read {small_data} {times:.1f} times' in text
+    assert f'all 40 steps read {small_data} (test) {times:.1f} times' in text
     per_byte = records[-1]['val_nats_per_byte']
     assert per_byte == pytest.approx(records[-1]['val_loss'] * val['tokens'] / val['bytes'])
     assert f"({per_byte / math.log(2):.3f} bits) per byte" in text

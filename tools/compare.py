@@ -739,8 +739,9 @@ def plain_of_equal_flops(name, runs, base):
 
 def check_beside(compare, path):
     """UserError if no run is to be made, or is made (path: their records), to compare with."""
-    names = {without_rate(r['name']) for r in read_lines(path) if 'name' in r}
-    names.update(ALL if compare.names == 'all' else compare.names.split(','))
+    asked = ALL if compare.names == 'all' else compare.names.split(',')
+    made = [r['name'] for r in read_lines(path) if 'name' in r]
+    names = {without_rate(name) for name in (*asked, *made)}
     if compare.beside and without_rate(compare.beside) not in names:
         raise UserError(f"beside={compare.beside}: no such run is asked for; add it to --names")
 

@@ -251,10 +251,8 @@ def draw_records(ax, runs, looks, x):
                 linestyle='none', **look)
         if answers and name in PLAIN_WORDS and name != 'plain_scaled_4x':
             learned = sum(end >= 100 * LEARNED for end in ends)
-            side = -1 if name == 'plain_scaled_as_loop' else 1      # as costly as loop
-            ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (13 * side, 0),
-                        textcoords='offset points', color=colour, size=TEXT, va='center',
-                        ha='left' if side > 0 else 'right')
+            ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (13, 0),
+                        textcoords='offset points', color=colour, size=TEXT, va='center')
     if x == 'generated':
         sizes = [(np.median([r[x] for r in runs[name]]) / least,
                   np.median([loss_of(r) for r in runs[name]])) for name in runs
