@@ -108,13 +108,14 @@ class GPTConfig:
     jacobi_iters: int = 3                # Latent, Mask: R, sweeps that refine the thoughts
 
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
-    # (exit's halt_lambda, and ouro's halt_start and halt_full, are for questions: see GPT.forward)
+    # (exit's halt_lambda, and ouro's halt_start and halt_full, are for questions, which a made task
+    # marks by negative targets)
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
-    halt_start: Optional[float] = None   # share of the run at which halting sets in (likewise)
-    halt_full: Optional[float] = None    # share of the run from which it is full (likewise)
-    halt_share: float = 0.1              # Gate: the share of all gates that its loss pushes down
+    halt_start: Optional[float] = None   # share of the run where `onset` (part 5) begins (likewise)
+    halt_full: Optional[float] = None    # share of the run from which it is 1 (likewise)
+    halt_share: float = 0.1              # Gate: the share of gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
     ouro_stage: int = 1                  # Ouro: 1 trains all, 2 the gate alone
@@ -530,7 +531,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 # turned alike, so the rotation cancels.
 #
 # Cost: 4 (|J(l)| + 1) nkv hd FLOPs per token and layer that has a source: 0.03 % of a forward pass
-# of config/size/360m.py. No parameter. The KV cache holds v~ in the place of v: it does not grow.
+# of config/size/360m.py. (Pass k of a Loop has k sources more.) No parameter. The KV cache holds v~
+# in the place of v: it does not grow.
 #
 # Three choices. Keys are normed before they are rotated, as in the paper (the authors' code: after
 # it), so that the weights a depend on no absolute position. The cache holds v~ (their code: v), so
@@ -578,10 +580,10 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: more for each token than one plain pass
 #
-# A slot is a place in the row of vectors that goes through the blocks. A token has one, and each of
-# its thoughts, vectors that the model makes to think further, may have one too. A mechanism calls
-# the trunk as often as its paper says. Attention is causal in every pass. What else a slot may read
-# is said by the memory that the pass gets:
+# A slot is a place in the row of vectors that goes through the blocks. In a pass a token has one,
+# and each of its thoughts, vectors that the model makes to think further, may have one too. A
+# mechanism calls the trunk as often as its paper says. Attention is causal in every pass. What else
+# a slot may read is said by the memory that the pass gets:
 #
 #     Smear                       one WeightedMemory
 #     Embedding                   a WeightedMemory for each pass: a pass reads its own keys
@@ -650,7 +652,7 @@ class Mechanism(nn.Module):
 
     def init_weights(self, gpt):
         """
-        c_proj / sqrt(2 n_layer), as in GPT-2 and in the code of PonderLM and PonderLM-2; the
+        c_proj / sqrt(2 n_layer), as in GPT-2 and in PonderLM's and PonderLM-2's Llama code; the
         mechanism's own biases begin at 0. The plain GPT of this file does not divide, nor scale its
         embeddings. So the fair plain partner is ponder='loop' with ponder_steps=0, and of Embedding
         and Pause ponder='embedding' with ponder_steps=0.
@@ -1030,7 +1032,7 @@ class Latent(Mechanism):
     """
 
     def draws(self):
-        """R or R - 1, as in the authors' code, so that thoughts do not fit one R alone."""
+        """R or R - 1, as in the authors' Llama code, so that thoughts do not fit one R alone."""
         R = self.config.jacobi_iters
         return [R, max(R - 1, 0)]
 
@@ -1083,8 +1085,9 @@ class Feedback(Mechanism):
         h_{t,0} = trunk(x_t)            (the first x gets the h before it, if it is known)
         h_{t,k} = trunk(x_t + h_{t-1,k-1})                                              k = 1 .. K
 
-    h_{t,k} is exact once k >= t. The loss reads the last pass; each optimizer step draws whether
-    that is K or K - 1: trained with K alone, models generated badly (docs/results.md).
+    h_{t,k} is exact once k >= t, where t counts from the first of the new tokens. The loss reads
+    the last pass; each optimizer step draws whether that is K or K - 1: trained with K alone,
+    models generated badly (docs/results.md).
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
@@ -1118,13 +1121,13 @@ PONDER = {'none': Plain, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, '
 # -------------------------------------------------------------------------------------------------
 # 5  Halting: five rules for four of these mechanisms; each token takes the passes it needs
 #
-#               a token stops        in training         its keys in         its output
-#               if this is < tau     tokens stop         later passes
+#               a token stops        may it stop         its keys in         its output
+#               if this is < tau     in training?        passes not taken
 #     Gate      s, its gate          from halt_start on  of its last pass    of its last pass
-#     Mask      w, p(needed)         never; keys fade    weight 0            weighted sum of slots
+#     Mask      w, p(needed)         no: keys fade       weight 0            weighted sum of slots
 #     Router    reach, p(reached)    always              weight 0            weighted sum of passes
 #     Exit      doubt                from halt_full on   of its last pass    of its last pass
-#     Ouro      stay, p(not left)    never               of its last pass    of its last pass
+#     Ouro      stay, p(not left)    no                  of its last pass    of its last pass
 #
 # Of a training run, `onset` rises from 0 at halt_start to 1 at halt_full. It is a factor on Gate's
 # share of low gates, on the halting losses of Mask, Router and Exit, and on Ouro's loss of
@@ -1136,9 +1139,9 @@ class Halting(Mechanism):
     A mechanism whose tokens stop by themselves. Each paper's class has its own loop over the passes
     (Exit and Ouro share one); here is what the loops share. In the docstrings tau is halt_tau.
 
-    Tokens that stopped still go through the blocks, but what comes out is not used. Time is saved
-    where a loop ends once all tokens, of all rows, have stopped: in generation. (For Router in
-    training see engine/skip.py. A text that Mask reads by sweeps takes all slots.)
+    Tokens that stopped still go through the blocks, but only Gate's loss uses what comes out. Time
+    is saved where a loop ends once all tokens, of all rows, have stopped: in generation. (For
+    Router in training see engine/skip.py. A text that Mask reads by sweeps takes all slots.)
 
     `forward` leaves in `taken` and `kept` what happened, and `loss` reads it right after that.
     Gate takes `mixture` from Embedding, and Mask the sweeps from Latent, so they inherit these; the
@@ -1151,8 +1154,8 @@ class Halting(Mechanism):
         super().__init__(config)
         self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it (Mask in
                             # training: who would)
-        self.kept = None    # of the last call, until `loss` has read it: what the loss needs; and
-                            # `scores`, (B,T) of each pass that another might follow: what is
+        self.kept = None    # of the last call (in training until `loss` has read it): its inputs,
+                            # and `scores`, (B,T) of each pass that another might follow: what is
                             # compared with tau (Exit in training: from halt_full on)
 
     @property
@@ -1211,12 +1214,10 @@ def without_autocast(module, h):
 def catch_up(memory):
     """
     In generation a call ends once all its tokens have stopped, so the memories of later passes lack
-    their keys. Before pass k uses its memory, this appends what is missing: for each token what
-    memory.stand_in makes of its keys and values in the memory of pass k - 1, which has caught up
-    before.
-
-    If token 5 stopped after pass 0, memory[1] lacks its keys. Before token 6 takes pass 1, it gets
-    them from memory[0]: the same again (FrozenMemory), or keys of weight 0 (RouterMemory).
+    their keys. If token 5 stopped after pass 0, memory[1] lacks its keys. Before token 6 takes pass
+    1, memory[1] gets them from memory[0]: the same again (FrozenMemory), or keys of weight 0
+    (RouterMemory). That is, before pass k uses its memory, this appends what memory.stand_in makes
+    of the keys in the memory of pass k - 1, which has caught up before.
     """
     if not memory.passes_before:
         return
@@ -1267,14 +1268,15 @@ class Gate(Halting, Embedding):
         E_{k+1} = E_k + m_{k+1} s_k P_k W        as in PonderLM, scaled by the gate      (6) to (9)
         a token with m_k = 0 keeps the keys and values of its last pass, in every layer        (10)
 
-    The loss gains halt_lambda times the mean of the lowest gates (13). The share of all gates that
-    counts as lowest grows from 0 at halt_start to halt_share at halt_full (14). Before halt_start
-    nobody stops in training: otherwise cross-entropy alone would shut the gates for good.
+    The loss gains halt_lambda times the mean of the lowest gates s (13), of tokens with a target.
+    The share of gates that counts as lowest grows from 0 at halt_start to halt_share at halt_full
+    (14).
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
-    No public code. Where the paper is silent: a stopped token's output is the hidden state of its
-    last pass; (13) also averages gates that training computes of stopped tokens; GELU; gates start
-    near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
+    No public code. Where the paper is silent: before halt_start nobody stops in training, because
+    cross-entropy alone would shut the gates for good; a stopped token's output is the hidden state
+    of its last pass; (13) also averages gates that training computes of stopped tokens; GELU; gates
+    start near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
     """
     works_on = 'embedding'
     defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
@@ -1358,15 +1360,17 @@ class Mask(Halting, Latent):
 
     def route(self, h, is_token):
         """
-        Hidden states (B,T,C) of the tokens' own slots -> s, w and who needs which thought, and
-        log w of these thoughts, or in training of all: (B,T,K+1) each.
+        Hidden states (B,T,C) of the tokens' own slots -> s, w, who needs which thought, and the log
+        of the weights of keys, (B,T,K+1) each.
         """
         log_s = without_autocast(self.router, h).log_softmax(-1)
         log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)                # sums over j >= k, in logs
         log_w = F.pad(log_w[..., 1:], (1, 0))                           # log w_0 is exactly 0
         w = log_w.exp()
         needed = self.goes_on(w) & is_token[..., None]
-        return log_s.exp(), w, needed, log_w if self.training else log_weight(needed, log_w)
+        if not self.training:
+            log_w = log_weight(needed, log_w)       # what is not needed is hidden
+        return log_s.exp(), w, needed, log_w
 
     def forward(self, gpt, x, memory):
         one_by_one = x.size(1) == 1 and not self.training

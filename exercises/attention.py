@@ -2,14 +2,14 @@
 Exercise 1 of 8: attention and the causal mask. About 40 minutes.
 
     python exercises/attention.py            checks what you wrote and says what is not right yet
-    python exercises/attention.py --hint     a hint; --hint=3: all three, mostly one per function
+    python exercises/attention.py --hint     a hint; --hint=3: all three
 
 Each position t asks a question, its query q_t. Each position u offers a key k_u and a value v_u.
 How well the key fits the query decides how much of that value goes into the result of t:
 
     score(t, u)  = q_t . k_u / sqrt(hd)        for u <= t, and -infinity for u > t
     a(t, u)      = exp(score(t, u)) / sum over u' of exp(score(t, u'))
-                                               a softmax: positive, and 1 in sum over u
+                                               a softmax: positive, and their sum is 1
     y_t          = sum over u of a(t, u) v_u
 
 The case u > t is the causal mask. While training, the model sees the whole text at once and
@@ -114,8 +114,9 @@ def check_plain():
     large = torch.full_like(q, 20_000.0)
     y = attention(large, far_below_0, v)
     expect(y.isfinite().all(),
-           f"{name} is right only while the scores are small: exp() of large ones is infinite. "
-           "Take torch's softmax, or subtract each row's maximum first, over what it reads")
+           f"{name} is right only while the scores are small: exp() of very negative ones is 0, "
+           "and a row becomes 0 / 0. Take torch's softmax, or subtract each row's maximum first, "
+           "over what it reads")
     expect(same(y, v),
            f"{name} is right only while the scores are small: the mask should be -inf, which no "
            "score is below")

@@ -2,7 +2,7 @@
 Exercise 4 of 8: Depth-Attention. About 45 minutes.
 
     python exercises/depth_attention.py         checks what you wrote and says what is not right yet
-    python exercises/depth_attention.py --hint  a hint; --hint=3: all three, mostly one per function
+    python exercises/depth_attention.py --hint  a hint; --hint=3: all three
 
 Ordinary attention looks along the text, within one layer. Depth-Attention (arXiv 2606.05014) first
 looks down through the layers, at one position: layer l's query scores its own key and the keys
@@ -23,7 +23,7 @@ are averaged first, and the scale stays 1 / sqrt(hd).
                      hd width of a head
 
 You are compared with what the real model computes in a real pass. Afterwards, think about this:
-why does the cache of exercise 3 need not one byte more for a model with Depth-Attention?
+why does a model with Depth-Attention need no larger cache than the one of exercise 3?
 """
 import check  # in a folder of your own: python exercises/check.py FOLDER
 import torch

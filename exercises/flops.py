@@ -2,7 +2,7 @@
 Exercise 8 of 8: counting FLOPs, and a fair comparison. About 45 minutes.
 
     python exercises/flops.py            checks what you wrote and says what is not right yet
-    python exercises/flops.py --hint     a hint; --hint=3: all three, mostly one per function
+    python exercises/flops.py --hint     a hint; --hint=3: all three
 
 In the papers a model that ponders has a lower loss than a plain one after the same number of
 tokens; in docs/results.md some do. But it also worked four times as much. Would the plain one,
@@ -62,7 +62,7 @@ from model import GPT, GPTConfig
 
 HINTS = (
     "In each layer the weights are C (nh + 2 nkv) hd, nh hd C, and 3 C mlp_hidden. Attention adds "
-    "2 T nh hd products: T keys and T values.",
+    "2 T nh hd multiplications, of T keys and T values. Each comes with an addition.",
 
     "ponder_flops: take forward_flops apart into trunk and head. (K + 1) trunks, K + 1 heads, and "
     "K mixtures of 2 V C.",
@@ -160,7 +160,7 @@ def forward_mistakes(c, T, right):
         "leaves out attention itself, the scores with T keys and the sum over T values":
             right - 2 * scores,
         "counts half of attention: scores alone, or values alone, or half of the T keys, which by "
-        "custom all count, masked or not":
+        "custom all count, masked or not; or multiplications without their additions":
             right - scores,
         "is for training; the forward pass alone was asked for":
             3 * right,
@@ -268,7 +268,7 @@ def conclusion():
     return (
         "Now use it. The two models of day 6 read the same 0.82M bytes. But the work of the "
         f"pondering one would have paid for {tokens / 1e6:.2f}M bytes of the plain model. Day 10 "
-        "trains that model on so much. Which of the two comparisons does a paper's plot show?")
+        "trains that model on so much.")
 
 
 PARTS = {

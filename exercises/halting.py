@@ -2,7 +2,7 @@
 Exercise 7 of 8: a halting gate. About 60 minutes.
 
     python exercises/halting.py            checks what you wrote and says what is not right yet
-    python exercises/halting.py --hint     a hint; --hint=3: all three, mostly one per function
+    python exercises/halting.py --hint     a hint; --hint=3: all three
 
 Pondering (exercise 5) spends K + 1 passes on every token, on an easy word as on the result of a
 sum. AdaPonderLM (arXiv 2603.01914) puts a small gate after each pass: it reads a token's hidden
@@ -10,14 +10,14 @@ state and says whether that token goes on. At the start E = embed(idx), and m = 
 all tokens are active. In pass i = 0 .. K, for every token:
 
     h        = trunk(E)
-    readout  = h where m, else as before  what the model answers from; a halted token's stays
+    readout  = h where m, else as before  the model answers from it; a halted token keeps its own
 
 and then, in all passes but the last, which has no gate:
 
     s        = sigmoid(gate_i(h))         one number per token
     m        = m and (s >= tau)           monotone: who has halted never wakes up again
     E        = E + m s e                  e = Embedding.mixture(gpt, h): the mean embedding of
-                                          exercise 5; the gate scales it too
+                                          exercise 5; it is multiplied by s, too
 
 And in each layer a halted token keeps the keys and values of its last active pass, which active
 tokens go on reading:
@@ -94,8 +94,8 @@ HINTS = (
     "over passes. Each pass adds m to passes.",
 
     "readout = h in the first pass, then torch.where(m[..., None], h, readout), with the m that "
-    "this pass began with. After the gate: m = m & (s >= tau), "
-    "x = x + (m * s)[..., None] * Embedding.mixture(gpt, h).",
+    "this pass began with. The gate: s = gates[i](h).sigmoid().squeeze(-1) is (B,T). After it: "
+    "m = m & (s >= tau), x = x + (m * s)[..., None] * Embedding.mixture(gpt, h).",
 )
 AXES = ('row', 'position', 'channel')
 

@@ -2,14 +2,14 @@
 Exercise 3 of 8: the key/value cache. About 45 minutes.
 
     python exercises/kv_cache.py            checks what you wrote and says what is not right yet
-    python exercises/kv_cache.py --hint     a hint; --hint=3: all three, mostly one per function
+    python exercises/kv_cache.py --hint     a hint; --hint=3: all three
 
 To generate, a model predicts a token, appends it and predicts the next. Running the whole text
 again for each new token would cost 1 + 2 + .. + T positions. But attention is causal: what a
 position computes never changes when others follow it. All that later positions ever ask of it are
 its keys and values. Keep those, and a new token costs one position.
 
-model.py has one seam for this, a `memory`, with two methods:
+model.py gives this work to one object, a `memory`, with two methods:
 
     memory.begin(x)               once per pass, before gpt.trunk(x, memory):
                                   here come S new tokens. It says in memory.pos where they stand
@@ -19,7 +19,7 @@ model.py has one seam for this, a `memory`, with two methods:
 If n tokens are in the cache and S are new, new token i stands at position n + i. Keys are rotated
 by these positions before they are handed over (exercise 2).
 
-Who reads whom is no business of the cache. Attention gets the queries of the newest S tokens and
+The cache does not decide who reads whom. Attention gets the queries of the newest S tokens and
 the keys of all N = n + S, and query i may read the n old ones, and the new ones up to itself:
 
     mask[i, u] = True  for u <= n + i              (S, N)
@@ -319,10 +319,10 @@ def conclusion():
     without = sum(range(T, T + n))
     return (f"Your loop read {read} positions for {n} tokens; without a cache it would be "
             f"{without}. Now read class Memory in model.py, which is your cache, and the method "
-            "attend of Attention in model.py, which makes your mask for pieces: a single token "
-            "needs none, and for a whole text the kernel knows the triangle (is_causal). torch.cat "
-            "copies everything at every token; FixedMemory in engine/decode.py has a place for "
-            "each from the start.")
+            "attend of Attention: a single token needs no mask, and for a whole text the kernel "
+            "knows the triangle (is_causal). For other pieces attend_in_turns makes your mask. "
+            "torch.cat copies everything at every token; FixedMemory in engine/decode.py has a "
+            "place for each from the start.")
 
 
 PARTS = {

@@ -2,12 +2,11 @@
 Exercise 5 of 8: pondering embeddings. About 40 minutes.
 
     python exercises/pondering.py            checks what you wrote and says what is not right yet
-    python exercises/pondering.py --hint     a hint; --hint=3: all three, mostly one per function
+    python exercises/pondering.py --hint     a hint; --hint=3: all three
 
 A GPT spends the same work on every token. PonderLM (arXiv 2505.20674) lets it think again before
-it answers: it runs the model, takes what it would say next, not one token but the whole
-distribution, turns that into the mean embedding of the next token, adds it to the input, and runs
-the same model once more.
+it answers. It runs the model, and takes the whole distribution of the next token. The mean
+embedding under this distribution is added to the input. Then the same model runs again.
 
     E_0      = embed(idx)                   scaled token embeddings                       (B, T, C)
     P_j      = softmax(head(trunk(E_j)))    the distribution over the next token          (B, T, V)

@@ -2,7 +2,7 @@
 Exercise 2 of 8: rotary positions (RoPE). About 40 minutes.
 
     python exercises/rope.py            checks what you wrote and says what is not right yet
-    python exercises/rope.py --hint     a hint; --hint=3: all three, mostly one per function
+    python exercises/rope.py --hint     a hint; --hint=3: all three
 
 Attention alone knows no order among the tokens that a query may read: shuffle their keys and
 values, and the sum stays the same. RoPE (arXiv 2104.09864) tells it, by turning queries and keys.

@@ -308,6 +308,7 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     lines = (folder / 'log.jsonl').read_text().splitlines(keepends=True)
     want = json.loads(lines[-1])
     (folder / 'log.jsonl').write_text(''.join(lines[:-1]) + '{"step": 4, "val')
+    (folder / 'code.txt').write_text(compare.CODE)
     program('tools/compare.py', *common, f'--out={tmp_path}', '--names=loop', '--seeds=3',
             '--threads=1', OMP_NUM_THREADS='2')
     [r] = records_in(tmp_path)
@@ -377,18 +378,18 @@ def table_of(*runs, beside=None, **more):
 
 
 def test_the_table_of_losses_by_hand():
-    plain, _, loop, _, latent = table_of(('plain', 1, 1.5, 100),
-                                         ('plain', 2, 1.7, 100),
-                                         ('plain', 4, 1.6, 100),
+    plain, _, loop, _, latent = table_of(('plain_scaled', 1, 1.5, 100),
+                                         ('plain_scaled', 2, 1.7, 100),
+                                         ('plain_scaled', 4, 1.6, 100),
                                          ('other', 1, 1.6, 100),
                                          ('loop', 1, 1.4, 400),
                                          ('loop', 2, 1.3, 400),
                                          ('loop', 3, 1.2, 400),
                                          ('loop', 4, 1.3, 400),
-                                         ('plain_as_pause', 2, 1.25, 410),
+                                         ('plain_scaled_as_pause', 2, 1.25, 410),
                                          ('latent', 2, 1.0, 440),
                                          ('plain_scaled_4x', 2, 1.0, 385))[:5]
-    assert plain == ['plain', '3', '1.6000', '1.5000 to 1.7000', '', '', '1.00']
+    assert plain == ['plain_scaled', '3', '1.6000', '1.5000 to 1.7000', '', '', '1.00']
     # paired by seed: the mean of -0.1, -0.4 and -0.3; of the plain runs whose FLOPs are within 5 %
     # the nearest counts, which has 2.5 % more
     assert loop == ['loop', '4', '1.3000', '1.2000 to 1.4000',
@@ -469,6 +470,14 @@ def test_several_seeds_choose_a_rate_together(common, in_process, tmp_path):
         '1e-3', '2e-3', '2e-3']
 
 
+def test_of_a_made_task_the_rate_with_more_right_answers_is_best(tmp_path):
+    lines = [dict(name=f'plain@{rate}', seed=0, right=right, val_nats_per_byte=loss)
+             for rate, right, loss in (('1e-3', 0.5, 0.1), ('2e-3', 0.9, 0.2), ('4e-3', 0.9, 0.3))]
+    path = tmp_path / 'runs.jsonl'
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    assert compare.best_rate('plain', ['1e-3', '2e-3', '4e-3'], [0], path) == '2e-3'
+
+
 def test_a_rate_at_the_edge_of_those_tried_is_told(capsys, tmp_path):
     lines = [dict(name=f'plain@{rate}', seed=0, val_nats_per_byte=loss)
              for rate, loss in (('1e-3', 3.0), ('2e-3', 2.0), ('4e-3', 1.0))]
@@ -486,11 +495,31 @@ def test_a_rate_at_the_edge_of_those_tried_is_told(capsys, tmp_path):
 def test_of_plain_runs_of_equal_flops_that_counts_which_starts_alike(rate):
     runs = [('plain', 1, 1.5, 100), ('plain_scaled', 1, 1.25, 100),
             ('plain_ponderlm', 1, 1.75, 100), ('smear', 1, 1.0, 100),
-            ('depth_attn', 1, 1.0, 101), ('plain_scaled_2x', 1, 1.0, 200)]
+            ('depth_attn', 1, 1.0, 101), ('plain_scaled_2x', 1, 1.0, 200),
+            ('plain_ponderlm_2x', 1, 1.5, 202), ('embedding_1', 1, 1.25, 200)]
     rows = table_of(*[(name + rate, *run) for name, *run in runs])
     minus = {row[0].removesuffix(rate): row[5].split(' ')[0] for row in rows if len(row) > 5}
     assert minus == {'plain': '', 'plain_scaled': '-0.2500', 'plain_ponderlm': '+0.2500',
-                     'smear': '-0.2500', 'depth_attn': '-0.5000', 'plain_scaled_2x': ''}
+                     'smear': '-0.2500', 'depth_attn': '-0.5000', 'plain_scaled_2x': '',
+                     'plain_ponderlm_2x': '', 'embedding_1': '-0.2500'}
+
+
+def test_without_beside_a_method_stands_beside_the_plain_run_that_starts_alike():
+    runs = [('plain', 1, 1.5, 100), ('plain_scaled', 1, 1.25, 100), ('embedding', 1, 1.0, 400),
+            ('loop@3e-3', 1, 1.0, 400), ('depth_attn', 1, 1.0, 101),
+            ('plain_scaled_2x', 1, 1.0, 200)]
+    minus = {row[0]: row[4].split(' ')[0] for row in table_of(*runs) if len(row) > 5}
+    assert minus == {'plain': '', 'plain_scaled': '', 'embedding': '', 'loop@3e-3': '-0.2500',
+                     'depth_attn': '-0.5000', 'plain_scaled_2x': '-0.2500'}
+
+
+def test_a_run_of_ones_own_starts_as_its_config_file_says(monkeypatch):
+    for name, file, start in (('mine', 'embedding', 'plain_ponderlm'), ('plainest', 'loop',
+                              'plain_scaled'), ('depth_x', 'halting_gate', 'plain_ponderlm')):
+        monkeypatch.setitem(compare.RUNS, name, (file, '--ponder_steps=1'))
+        assert compare.start_of(f'{name}_2x@3e-3_as_loop') == start
+    assert compare.start_of('depth_attn') == compare.start_of('plain_stock') == 'plain'
+    assert compare.start_of('of_old_records') == 'plain_scaled'
 
 
 @pytest.mark.parametrize('differences, word', [
@@ -517,19 +546,19 @@ def test_differences_are_to_the_run_that_beside_names():
 
 
 def test_a_verdict_tells_its_seeds_where_they_are_few_or_fewer_than_the_row_has():
-    plain = [('plain', seed, 1.0, 100) for seed in (1, 2, 3)]
+    plain = [('plain_scaled', seed, 1.0, 100) for seed in (1, 2, 3)]
     loop = [('loop', seed, 2.0, 100) for seed in (1, 2, 3, 4)]
     for runs, words in ((loop[:2], ', 2 seeds'), (loop[:3], ''), (loop, ', 3 seeds')):
         verdicts = [row[4] for row in table_of(*plain, *runs) if row[0] == 'loop']
         assert verdicts == ['+1.0000 (+1.0000 to +1.0000), worse' + words]
 
 
-@pytest.mark.parametrize('beside', [None, 'plain'])
+@pytest.mark.parametrize('beside', [None, 'plain_scaled'])
 def test_of_several_rates_of_the_base_the_best_counts(beside):
     """As after --lrs was widened; but not one that has run with fewer seeds so far."""
-    runs = [('plain@1e-3', 1, 4.0, 100), ('plain@1e-3', 2, 4.0, 100),
+    runs = [('plain_scaled@1e-3', 1, 4.0, 100), ('plain_scaled@1e-3', 2, 4.0, 100),
             ('loop@1e-2', 1, 2.5, 400), ('loop@1e-2', 2, 2.5, 400)]
-    wider = [('plain@1e-2', 1, 2.0, 100), ('plain@1e-2', 2, 2.0, 100)]
+    wider = [('plain_scaled@1e-2', 1, 2.0, 100), ('plain_scaled@1e-2', 2, 2.0, 100)]
     assert table_of(*runs, *wider, beside=beside)[1][4].startswith('+0.5000')
     assert table_of(*runs, wider[0], beside=beside)[1][4].startswith('-1.5000')
 

@@ -13,9 +13,9 @@ one run after another.
 A name is one of RUNS. NAME_2x has twice the layers; NAME@3e-3 has this peak learning rate;
 NAME_as_OTHER is trained for as many FLOPs as OTHER, by more or fewer steps. Files and settings of
 train.py hold for all; what RUNS adds overrules yours. Stopped, the same command goes on. On a made
-task the table counts right answers; a loss is that of a text read token by token, where a model can
-also guess. Writes OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its code), a line
-per run in OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
+task the table counts right answers. On text, the loss of a model that can also guess is that of a
+text read token by token. Writes OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its
+code), a line per run in OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ from train import Settings
 
 
 def code():
-    """The sum of the code that trains, of which a comparison has one version."""
+    """The sum of the files that people edit of what trains: a comparison has one version of it."""
     return sum_of(source_of_model() + inspect.getsource(train_py) + inspect.getsource(muon))
 
 
@@ -107,9 +107,7 @@ def check_seeds_and_rates(s):
             raise ValueError(f"lrs={s.lrs}: give learning rates, such as 1.5e-3,3e-3")
 
 
-# name: its config file, and what differs from it. plain_scaled starts as smear, loop, chain and
-# latent do, with their embedding scale and initial weights, plain_ponderlm as embedding, gate and
-# pause. A run of your own is one more line.
+# name: its config file, and what differs from it. A run of your own is one more line.
 RUNS = {
     'plain': ('vanilla',),
     'plain_scaled': ('loop', '--ponder_steps=0'),
@@ -133,17 +131,25 @@ RUNS = {
 
 
 def start_of(name):
-    """The plain run with the embedding scale and the initial weights of this one."""
-    plain = re.match(r'plain(_scaled|_ponderlm)?', name)
-    if plain or name.startswith('depth'):
-        return plain[0] if plain else 'plain'
-    ponderlm = re.match(r'embedding|gate|pause', name)
-    return 'plain_ponderlm' if ponderlm else 'plain_scaled'
+    """
+    The plain run with the embedding scale and the initial weights of this one: plain_ponderlm
+    starts as embedding, gate and pause do, plain_scaled as all others of pondering.
+    """
+    base = parts_of(name)[0]
+    file = RUNS.get(base, (base,))[0].removeprefix('halting_')
+    if re.match(r'plain_ponderlm|embedding|gate|pause', file):
+        return 'plain_ponderlm'
+    return 'plain' if re.match(r'plain(?!_scaled)|vanilla|depth', file) else 'plain_scaled'
+
+
+def parts_of(name):
+    """(BASE, TIMES, RATE, OTHER) of a name BASE_TIMESx@RATE_as_OTHER; None for what it lacks."""
+    return re.fullmatch(r'(.*?)(?:_(\d)x)?(?:@(.*?))?(?:_as_(.*))?', name).groups()
 
 
 ALL = [*RUNS]
 for name in RUNS:
-    if not name.startswith(('plain', 'depth', 'smear')):    # these cost what a plain one does
+    if not name.startswith(('plain', 'depth', 'smear')):    # those cost what a plain one does
         ALL.append(f'{start_of(name)}_as_{name}')
 
 # more, which `all` leaves out
@@ -194,11 +200,10 @@ class Plan:
 
 def make_plan(name, common):
     """The Plan of a name. common: train.py's arguments for all."""
-    base, _, like = name.partition('_as_')
-    if '@' in like:
+    base, times, rate, like = parts_of(name)
+    if '@' in (like or ''):
         raise UserError(f"--names={name}: a rate belongs to what is trained, as in "
                         "plain_scaled@3e-3_as_loop")
-    base, times, rate = re.fullmatch(r'(.*?)(?:_(\d)x)?(?:@(.*))?', base).groups()  # NAME_2x@3e-3
     if base not in RUNS:
         raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_2x such as "
                         "plain_scaled_2x, NAME@3e-3, and NAME_as_OTHER such as "
@@ -447,13 +452,19 @@ def at_rate(name, rate):
 
 
 def best_rate(name, rates, seeds, results):
-    """The one of `rates` with which a name's runs of these seeds end lowest, in the mean."""
-    ends = {(r['name'], r['seed']): loss_of(r) for r in read_lines(results)}
-    best = min(rates, key=lambda rate: sum(ends[at_rate(name, rate), seed] for seed in seeds))
+    """The one of `rates` with which a name's runs of these seeds are best, in the mean."""
+    made = {(r['name'], r['seed']): r for r in read_lines(results)}
+    best = min(rates, key=lambda rate: badness([made[at_rate(name, rate), seed] for seed in seeds]))
     if float(best) in (min(map(float, rates)), max(map(float, rates))):
         print(f"{name}: {best} is the best of --lrs and at its edge; try rates beyond it",
               flush=True)
     return best
+
+
+def badness(records):
+    """Lower for better runs: on a made task by right answers, then by the loss, in the mean."""
+    right = statistics.mean(r.get('right', 0) for r in records)
+    return -right, statistics.mean(map(loss_of, records))
 
 
 def make_runs(runs, compare, common, results):
@@ -559,14 +570,17 @@ def check_code(label, folder):
     if code() != CODE:
         raise UserError(f"{label}: {TRAINS} was changed since compare.py began: start it again, "
                         "with another --out if runs have begun")
-    if not os.path.exists(path):
+    if not os.path.exists(os.path.join(folder, 'log.jsonl')):   # nothing is trained yet
         os.makedirs(folder, exist_ok=True)
         with open(path, 'w', encoding='utf-8') as f:
             f.write(CODE)
-    with open(path, encoding='utf-8') as f:
-        if f.read() != CODE:
-            raise UserError(f"{label}: {folder} was begun with another {TRAINS}: choose another "
-                            "--out, or take that folder away")
+    begun_with = None
+    if os.path.exists(path):
+        with open(path, encoding='utf-8') as f:
+            begun_with = f.read()
+    if begun_with != CODE:
+        raise UserError(f"{label}: {folder} was begun with another {TRAINS}: choose another "
+                        "--out, or take that folder away")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -575,8 +589,8 @@ def check_code(label, folder):
 
 def table_of(records, beside=None):
     """
-    A row per name, against `beside`, or a plain run if there is one: medians of the seeds.
-    Differences are between equal seeds: mean (lowest to highest). Below it what chose the learning
+    A row per name: medians of the seeds. Differences, to `beside` or to the plain run with the same
+    start, are between equal seeds: mean (lowest to highest). Below it what chose the learning
     rates. UserError if there is no run `beside`, or if a name has a seed twice.
     """
     runs = those_that_judge(records)
@@ -591,26 +605,32 @@ def table_of(records, beside=None):
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
         rows = [answers_row(name, runs) for name in runs]
     else:
-        header = ['run', 'seeds', 'nats per byte', 'lowest to highest', f'minus {base}',
+        header = ['run', 'seeds', 'nats per byte', 'lowest to highest',
+                  f'minus {base}' if beside else 'minus plain of equal start',
                   'minus plain of equal FLOPs']
-        rows = [loss_row(name, runs, base) for name in runs]
+        rows = [loss_row(name, runs, base, beside) for name in runs]
     for row, name in zip(rows, runs):
         row.append(f"{median(runs[name], 'flops') / median(runs[base], 'flops'):.2f}")
     text = table([*header, 'x FLOPs'], rows)
-    text += (f"\n\nMedians; differences: means; x: of {base}; learned it: {LEARNED:.0%} right or "
-             f"more; equal FLOPs: within 5 %. {where_made(records)}")
+    text += (f"\n\nMedians; differences: means; x: of {base}, before any token stops (exit then "
+             f"costs more, router less); learned it: {LEARNED:.0%} right or more; equal FLOPs: "
+             f"within 5 %. {where_made(records)}")
     if tried:
         text += "\nTried with other seeds: " + ', '.join(
             f"{r['name']} (seed {r['seed']}) {loss_of(r):.4f}" for r in tried) + '.'
-    versions = {}   # of the code: {its sum: the runs}
-    for r in records:
-        version = r.get('code', r.get('model'))     # older records: of model.py alone, or none
-        if version:
-            versions.setdefault(version, []).append(f"{r['name']}, seed {r['seed']}")
-    if len(versions) > 1:
-        text += (f"\n{TRAINS} was changed between: "
-                 + ' | '.join(map('; '.join, versions.values())))
+    text += groups(f"{TRAINS} was changed between", records,    # older: of model.py, or none
+                   lambda r: r.get('code', r.get('model')))
+    text += groups("computed in several dtypes", records, lambda r: r['hardware'].split(', ')[-1])
     return text
+
+
+def groups(words, records, kind_of):
+    """A line with these words and the runs of each kind, where there are several; else ''."""
+    kinds = {}
+    for r in records:
+        if kind_of(r):
+            kinds.setdefault(kind_of(r), []).append(f"{r['name']}, seed {r['seed']}")
+    return f"\n{words}: {' | '.join(map('; '.join, kinds.values()))}" if len(kinds) > 1 else ''
 
 
 def base_of(runs, names):
@@ -623,7 +643,7 @@ def base_of(runs, names):
         if rates:
             most = max(len(runs[name]) for name in rates)
             rates = [name for name in rates if len(runs[name]) == most]
-            return min(rates, key=lambda name: statistics.mean(map(loss_of, runs[name])))
+            return min(rates, key=lambda name: badness(runs[name]))
     return None
 
 
@@ -673,12 +693,13 @@ def answers_row(name, runs):
             f"{median(records, LOSS):.4f}"]
 
 
-def loss_row(name, runs, base):
+def loss_row(name, runs, base, beside):
     """The cells of a run on text."""
     losses = [loss_of(r) for r in runs[name]]
+    partner = base if beside else base_of(runs, [start_of(name)])
     equal = plain_of_equal_flops(name, runs, base)
     return [name, len(losses), f"{statistics.median(losses):.4f}",
-            f"{min(losses):.4f} to {max(losses):.4f}", difference(name, base, runs),
+            f"{min(losses):.4f} to {max(losses):.4f}", difference(name, partner, runs),
             difference(name, equal, runs)]
 
 
@@ -717,8 +738,8 @@ def is_plain(name):
 def plain_of_equal_flops(name, runs, base):
     """
     The plain run that was trained for as many FLOPs as this name (.._as_NAME); without one that of
-    the nearest FLOPs, which may be a deeper model; of equal ones that which starts as this one, or
-    `base`. None if all are over 5 % off.
+    the nearest FLOPs, which may be a deeper model, but rather one that starts as this name (of a
+    plain one: as `base`). None if all are over 5 % off.
     """
     flops = median(runs[name], 'flops')
     off = {other: abs(median(runs[other], 'flops') / flops - 1)
@@ -726,11 +747,10 @@ def plain_of_equal_flops(name, runs, base):
     near = [other for other in off if off[other] <= 0.05
             and base_of(runs, [without_rate(other)]) == other]      # at its best rate
     as_this = '_as_' + without_rate(name)
-    start = without_rate(base) if is_plain(name) else start_of(name)
+    start = start_of(base if is_plain(name) else name)
 
     def unlike(other):      # the least comes first
-        return (not other.endswith(as_this), off[other], without_rate(other) != start,
-                other != base)
+        return not other.endswith(as_this), start_of(other) != start, off[other], other != base
     return min(near, key=unlike, default=None)
 
 
@@ -764,7 +784,8 @@ def those_asked_for(records, given):
 
 def main(argv):
     names = CompareSettings.__dataclass_fields__
-    files = [arg for arg in argv if arg.endswith('.jsonl') or holds_runs(arg)]
+    files = [arg for arg in argv
+             if not arg.startswith('--') and (arg.endswith('.jsonl') or holds_runs(arg))]
     ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
     common = [arg for arg in argv if arg not in (*files, *ours)]
     given, _ = read(ours, __doc__, CompareSettings)

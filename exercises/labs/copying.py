@@ -14,9 +14,9 @@ A token whose last MATCH tokens, itself included, stood before in its window has
 followed there, the last time, is what copying foretells. Losses of the next token are averaged over
 
     no match
-    as then         it is what followed then: who copies has a low loss here,
-    otherwise       and for that may have a high one here
-    place           how far in the window: who copies gets better along the way
+    as then         it is what followed then; a model that copies has a low loss here
+    otherwise       it is something else; a model that copies may have a high loss here
+    place           how far in the window; a model that copies gets better along the way
 
 and over half a window of text, once, and again behind itself: all of that can be copied.
 
@@ -33,11 +33,11 @@ on an AMD EPYC, 2026-11-28; Muon on an Intel Xeon, 2026-11-30):
     plain_scaled, Muon, seed 2   0.940  1.179    0.184      2.162              0.857   0.607
       with Depth-Attention       0.955  1.193    0.192      2.209              0.875   0.641
 
-With AdamW the model copies with Depth-Attention, and gains seven tenths of what it gains where the
-next byte is what followed then. Without it the model hardly copies, nor with an average of the same
-values. So does a plain model never learn it? In the paper those of two layers and more do, after
-billions of tokens. And here it does with Muon, after 5 MB, and is ahead of Depth-Attention in two
-seeds of five. One seed of each is shown: another may learn it sooner.
+With AdamW and Depth-Attention the model copies, and seven tenths of the gain come from bytes that
+follow as they did the last time. Without Depth-Attention it hardly copies, nor with an average of
+the same values. So does a plain model never learn it? In the paper those of two layers and more do,
+after billions of tokens. And here it does with Muon, after 5 MB, and is ahead of Depth-Attention in
+two seeds of five. One seed of each is shown: another may learn it sooner.
 """
 import math
 from dataclasses import dataclass

@@ -60,9 +60,6 @@ Not shown: pruning, upcycling, long continued training, where AWM's paper finds 
 strong. Neither method sees distillation, a new embedding table, or theft of other matrices.
 Without QK-norm, a rotary plane of Wq times s and of Wk divided by s is free: AWM falls, M_a does
 not. With it, a head's Wq may have (nearly) any scale, which lowers both a little.
-
-Exercise: train with --qk_norm=False, add such a scaling of rotary planes to `disguise`, and mend
-the scores. Another: what is the CKA of two random matrices without `gram`'s care for the diagonal?
 """
 import copy
 import math

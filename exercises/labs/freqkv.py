@@ -140,7 +140,7 @@ class FreqKV(Memory):
         """Keys (.., n, hd), turned by the angles of places first, first + 1, ..; or back."""
         places = torch.arange(first, first + k.size(-2))            # (n,)
         cos, sin = rope_table(places, k.size(-1), self.theta, k.dtype)
-        cos, sin = cos[:, 0], sin[:, 0]                             # (n, 1, hd) -> (n, hd)
+        cos, sin = cos[:, 0], sin[:, 0]                             # (n, 1, hd/2) -> (n, hd/2)
         return apply_rope(k, cos, -sin if back else sin)
 
 
