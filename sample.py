@@ -38,7 +38,7 @@ class SampleSettings:
     start: Optional[str] = None         # text to go on from, or FILE:path (None: a new document)
     num_samples: int = 1                # samples, one after the other
     max_new_tokens: int = 500           # of each, at most
-    temperature: float = 0.7            # 0 always takes the likeliest token
+    temperature: Optional[float] = None # 0 takes the likeliest (None: 0.7, of a made task 0)
     top_k: Optional[int] = None         # keep only the k likeliest tokens
     top_p: Optional[float] = None       # keep the fewest tokens that together have this probability
     seed: int = 1337                    # sample i is drawn with seed + i
@@ -158,6 +158,8 @@ def main(argv):
     model, tokenizer, settings = open_as(s, folder)
     override(model, s)
     start, exam = None if s.start == '<|endoftext|>' else s.start, exam_for_prompt(settings)
+    if s.temperature is None:
+        s.temperature = 0.7 if exam is None else 0.0
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set
     prompt = encode_prompt(start, tokenizer, model.config.block_size)

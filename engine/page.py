@@ -80,6 +80,8 @@ def model_data(seen, config, name, tokens, top):
         about.append("depth_attn")
     if seen.kind == 'state':
         about.append("read token by token")
+    if config.ponder == 'latent':
+        about.append("read by iteration")
     return dict(
         name=name,
         about=', '.join(about),

@@ -76,8 +76,8 @@ def test_two_folders_take_turns(tmp_path, monkeypatch, capsys):
     assert (tmp_path / 'turns.txt').read_text().splitlines() == [h, t, t, h, h, t]
     # here 10, 40 and 50 ms, there 20, 30 and 60
     assert cells(capsys.readouterr().out)[1:] == [
-        ['step', 'plain', '40.0 ms', '30.0 ms', '0.833', '0.500 to 1.333'],
-        ['decoding', 'plain', '10.0 ms', '10.0 ms', '1.000', '1.000 to 1.000']]
+        ['step', 'plain', '40 ms', '30 ms', '0.833', '0.500 to 1.333'],
+        ['decoding', 'plain', '10 ms', '10 ms', '1.000', '1.000 to 1.000']]
 
 
 def test_whole_answers_of_runs(tmp_path, monkeypatch, capsys, small_data):
@@ -115,14 +115,14 @@ def test_ratios(capsys):
     bench.print_times('step', dict(plain=[3.0, 1.0, 2.0], loop=[4.0, 8.0, 5.0], exit=[1.0]),
                       dict(plain=1.0, loop=2.5))
     assert cells(capsys.readouterr().out)[1:] == [
-        ['plain', '2000.0 ms', '1000.0 to 3000.0', '1.000x', '50.0%'],
-        ['loop', '5000.0 ms', '4000.0 to 8000.0', '0.400x', '50.0%'],
-        ['exit', '1000.0 ms', '1000.0 to 1000.0', '2.000x', '']]
+        ['plain', '2000 ms', '1000 to 3000', '1.000x', '50.0%'],
+        ['loop', '5000 ms', '4000 to 8000', '0.400x', '50.0%'],
+        ['exit', '1000 ms', '1000 to 1000', '2.000x', '']]
     config = GPTConfig(**SHAPE, ponder='loop', ponder_steps=3)
     bench.print_saved('step', config, {'all': [(4.0, 0.0)], 2: [(2.5, 2.0)]})
     assert cells(capsys.readouterr().out)[1:] == [
-        ['all', '4000.0 ms', '4.00', '', '', ''],
-        ['2', '2500.0 ms', '2.00', '1.60x', '2.00x', '80%']]
+        ['all', '4000 ms', '4.00', '', '', ''],
+        ['2', '2500 ms', '2.00', '1.60x', '2.00x', '80%']]
 
 
 def test_a_loop_is_the_same_whatever_a_config_file_says(tmp_path, monkeypatch):

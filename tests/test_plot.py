@@ -144,14 +144,14 @@ def test_records_of_earlier_days(tmp_path, monkeypatch):
     paths = [os.path.join(ROOT, 'docs', 'runs', f'{name}.jsonl') for name in ('addition', 'text')]
     figure = plot.records(paths, PlotSettings(names='plain_scaled,loop,plain_scaled_as_loop,chain'))
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ['one pass', 'one pass, trained longer', 'four passes', 'chain']
+    assert words == ['one pass', 'one pass, trained longer', 'loop', 'chain']
     of = {}     # of each name, what its runs have right
     with open(paths[0]) as f:
         for r in map(json.loads, f):
             of.setdefault(r['name'], []).append(100 * r['right'])
     right = of['loop']
     lines = {line.get_label(): line for line in figure.axes[0].lines}
-    assert lines['four passes'].get_ydata() == [statistics.median(right)]
+    assert lines['loop'].get_ydata() == [statistics.median(right)]
     dots = [list(line.get_ydata()) for line in figure.axes[0].lines]
     assert right in dots
     learned = [f'{sum(share >= 90 for share in of[name])} of {len(of[name])}'
@@ -207,16 +207,6 @@ def test_the_seed_that_chose_the_rates_is_not_drawn(tmp_path):
         plot.records([str(path)], PlotSettings())
 
 
-@pytest.mark.parametrize('more, four', [
-    ('', True), (' --ponder_steps=7', False), (' deep.py', False), (' gone.py --of_old=1', True),
-])
-def test_a_loop_is_called_four_passes_if_it_has_four(more, four, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'deep.py').write_text('ponder_steps = 7')
-    record = dict(name='loop', command=f'python train.py config/loop.py{more}')
-    assert plot.has_four_passes(record) == four
-
-
 def record_of(name, seed, loss, *options, **more):
     """A line of tools/compare.py, of a run on small_data."""
     config = os.path.join(ROOT, 'config', 'loop.py')
@@ -244,7 +234,7 @@ def test_loss_against_what_a_new_token_costs(tmp_path, small_data):
              for line in figure.axes[0].lines}
     assert marks['feedback'] == ([1], [1.2])
     assert marks['plain'] == ([1], [1.7])       # of seed 2 alone, which all have
-    [cost], y = marks['four passes']
+    [cost], y = marks['loop']
     assert 3 < cost < 4 and y == [1.3]
     [deep], _ = marks['four times the layers']
     assert 1.8 < deep < 2

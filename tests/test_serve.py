@@ -468,7 +468,7 @@ def test_type_press_and_point(server, browser):
     browser.run("document.querySelector('[name=text]').focus()")
     enter(browser)
     wait_for_end(browser)
-    assert re.match(r'text, ponder_steps=4: \d tokens in', texts(browser, '.ends')[0])
+    assert re.match(r'text, ponder_steps=4: \d tokens, ', texts(browser, '.ends')[0])
     said = server.ask(text='def ', temperature=0, max_new_tokens=6,
                       sides=[dict(model='text', ponder_steps=4)])
     shown = browser.run("[...document.querySelectorAll('.text:not(.said) .token')].length")

@@ -14,7 +14,8 @@ Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows a
 has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
 ceilings come first: a large matrix product in the same precision, and a large copy. "of ceiling" is
 a step's FLOPs per second as a share of the one (empty where steps are drawn, as latent's), in
-decoding the blocks' weights read per second as a share of the other.
+decoding the blocks' weights read per second as a share of the other. On a GPU decoding is compiled
+where it can be, so not chain, pause and most halting.
 
 Where tokens halt, nobody does in a training step of the first table. Then decisions are drawn, not
 learned: each token goes on to the next of up to 4 passes with the same probability, so that it
@@ -154,7 +155,7 @@ def print_times(title, times, ceiling=None):
         elapsed = sorted(elapsed)
         median = statistics.median(elapsed)
         low, high = elapsed[len(elapsed) // 4], elapsed[3 * len(elapsed) // 4]
-        row = [name, f"{median * 1e3:.1f} ms", f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+        row = [name, f"{median * 1e3:.4g} ms", f"{low * 1e3:.4g} to {high * 1e3:.4g}",
                f"{base / median:.3f}x"]
         if ceiling is not None:
             row.append(f"{ceiling[name] / median:.1%}" if name in ceiling else '')
@@ -306,11 +307,11 @@ def step_and_passes(step, device):
 def print_saved(title, config, turns):
     """A line for each depth. turns: {depth: [(seconds, mean passes) of each turn]}."""
     times = {depth: statistics.median(s for s, _ in results) for depth, results in turns.items()}
-    rows = [['all', f"{times['all'] * 1e3:.1f} ms", f"{config.ponder_steps + 1:.2f}", '', '', '']]
+    rows = [['all', f"{times['all'] * 1e3:.4g} ms", f"{config.ponder_steps + 1:.2f}", '', '', '']]
     for depth in list(times)[1:]:
         passes = statistics.fmean(passes for _, passes in turns[depth])
         faster, ideal = times['all'] / times[depth], (config.ponder_steps + 1) / passes
-        rows.append([depth, f"{times[depth] * 1e3:.1f} ms", f"{passes:.2f}", f"{faster:.2f}x",
+        rows.append([depth, f"{times[depth] * 1e3:.4g} ms", f"{passes:.2f}", f"{faster:.2f}x",
                      f"{ideal:.2f}x", f"{faster / ideal:.0%}"])
     header = [title, 'median', 'passes', 'faster', 'ideal', 'of ideal']
     print(f"\n{table(header, rows)}", flush=True)
@@ -387,8 +388,8 @@ def bench_against(own, argv):
         there = found['there'].get((title, name))
         if there:
             ratios = sorted(a / b for a, b in zip(here, there))
-            rows.append([title, name, f"{statistics.median(here):.1f} ms",
-                         f"{statistics.median(there):.1f} ms", f"{statistics.median(ratios):.3f}",
+            rows.append([title, name, f"{statistics.median(here):.4g} ms",
+                         f"{statistics.median(there):.4g} ms", f"{statistics.median(ratios):.3f}",
                          f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
     print(table(['measured', 'of', 'here', 'there', 'here / there', 'lowest to highest'], rows))
 

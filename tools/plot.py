@@ -3,7 +3,8 @@ Pictures of runs and of a checkpoint. Needs: pip install matplotlib
 
     python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl
         what tools/compare.py's runs reached: a panel for each runs.jsonl, a dot for each seed
-    python tools/plot.py records docs/runs/text.jsonl --x=generated
+    python tools/plot.py records docs/runs/text-long.jsonl --x=generated \
+        --names=plain_scaled,plain_scaled_2x,plain_scaled_4x,loop_2,loop
         loss on text against what a new token costs, a line through the sizes of plain models
     python tools/plot.py halting docs/runs/halting.jsonl
         right answers against passes, of tools/choices.py --json: a line for each kind of model,
@@ -36,13 +37,11 @@ from engine.flops import flops_of_new_token
 from engine.hardware import pick_device
 from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
-from model import GPTConfig
 from sample import encode_prompt
 from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
 from tools.compare import loss_of, read_lines, read_log, seconds_by_step, those_that_judge
 from tools.explain import look, validation_tokens
 from tools.race import at_best_rate, runs_of
-from train import Settings
 
 X = {
     'tokens': 'training tokens',
@@ -65,7 +64,7 @@ COLOURS = (ORANGE, BLUE, INK, '#009e73', GREY, '#cc79a7', '#56b4e9', '#e69f00', 
 class PlotSettings:
     """what to draw"""
     out: Optional[str] = None        # file to write: .png, .svg or .pdf (None: out/KIND.png)
-    x: str = 'flops'                 # against 'tokens', 'flops', 'seconds'; records: 'generated'
+    x: str = 'flops'                 # or 'tokens'; for curves 'seconds', for records 'generated'
     names: Optional[str] = None      # all but depth: only these, with commas between
     start: Optional[str] = None      # depth: text, or FILE:path (None: the validation set)
     device: Optional[str] = None     # 'cpu', 'cuda', 'mps' (None: the best there is)
@@ -141,7 +140,7 @@ PLAIN_WORDS = {
     'plain_scaled': ('one pass', INK, 'o'),
     'plain_scaled_as_loop': ('one pass, trained longer', BLUE, 's'),
     'plain_scaled_4x': ('four times the layers', '#009e73', 'o'),  # a ring, as loop's mark is near
-    'loop': ('four passes', ORANGE, 'D'),
+    'loop': ('loop', ORANGE, 'D'),
     'feedback': ('feedback', '#cc79a7', 'P'),
 }
 MARKS = 'v^<>pPX*hd'    # of the others, first in grey
@@ -150,6 +149,8 @@ OTHERS = (GREY, '#56b4e9', '#b09000', '#7a3b00')
 
 def records(paths, s):
     """A panel for each runs.jsonl: right answers where the data is a made task, else the loss."""
+    if s.x == 'seconds':
+        raise UserError("x=seconds is for curves: records are of several machines")
     panels = [read_records(path, s) for path in paths]
     s.check_names({name for runs in panels for name in runs})
     if s.x == 'generated':
@@ -161,8 +162,6 @@ def records(paths, s):
     looks = {name: (name, OTHERS[i // len(MARKS) % len(OTHERS)], MARKS[i % len(MARKS)])
              for i, name in enumerate(others)}
     looks.update(PLAIN_WORDS)
-    if not all(has_four_passes(record) for runs in panels for record in runs.get('loop', [])):
-        looks['loop'] = ('loop', *PLAIN_WORDS['loop'][1:])
     for ax, runs in zip(axes, panels):
         draw_records(ax, runs, looks, s.x)
     add_legend(figure, [looks[name][0] for name in (*PLAIN_WORDS, *others)])
@@ -216,15 +215,6 @@ def in_generation(panels):
     return drawn
 
 
-def has_four_passes(record):
-    """Whether a run of `loop` has, as far as the config files of its command are here."""
-    args = [os.path.join(ROOT, arg) if arg.startswith('config/') else arg
-            for arg in args_of(record)]
-    that_say = [arg for arg in args if arg.startswith('--ponder_steps=') or os.path.exists(arg)]
-    given, _ = read(that_say, '', Settings, GPTConfig)
-    return given.get('ponder_steps', GPTConfig.ponder_steps) == 3
-
-
 def args_of(record):
     """train.py's arguments for a record's run."""
     command = record['command']
@@ -234,7 +224,7 @@ def args_of(record):
 
 
 def draw_records(ax, runs, looks, x):
-    """A dot for each seed and a mark at the median, against multiples of what one pass costs."""
+    """A dot for each seed and a mark at the median, against multiples of the least cost drawn."""
     found = [record for records in runs.values() for record in records]
     answers = all('right' in record for record in found)
     least = min(np.median([record[x] for record in records]) for records in runs.values())
@@ -454,7 +444,7 @@ def race(paths, s):
 
 
 def depth(paths, s):
-    """Whose values each layer mixes, as a mean over a text's first window."""
+    """Whose values each layer mixes, in the last pass, as a mean over a text's first window."""
     if len(paths) > 1:
         raise UserError("depth: name one checkpoint")
     model, tokenizer, settings = load_model(paths[0], pick_device(s.device))

@@ -13,6 +13,7 @@ question is answered at a time.
 import ast
 import codecs
 import json
+import math
 import os
 import re
 import sys
@@ -178,8 +179,8 @@ def answer(served, question, side, look, top, stopped):
         return dict(page=page_data([seen], tokens, counts, tokenizer))
 
     utf8 = codecs.getincrementaldecoder('utf-8')('replace')     # a character may be several tokens
-    begun, count, total = time.monotonic(), 0, 0
-    shown, took = begun - 1, 0.0        # when `page` was last asked, and how long that took
+    count, total = 0, 0
+    shown, took = -math.inf, 0.0        # when `page` was last asked, and how long that took
     yield dict(name=name, reads=len(tokens), most=most)
     for token, passes in stream(model, [tokens], most, question.temperature, seed=question.seed,
                                 stop_token=tokenizer.eot_token):
@@ -197,10 +198,9 @@ def answer(served, question, side, look, top, stopped):
             yield page()
             shown = time.monotonic()
             took = shown - now
-    seconds = time.monotonic() - begun
     yield page()
 
-    words = [f"{count} tokens in {seconds:.1f} s", f"{total / count:.2f} passes each"]
+    words = [f"{count} tokens", f"{total / count:.2f} passes each"]
     if ended and served.exam is not None:
         words.insert(0, served.verdict(tokens[first:-1]))
     elif not ended and count < most:
