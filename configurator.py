@@ -28,7 +28,6 @@ from engine.files import UserError, on_disk
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.USub: operator.neg}
 CALLED = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}
-FORMER = ('fast',)  # settings of earlier versions: a settings.json may have them; they mean nothing
 FIELD = re.compile(r'^    (\w+): .*? = (.*?) *# (.*)$', re.MULTILINE)  # name, default, comment
 
 
@@ -59,8 +58,7 @@ def read(argv, usage, *blocks, files=True):
             assignments = []
             rest.append(arg)
         for name, tree, where in assignments:
-            if name not in FORMER:
-                given[name] = value_of(name, tree, where, kinds)
+            given[name] = value_of(name, tree, where, kinds)
     return given, rest
 
 

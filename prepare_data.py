@@ -53,8 +53,8 @@ DOCUMENT_BYTES = 2 ** 20     # longer texts of a user are cut
 FEW_FILES = 100              # below this all texts are cut, or validation might get nothing
 PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
 
-# what train.py makes by itself: the folder, and this program's arguments for it
 SETS = (*FINEWEB, *TASKS, 'shakespeare')     # what a path may name instead of files
+# what train.py makes by itself: the folder, and this program's arguments for it
 BUILTIN = {f'data/{name}': KNOWN[name].split() for name in ('python', 'trees', *TASKS)}
 
 
@@ -174,7 +174,8 @@ def prepare_text(settings, paths, folder):
         if os.path.exists(os.path.join(path, 'meta.json')):
             raise UserError(f"{path}: a data set, no text; to see whether it is whole: "
                             f"{typed('--check', path)}")
-    source = ' '.join(paths) or f'source of Python {sys.version.split()[0]}'
+    python = f'source of Python {sys.version.split()[0]}'
+    source = ' '.join(paths) or python + ' and of installed packages' * settings.packages
     texts = python_sources(settings.packages)
     if paths:
         once = {os.path.realpath(file): file for path in paths

@@ -70,7 +70,7 @@ class Settings:
     beta1: float = 0.9                  # AdamW
     beta2: float = 0.95                 # AdamW
     grad_clip: float = 1.0              # the gradient's total norm is clipped to this
-    seed: int = 1337                    # initial weights, order of the data, dropout
+    seed: int = 1337                    # of all that is drawn: weights, order of the data, dropout
     log_interval: int = 50              # steps between log lines
     eval_interval: int = 600            # steps between evaluations; there is always one at the end
     eval_tokens: int = 128 * 1024       # validation tokens per evaluation, the same each time
@@ -202,19 +202,20 @@ class Trainer:
         self.train_data = Windows(s.data_dir, 'train', self.meta, T)
         self.val_data = Windows(s.data_dir, 'val', self.meta, T)
         prepare(self.model, s, device)          # moves it there; tunes, compiles, recomputes
+        self.log = Log(s, self.model, self.stop)
+        if s.eval_only:
+            return      # what follows is for training
 
-        # the optimizer
         self.optimizer = make_optimizer(s, self.model, ranks, device, self.dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        if state and not s.eval_only:
+        if state:
             load_optimizer(self.optimizer, self.scaler, state)
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
             for p in self.model.parameters():
-                if p.requires_grad:     # in DDP's buckets; those of a first backward were beside
+                if p.requires_grad:     # made by a first backward, they would lie beside DDP's
                     p.grad = torch.zeros_like(p)
             self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.log = Log(s, self.model, self.stop)
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         norm = float(norm)                  # waits for the GPU
         loss, targets = self.ranks.sum(total).tolist()
-        loss = loss / self.ranks.world if targets else math.nan     # each rank's is a mean already
+        loss = loss / self.ranks.world if targets else math.nan     # by_targets made a mean of it
         if not targets:
             self.log.say(f"step {self.step + 1}: no answer in its windows counts; step skipped "
                          "(raise block_size or batch_tokens)")

@@ -4,9 +4,9 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
     save_checkpoint(folder, state)      folder/ckpt.pt; what was there is now ckpt_prev.pt
     state = load_checkpoint(folder)     the newest one that can be read
     model = model_of(state)             its model, with these weights
-    own(model, state)                   which lie in the file no longer
+    own(model, state)                   the same, its weights copied out of the file
     load_weights(model, weights)        weights, into a model of the same shape
-    load_optimizer(optimizer, scaler, state)    AdamW's moments; `optimizer_state` for saving
+    load_optimizer(optimizer, scaler, state)    its moments; `optimizer_state` for saving
     change_steps(model, K)              it is to take K pondering steps
 """
 

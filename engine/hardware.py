@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import time
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -51,8 +52,8 @@ def peak_flops(gpu):
 
 def pick_device(name, local_rank=0):
     """
-    The device to compute on (None: the best there is), of GPUs then the current one; UserError if
-    the one asked for is not there.
+    The device to compute on (None: the best there is); a GPU becomes PyTorch's current one.
+    UserError if the one asked for is not there.
     """
     if name is None:
         name = best_device()
@@ -207,7 +208,8 @@ def join_group(device):
     cuda = device.type == 'cuda'
     backend = 'nccl' if cuda else 'gloo'
     try:
-        dist.init_process_group(backend, device_id=device if cuda else None)
+        dist.init_process_group(backend, device_id=device if cuda else None,
+                                timeout=timedelta(hours=1))     # of who waits while rank 0 saves
     except ValueError as error:     # a variable that is missing, or no number
         reason = str(error).rpartition(': ')[2]
         raise UserError(f"RANK is set, as by torchrun, but not all that torchrun sets ({reason}): "

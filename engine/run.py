@@ -19,7 +19,6 @@ from statistics import fmean
 import torch
 
 from engine.answers import answer_problems
-from engine.download import FINEWEB
 from engine.files import UserError, alone, for_terminal, one_line, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces, generate
@@ -190,10 +189,7 @@ class Log:
             self.say(f"only {trained:,} parameters are trained, those of the mechanism, and the "
                      "loss is its own")
         if epochs > OFTEN and not task_of(meta):
-            shards = min(FINEWEB['fineweb-edu'], math.ceil(s.max_steps * s.batch_tokens / 1e8))
-            self.say(f"warning: a text read {epochs:,.0f} times is learned by heart; more of it: "
-                     f"python prepare_data.py fineweb-edu --shards={shards}, then "
-                     "--data_dir=data/fineweb-edu")
+            self.say(f"warning: a text read {epochs:,.0f} times is learned by heart")
         if share < 1:
             self.say(f"{share:.0%} of what the answers hold counts: a problem that begins before "
                      "its window is not known (block_size)")

@@ -13,7 +13,6 @@ from dataclasses import asdict, fields
 
 import torch
 
-from configurator import FORMER
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.build import new_model, without_numbers
 from engine.files import UserError, check_whole, same_folder, stamp, typed
@@ -188,6 +187,10 @@ def check_data(config, meta, state, settings, ranks):
     name = meta['tokenizer']
     of_model = state['tokenizer'] if state else name
     known = knows_tokens(config.n_tokens, name, meta['n_tokens'])
+    if not known and not state:
+        needs = ' '.join(f'--{n}={value}' for n, value in vocabulary_of(meta['n_tokens']).items())
+        raise UserError(f"n_tokens={config.n_tokens}, but {settings.data_dir} is tokenised with "
+                        f"{meta['n_tokens']} tokens ({name}): add {needs}")
     if not known or (state and not one_tokenizer(state, meta)):
         raise UserError(f"{settings.data_dir} is tokenised with {meta['n_tokens']} tokens "
                         f"({name}), the model has n_tokens={config.n_tokens} ({of_model}): use the "
@@ -209,10 +212,12 @@ def is_own_data(folder, kept):
 
 def say_other_data(folder, meta, kept):
     """A warning for each split that is not the one in what a checkpoint kept of its data."""
-    for split, words in (('train', 'training data'), ('val', 'validation set')):
+    for split, words, so in (
+            ('train', 'training data', "training starts anew on it, and may read a text again"),
+            ('val', 'validation set', "cut anew, it may hold what the model was trained on")):
         if kept.get(f'{split}_data', meta[split]) != meta[split]:
-            print(f"warning: the {words} in {folder} is not what this model read before; cut "
-                  "anew, a validation set may hold what it was trained on", file=sys.stderr)
+            print(f"warning: the {words} in {folder} is not what this model read before: {so}",
+                  file=sys.stderr)
 
 
 def idle_settings(model, asked):
@@ -235,7 +240,10 @@ def idle_settings(model, asked):
 
 
 def check_resume(state, step, settings, ranks, device):
-    """UserError if ranks are to go on from different steps, or from weights alone."""
+    """
+    UserError if ranks are to go on from different steps, from weights alone or with another
+    optimizer; a warning of another batch_tokens.
+    """
     if not state['optimizer']:
         option = typed(f'--init_from={settings.out_dir}')
         raise UserError(f"{settings.out_dir} holds weights and no optimizer state: start a new run "
@@ -319,7 +327,7 @@ def checkpoint_of(settings):
     state = load_checkpoint(folder, mapped=True)
     known = {field.name: field.default for field in fields(settings)}
     state['settings'].setdefault('optimizer', 'adamw')  # the only one that there was
-    gone = sorted(state['settings'].keys() - known - set(FORMER))
+    gone = sorted(state['settings'].keys() - known)
     if gone:
         print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
     here = {'out_dir': settings.out_dir, 'max_seconds': settings.max_seconds}

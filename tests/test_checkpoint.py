@@ -15,7 +15,7 @@ from test_train import QUICK, SHAPE, log_of, same_weights
 
 import sample
 import train
-from engine import checkpoint
+from engine import checkpoint, start
 from engine.checkpoint import load_checkpoint, model_of, save_checkpoint
 from engine.files import UserError, alone, whole
 from engine.shards import get_tokenizer
@@ -128,15 +128,6 @@ def test_checkpoints_of_another_program(out, run_train, capsys):
     rewrite(out, config=state['config'], settings={**state['settings'], 'min_lr': 0.5})
     run_train('out', '--init_from=resume', '--max_steps=5')
     assert 'no longer settings: min_lr' in capsys.readouterr().err
-
-
-def test_a_setting_of_earlier_versions_is_passed_over_by_who_asks_a_model(out, tmp_path, capsys):
-    rewrite(out, settings={**load_checkpoint(str(out))['settings'], 'fast': True})
-    (tmp_path / 'text').write_text('some text')
-    sample.main([str(out), '--device=cpu', '--max_new_tokens=1', '--fast=True'])
-    evaluate.main([str(out), str(tmp_path / 'text'), '--device=cpu', '--fast=False'])
-    told = capsys.readouterr()
-    assert 'fast' not in told.out + told.err and 'warning' not in told.err
 
 
 def test_a_setting_that_model_py_has_not_is_told(out, capsys):
@@ -415,6 +406,12 @@ def test_other_data_than_before_is_named(out, run_train, other_data, capsys):
     told = capsys.readouterr()
     for words in ('training data', 'validation set'):
         assert f'the {words} in {other_data} is not what this model read before' in told.err
+    # more shards of one data set: what is held out is the same
+    meta = json.loads((other_data / 'meta.json').read_text())
+    more = {**meta, 'train': {**meta['train'], 'tokens': 1}}
+    start.say_other_data('more', more, {'train_data': meta['train'], 'val_data': meta['val']})
+    told_of_more = capsys.readouterr().err
+    assert 'may read a text again' in told_of_more and 'validation' not in told_of_more
     assert f'from here on with max_steps=6 (was 5), data_dir={other_data} (was ' in told.out
 
 
@@ -427,7 +424,7 @@ def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(
                   0.2, 'test')
     tuned = other_data.parent / 'tuned'
     run_train('more', f'--init_from={tuned}', f'--data_dir={other_data}', '--max_steps=1')
-    assert 'a validation set may hold what it was trained on' in capsys.readouterr().err
+    assert 'it may hold what the model was trained on' in capsys.readouterr().err
 
 
 def spellings(folder, tmp_path):

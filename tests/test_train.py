@@ -244,31 +244,6 @@ def test_a_run_keeps_the_precision_it_began_in(run_train, tmp_path, monkeypatch,
         assert json.load(f)['dtype'] is None    # on another machine another may be the quick one
 
 
-def test_a_setting_of_earlier_versions_is_passed_over(run_train, tmp_path, capsys):
-    """In a checkpoint, in the settings.json beside it, and in a command."""
-    few = ['--max_steps=2', '--save_interval=1']
-    straight = run_train('straight', *few)
-    with stopped_at(1):
-        run_train('out', *few)
-    out = tmp_path / 'out'
-    state = torch.load(out / 'ckpt.pt', weights_only=True)
-    torch.save({**state, 'settings': {**state['settings'], 'fast': True}}, out / 'other.pt')
-    os.replace(out / 'other.pt', out / 'ckpt.pt')
-    kept = json.loads((out / 'settings.json').read_text())
-    (out / 'settings.json').write_text(json.dumps({**kept, 'fast': None}))
-    again = tmp_path / 'again'
-    train.main([str(out / 'settings.json'), '--fast=True', f'--out_dir={again}'])
-    same_weights(straight, load_checkpoint(str(again)))
-
-    capsys.readouterr()
-    resumed = run_train('out', *few, '--init_from=resume', '--fast=False')
-    told = capsys.readouterr()
-    assert 'fast' not in told.out + told.err and told.err == ''
-    same_weights(straight, resumed)
-    assert 'fast' not in resumed['settings']
-    assert 'fast' not in json.loads((out / 'settings.json').read_text())
-
-
 # ---- Muon ----------------------------------------------------------------------------------------
 
 MUON = ['--optimizer=muon', '--dropout=0.1']
@@ -995,7 +970,7 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
     (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']),
-    (['--n_tokens=300', '--vocab_size=320'], ['257', 'n_tokens=300']),
+    (['--n_tokens=300', '--vocab_size=320'], ['n_tokens=300', 'add --n_tokens=257 --vocab_size=320']),
     (['--device=quantum'], ['device=quantum', 'choose cpu, cuda or mps']),
     (['--device=gpu'], ['device=gpu: choose cpu, cuda or mps']),
     (['--max_steps=0'], ['max_steps=0']),
