@@ -473,9 +473,10 @@ def test_one_layer_of_twice_the_width():
     for r in records_of('wide'):
         if not r['picks']:
             right.setdefault(r['task'], []).append(100 * r['right'])
-    sums, traffic = (f'{median(right[task]):.1f} %' for task in ('addition', 'traffic'))
+    sums, traffic, trees = (f'{median(right[task]):.1f} %'
+                            for task in ('addition', 'traffic', 'minimax'))
     words = ' '.join(read_text('docs/results.md').split())
-    assert f'gets {sums} of the sums and {traffic} of traffic' in words
+    assert f'gets {sums} of the sums, {traffic} of traffic and {trees} of the game trees' in words
 
 
 def test_game_trees_of_feedback():
