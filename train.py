@@ -180,7 +180,7 @@ class Trainer:
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
-        self.read = state['files'] if state and s.init_from == 'resume' else ()
+        self.stamps = state['files'] if state and s.init_from == 'resume' else ()
         # where the weights first came from: never 'resume'
         self.origin = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
@@ -406,7 +406,7 @@ class Trainer:
         settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
         settings.pop('variant', None)   # of released models: it comes with their weights
         settings.pop('max_seconds')     # of this call
-        with self.log.open(settings, self.read, self.step):
+        with self.log.open(settings, self.stamps, self.step):
             with self.stop.on_signals():
                 self.loop()
             if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():

@@ -111,11 +111,11 @@ class Log:
         self.passes = []            # of each micro-batch: shares of the tokens in each pass
 
     @contextlib.contextmanager
-    def open(self, written, read=(), step=0):
+    def open(self, written, stamps=(), step=0):
         """
         Around the run, which goes on from `step`: makes its folder and locks out other runs;
         settings.json, with what is `written`, and log.jsonl are in it. UserError if the folder
-        cannot be written, or another run had it until now. read: as in check_unused.
+        cannot be written, or another run had it until now. stamps: as in check_unused.
         """
         if self.ranks.rank > 0:
             yield
@@ -123,7 +123,7 @@ class Log:
         folder, closing = self.settings.out_dir, contextlib.ExitStack()
         try:
             closing.enter_context(alone(folder))
-            check_unused(self.settings, read)
+            check_unused(self.settings, stamps)
             with whole(os.path.join(folder, 'settings.json')) as f:
                 json.dump(written, f, indent=1)
             path = os.path.join(folder, 'log.jsonl')

@@ -302,10 +302,10 @@ def say_changes(state, given, config, ranks):
 
 # ---- what is in the folders, before ranks wait for each other ------------------------------------
 
-def check_unused(settings, read=()):
-    """UserError if a run writes over another's. read: {path: stamp} of what it goes on from."""
+def check_unused(settings, stamps=()):
+    """UserError if a run writes over another's. stamps: {path: stamp} of what it goes on from."""
     folder = settings.out_dir
-    if any(stamp(path) != read[path] for path in read):
+    if any(stamp(path) != stamps[path] for path in stamps):
         raise UserError(f"{folder}: another run went on from the same checkpoint meanwhile; give "
                         "the same command again to go on from its own")
     if is_new(settings) and any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):
