@@ -177,7 +177,7 @@ PARTS = {
 
 def conclusion():
     return ("A GPT of model.py gives the same logits and gradients with your attention() inside. "
-            "Now read class Attention there, and its attend.")
+            "Now read class Attention in model.py, and its attend.")
 
 
 if __name__ == '__main__':

@@ -240,7 +240,7 @@ def check_inside():
 
 def conclusion():
     return ("A GPT of model.py gives the same logits and gradients with your mix() inside. "
-            "Now read depth_attention there: it never stacks its sources, and says why.")
+            "Now read depth_attention in model.py: it never stacks its sources, and says why.")
 
 
 PARTS = {

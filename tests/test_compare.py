@@ -129,13 +129,28 @@ def test_as_other_is_for_all_flops_that_other_has(common, monkeypatch):
     (['--lrs=1e-3,'], 'lrs=1e-3,: give learning rates'),
     (['--lrs=1e-3,0'], 'lrs=1e-3,0: give learning rates'),
     (['--names=plain_as_loop@3e-3'], 'a rate belongs to what is trained'),
-    (['folder'], 'folder'),
+    (['folder'], 'folder: neither a setting'),
     (['--beside=plain_scaled_2x', '--names=loop'], 'beside=plain_scaled_2x.*add it to --names'),
 ])
 def test_refusals(common, tmp_path, args, words):
     with pytest.raises(UserError, match=words):
         compare.main([*common, f'--out={tmp_path}', *args])
     assert not os.listdir(tmp_path)
+
+
+def test_a_run_that_another_program_has_finished_meanwhile_stands_there_once(
+        common, tmp_path, in_process, monkeypatch):
+    record_of = compare.record_of
+
+    def finished_by_both(*args):
+        record = record_of(*args)
+        with open(tmp_path / 'runs.jsonl', 'a') as f:
+            f.write(json.dumps(record) + '\n')
+        return record
+
+    monkeypatch.setattr(compare, 'record_of', finished_by_both)
+    compare.main([*common, '--names=plain', '--seeds=1', f'--out={tmp_path}'])
+    assert [(r['name'], r['seed']) for r in records_in(tmp_path)] == [('plain', 1)]
 
 
 def test_who_may_stand_beside(tmp_path):

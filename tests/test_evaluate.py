@@ -88,6 +88,18 @@ def test_what_iteration_approximates_is_had_token_by_token(ponder, tmp_path, cap
         assert f'{ponder}: texts and prompts are read {how}' in capsys.readouterr().out
 
 
+def test_each_row_of_a_text_is_of_a_model_of_so_many_passes(tmp_path, capsys):
+    (tmp_path / 'a.txt').write_text('some text ' * 9)
+    model = make(**SMALL, ponder='loop', ponder_steps=2).float()
+    out = str(save(tmp_path / 'out', model, data_dir='nowhere'))
+    tokens = np.array([256, *b'some text ' * 9], np.uint16)
+    want = []
+    for model.config.ponder_steps in (0, 2):
+        want.append(f'{evaluate.nats(model, tokens, 4) / (len(tokens) - 1):.4f}')
+    told = run(capsys, out, tmp_path / 'a.txt', '--ponder_steps=0,2')
+    assert [row[2] for row in told] == want and want[0] != want[1]
+
+
 def test_a_text(model, folder, tmp_path, capsys):
     path = tmp_path / 'text.py'
     text = 'x = "é"\n' * 9
@@ -156,7 +168,7 @@ def test_another_validation_set_in_the_place_of_its_own_is_refused(model, tmp_pa
     with pytest.raises(UserError, match='not the data that this model was trained on'):
         evaluate.main([folder, '--tokens=50', '--device=cpu'])
     evaluate.main([folder, str(other), '--tokens=50', '--device=cpu'])      # asked for
-    assert 'a validation set may hold what it was trained on' in capsys.readouterr().err
+    assert 'it may hold what the model was trained on' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('task', TASKS)

@@ -229,7 +229,9 @@ def test_names_at_the_end_of_each_exercise_exist():
     for name in check.NAMES:
         exercise = solved(name, ANSWERS)
         said = check.judge(exercise.conclusion, exercise.__file__).words
-        for word, page in re.findall(r'(\w+) in ([\w/]+\.py)', said):
+        named = re.findall(r'(\w+) in ([\w/]+\.py)', said)
+        assert named or name in ('rope', 'flops')
+        for word, page in named:
             with open(os.path.join(ROOT, page), encoding='utf-8') as f:
                 assert re.search(rf'^(class|def) {word}\b', f.read(), re.M), (word, page)
 

@@ -34,8 +34,8 @@ def assert_equal(got, want):
 
 # ---- what is seen --------------------------------------------------------------------------------
 
-def test_steps_end_in_the_models_output(toggle):
-    model = make(**toggle)
+def test_steps_end_in_the_models_output(one_of_each):
+    model = make(**one_of_each)
     config = model.config
     seen = explain.look(model, IDX)
     want = output(model)

@@ -132,6 +132,15 @@ def test_a_stream_without_an_end_takes_memory_as_it_goes():
     assert got == row[2:].tolist()
 
 
+@pytest.mark.parametrize('few', [dict(top_k=1), dict(top_p=1e-9)])
+def test_a_stream_draws_from_few_tokens_where_it_is_asked_to(few):
+    model = make(n_layer=2)
+
+    def tokens(**options):
+        return generate.generate(model, [[3, 1]], 8, seed=0, **options)[0].tolist()
+    assert tokens(temperature=3.0, **few) == tokens(temperature=0) != tokens(temperature=3.0)
+
+
 def test_no_tokens_to_draw_from():
     with pytest.raises(ValueError, match='top_k=0'):
         next(stream(make(), torch.tensor([[3]]), 1, top_k=0))

@@ -25,12 +25,12 @@ def mechanism_of(toggle):
 
 # ---- begin_step ----------------------------------------------------------------------------------
 
-def test_training_without_begin_step_says_so_where_it_matters(toggle, idx):
+def test_training_without_begin_step_says_so_where_it_matters(one_of_each, idx):
     """And an evaluation does not need it."""
-    model = GPT(GPTConfig(**{**SMALL, **few_sweeps(toggle)}))
+    model = GPT(GPTConfig(**{**SMALL, **few_sweeps(one_of_each)}))
     model.eval()(idx, targets(idx))
     model.train()
-    if mechanism_of(toggle) not in NEEDS_BEGIN_STEP:
+    if mechanism_of(one_of_each) not in NEEDS_BEGIN_STEP:
         model(idx, targets(idx))[1].backward()
         return
     with pytest.raises(ValueError) as error:

@@ -123,8 +123,8 @@ def test_in_parts_gradients_are_those_of_one_piece_under_autocast(idx, monkeypat
 
 # ---- engine/score.py -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize('name', ONE_EACH)
-@pytest.mark.parametrize('at_once', [2 ** 25, 2 * 12 * 64, 1])
+@pytest.mark.parametrize('name, at_once', [(name, 2 * 12 * 64) for name in ONE_EACH]
+                         + [('plain', 2 ** 25), ('plain', 1)])
 def test_the_nats_of_a_text(name, at_once, idx, monkeypatch):
     """Of each token given those before it in its row; in eval mode, which is left again."""
     for module in model_py, score:

@@ -176,14 +176,13 @@ def frozen(all_k, passes, k):
     return torch.stack(columns, dim=2)                                  # (B, 1, N, hd)
 
 
-@pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('highest', [1, 2, 4])
-def test_frozen_keys_are_those_of_a_tokens_last_pass(seed, highest):
+def test_frozen_keys_are_those_of_a_tokens_last_pass(highest):
     """
     Pieces stop at different passes, so a pass may have seen none of several pieces when it is taken
     again; highest: the most passes that the middle of the text takes.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(highest)
     passes = torch.randint(1, 5, (B, 14))
     passes[:, 4:10] = passes[:, 4:10].clamp(max=highest)
     memory = Memories(FrozenMemory, 4, None)
@@ -203,12 +202,11 @@ def test_frozen_keys_are_those_of_a_tokens_last_pass(seed, highest):
         first += T
 
 
-@pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('highest', [1, 2, 4])
 @pytest.mark.parametrize('pad', [None, torch.tensor([0, 2, 1])])
-def test_who_stopped_has_hidden_keys_in_a_routers_memory(seed, highest, pad):
+def test_who_stopped_has_hidden_keys_in_a_routers_memory(highest, pad):
     """And those of the passes that it took stand where they would in a chain."""
-    torch.manual_seed(seed)
+    torch.manual_seed(highest)
     passes = torch.randint(1, 5, (B, 14))
     passes[:, 4:10] = passes[:, 4:10].clamp(max=highest)
     if pad is not None:

@@ -12,7 +12,7 @@ import prepare_data
 import pytest
 import released
 import train
-from conftest import ROOT, make, save
+from conftest import ROOT, make, save, slow_but
 from configurator import build, read
 from engine import tasks
 from engine.build import without_numbers
@@ -85,8 +85,8 @@ def split_command(command):
     return [word.replace('"', '') for word in words]
 
 
-PAGES_OF_COMMANDS = ('README.md', 'docs/modify.md', 'docs/training.md', 'docs/released.md',
-                     'exercises/README.md', 'exercises/TEACHING.md')
+PAGES_THAT_RUN = ('README.md', 'docs/modify.md', 'docs/training.md', 'docs/released.md')
+PAGES_OF_COMMANDS = (*PAGES_THAT_RUN, 'exercises/README.md', 'exercises/TEACHING.md')
 COMMANDS = [command for page in PAGES_OF_COMMANDS for command in read_commands(page)]
 BENCHES = [command for page in ('docs/performance.md', *LOGS)
            for command in re.findall(r'`(python tools/bench\w*\.py [^`]*)`', read_text(page))]
@@ -113,23 +113,6 @@ def test_the_first_commands_are_what_ci_runs():
     for command in read_commands('README.md'):
         if command.startswith('pip ') or command in COMMANDS[:3]:
             assert command in ci
-
-
-@pytest.mark.parametrize('command', [c for c in PROGRAMS if 'exercises/' not in c])
-def test_commands_name_files_and_settings_that_exist(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'config').symlink_to(os.path.join(ROOT, 'config'))
-    (tmp_path / 'out/depth_attn').mkdir(parents=True)
-    (tmp_path / 'out/depth_attn/settings.json').write_text('{}')  # what a finished run leaves
-    program, *args = split_command(command)
-    switches = ('--help', '--check')
-    args = [word for word in args if word not in switches]
-    given, rest = read(args, '', *SETTINGS[program])
-    if program == 'tools/plot.py':
-        assert rest[0] in KINDS
-    if program == 'tools/compare.py':
-        for name in given['names'].split(','):
-            assert name in compare.ALL
 
 
 @pytest.mark.parametrize('command', [c for c in PROGRAMS if 'exercises/' in c])
@@ -211,6 +194,28 @@ def is_elsewhere(command):
     return any(word in command for word in ELSEWHERE)
 
 
+RUN = {command for page in PAGES_THAT_RUN for command in read_commands(page)
+       if not is_elsewhere(command)}    # by the test below
+
+
+@pytest.mark.parametrize('command', [command for command in dict.fromkeys(PROGRAMS)
+                                     if 'exercises/' not in command and command not in RUN])
+def test_commands_name_files_and_settings_that_exist(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'config').symlink_to(os.path.join(ROOT, 'config'))
+    (tmp_path / 'out/depth_attn').mkdir(parents=True)
+    (tmp_path / 'out/depth_attn/settings.json').write_text('{}')  # what a finished run leaves
+    program, *args = split_command(command)
+    switches = ('--help', '--check')
+    args = [word for word in args if word not in switches]
+    given, rest = read(args, '', *SETTINGS[program])
+    if program == 'tools/plot.py':
+        assert rest[0] in KINDS
+    if program == 'tools/compare.py':
+        for name in given['names'].split(','):
+            assert name in compare.ALL
+
+
 def run_as_written(command):
     """A command, by its program's own main function."""
     path, *args = split_command(command)
@@ -226,7 +231,7 @@ def run_as_written(command):
         assert not left.code, command
 
 
-@pytest.mark.parametrize('page', PAGES_OF_COMMANDS)
+@pytest.mark.parametrize('page', slow_but(PAGES_THAT_RUN, (*PAGES_THAT_RUN, 'exercises/README.md')))
 def test_commands_run(page, tmp_path, monkeypatch, capsys):
     """In the order of the page, in one folder, on models and texts as small as can be."""
     monkeypatch.chdir(tmp_path)
@@ -240,9 +245,10 @@ def test_commands_run(page, tmp_path, monkeypatch, capsys):
     if page == 'docs/released.md':
         save(tmp_path / 'out' / 'vanilla', make())
 
-    for command in filter(split_command, read_commands(page)):
-        if is_elsewhere(command):
-            continue
+    commands = [command for command in filter(split_command, read_commands(page))
+                if not is_elsewhere(command)]
+    assert commands
+    for command in commands:
         capsys.readouterr()
         run_as_written(command)
         assert capsys.readouterr().out or '--out=' in command, command
@@ -352,6 +358,7 @@ def rows(page, title):
     """The cells of the rows of the first table below a title of a page, without the head."""
     table = read_text(page).partition(f'\n{title}')[2].partition('\n| ---')[2]
     lines = table.partition('\n\n')[0].splitlines()[1:]
+    assert lines, title
     return [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines]
 
 
@@ -418,7 +425,7 @@ def test_verdicts_of_the_claims():
     method = beside = ''
     for line in read_text('docs/claims.md').splitlines():
         cells = [cell.strip() for cell in line.split('|')[1:-1]]
-        if len(cells) != 7 or cells[2] not in (*TEXTS, *TUNED):
+        if len(cells) != 7 or cells[2] in ('text', '---'):
             continue
         method, beside = cells[0] or method, cells[1] or beside     # empty: as above
         if '`' not in beside:   # a lab's method

@@ -38,7 +38,7 @@ from engine.shards import read_meta
 from engine.start import check_memory, check_ranks, check_resume, idle_settings
 from engine.trained import load_model
 from engine.windows import Windows
-from model import GPT, Attention, Block, GPTConfig, Mechanism
+from model import GPT, MLP, Attention, Block, GPTConfig, Mechanism
 from train import Settings, Trainer
 
 SHAPE = ['--n_layer=3', '--n_head=2', '--n_embd=32', '--mlp_hidden=48', '--block_size=32']
@@ -712,6 +712,17 @@ def test_right_answers_are_a_share_and_their_characters_bytes(monkeypatch):
 
 # ---- evaluation ----------------------------------------------------------------------------------
 
+def test_recomputed_blocks_learn_the_same(run_train, monkeypatch):
+    calls, forward = [], MLP.forward
+    monkeypatch.setattr(MLP, 'forward', lambda mlp, x: calls.append(1) or forward(mlp, x))
+    few = ['--max_steps=2', '--dropout=0.1', '--eval_tokens=32']
+    kept = run_train('kept', *few)
+    once = len(calls)
+    again = run_train('again', *few, '--checkpoint_activations=True')
+    same_weights(kept, again)
+    assert len(calls) - once > once
+
+
 def test_after_an_evaluation_training_goes_on_as_before(run_train, capsys):
     once = run_train('a', '--dropout=0.4', '--init_std=0.5')
     more = run_train('b', '--dropout=0.4', '--init_std=0.5', '--eval_interval=5',
@@ -724,8 +735,10 @@ def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, sm
                                                                    capsys):
     """Of another folder, with its own settings; the step is its checkpoint's."""
     state = run_train('out')
+    left = files_in(tmp_path / 'out')
     capsys.readouterr()
     train.main([f'--init_from={tmp_path / "out"}', '--eval_only=True', '--batch_tokens=7'])
+    assert files_in(tmp_path / 'out') == left
     told = capsys.readouterr().out
     assert told.startswith('evaluation in float32 (as set')
     assert f'{tmp_path / "out"} on {small_data}, step 10: validation loss' in told
@@ -743,13 +756,15 @@ def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, sm
 @pytest.mark.parametrize('name, setting, words', [
     ('gate', 'ponder_steps=0', '1.000 passes'),
     ('gate', 'ponder_steps=3', 'another number'),
-    ('router', 'ponder_steps=3', 'validation loss'),
+    ('router', 'ponder_steps=3', '4.000 passes'),
     ('router', 'halt_tau=1.0', '1.000 passes'),
     ('plain', 'ponder_steps=1', "ponder='none'"),
     ('smear', 'ponder_steps=1', "ponder='smear', and so one pass"),
 ])
 def test_passes_can_change_at_evaluation(run_train, tmp_path, capsys, name, setting, words):
-    run_train('out', *options(name), '--max_steps=1', '--eval_tokens=64')
+    more = ['--halt_tau=0'] if setting == 'ponder_steps=3' else []      # all take all passes
+    run_train('out', *options(name), *more, '--max_steps=1', '--eval_tokens=64')
+    left = files_in(tmp_path / 'out')
     capsys.readouterr()
     told = ''
     try:
@@ -758,6 +773,11 @@ def test_passes_can_change_at_evaluation(run_train, tmp_path, capsys, name, sett
     except UserError as error:
         told = str(error)
     assert words in told + capsys.readouterr().out
+    assert files_in(tmp_path / 'out') == left
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_signal_cuts_an_evaluation_short(make_trainer, capsys):
@@ -819,6 +839,7 @@ def test_on_a_made_task_right_answers_are_counted(tmp_path, monkeypatch, capsys)
     """And the built-in data is made when it is missing."""
     files = [os.path.join(ROOT, TASK[0]), *TASK[1:]]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(prepare_data.BUILTIN, 'data/addition', ['addition', '--problems=2000'])
     train.main([*files, '--out_dir=out'])
     told = capsys.readouterr().out
     assert 'preparing addition' in told
@@ -970,7 +991,8 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     (['--batch_tokens=1000'], ['batch_tokens=1000', 'micro_batch']),
     (['--eval_only=True'], ['eval_only', '--init_from']),
     (['--data_dir=elsewhere'], ['elsewhere', 'prepare_data.py']),
-    (['--n_tokens=300', '--vocab_size=320'], ['n_tokens=300', 'add --n_tokens=257 --vocab_size=320']),
+    (['--n_tokens=300', '--vocab_size=320'],
+     ['n_tokens=300', 'add --n_tokens=257 --vocab_size=320']),
     (['--device=quantum'], ['device=quantum', 'choose cpu, cuda or mps']),
     (['--device=gpu'], ['device=gpu: choose cpu, cuda or mps']),
     (['--max_steps=0'], ['max_steps=0']),
