@@ -31,6 +31,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -112,8 +113,9 @@ def prepare(settings, paths=()):
     else:
         meta = prepare_text(settings, paths, folder)
     train, val = meta['train']['tokens'], meta['val']['tokens']
-    print(f"{folder}: {train:,} training and {val:,} validation tokens "
-          f"({meta['tokenizer']}) in {time.time() - start:.1f} s")
+    source = one_line(textwrap.shorten(meta['source'], 80))
+    print(f"{folder}: {train:,} training and {val:,} validation tokens ({meta['tokenizer']}) of "
+          f"{source}, in {time.time() - start:.1f} s")
 
 
 def prepare_builtin(folder):
@@ -209,6 +211,8 @@ def walk(root, skip=(), links=False):
     if not os.path.exists(root):
         raise UserError(f"{root}: no such file or folder, and no data set of that name")
     if not os.path.isdir(root):
+        if not os.path.isfile(root):
+            raise UserError(f"{root}: a pipe or a device: write what it gives to a file")
         yield root
         return
     seen = {os.path.realpath(root)}
@@ -221,8 +225,10 @@ def walk(root, skip=(), links=False):
             seen.update(real)
         for name in sorted(files):
             path = os.path.join(folder, name)
-            if name[0] != '.' and os.path.isfile(path):     # no pipe, no broken link
+            if name[0] != '.' and os.path.isfile(path):     # no pipe
                 yield path
+            elif name[0] != '.' and not os.path.exists(path):
+                print(f"warning: {one_line(path)} is left out: a link to nothing", file=sys.stderr)
 
 
 def refuse_folder(error):
@@ -258,13 +264,17 @@ def your_texts(files, folder):
     few = len(texts) < FEW_FILES and not any(map(is_jsonl, texts))
     longest = 0 if few else DOCUMENT_BYTES
     progress = Progress(folder, sum(map(os.path.getsize, texts)))
-    done = 0
+    done, count = 0, 0
     for path in texts:
         with on_disk(path, 'read'), open(path, 'rb') as f:
             for text in documents(f, path, longest):
                 yield text
+                count += 1
                 progress(done + f.tell())
         done += os.path.getsize(path)
+    if few and count:
+        print(f"{len(texts)} files are cut into {count:,} documents, of {done // count:,} bytes in "
+              "the mean, so that some are for validation")
     left_out = [path for path in files if not reads[path]]
     if left_out:
         print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "

@@ -42,7 +42,8 @@ from engine.hardware import check_causal, pick_dtype, process_group
 from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop
 from engine.shards import read_meta
-from engine.start import check_ranks, check_unused, checkpoint_of, say_kept_numbers, start_model
+from engine.start import (
+    check_ranks, check_unused, checkpoint_of, say_kept_numbers, say_overruled, start_model)
 from engine.track import MODULES, package_of
 from engine.windows import Windows
 from model import GPTConfig
@@ -423,9 +424,12 @@ def main(argv):
     state, before = checkpoint_of(build(Settings, given))   # before: the settings of its run
     settings = build(Settings, {**before, **given})
     if os.environ.get('RANK', '0') == '0':      # torchrun sets it
-        for path in [arg for arg in argv if arg.endswith('.json')]:
-            filed, _ = read([path], '', Settings, GPTConfig)
-            say_kept_numbers(path, filed, given, settings)
+        for i, path in enumerate(argv):
+            if path.endswith('.json') and not path.startswith('--'):
+                filed, _ = read([path], '', Settings, GPTConfig)
+                earlier, _ = read(argv[:i], '', Settings, GPTConfig)
+                say_overruled(path, filed, earlier, given)
+                say_kept_numbers(path, filed, given, settings)
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second
         print_plan(settings, given, prepare_data.BUILTIN, state)

@@ -6,6 +6,7 @@ activations and Depth-Attention's mixing are no matrix products, and are left ou
 """
 
 import contextlib
+import math
 import sys
 from dataclasses import replace
 
@@ -25,14 +26,15 @@ def flops_per_token(gpt, T=None, training=True, texts=1):
     backward, or forward alone. In training the mean over what is drawn, at the beginning of a run;
     nobody halts.
 
-    Of a deep model one layer and two are counted, as all layers cost the same. In a model.py where
-    they do not, `counted_flops` counts them all.
+    Of a deep model one layer, two and three are counted: where each more costs the same, so do all.
+    In a mechanism of your own some layers may run more often. Then all are counted.
     """
     layers = gpt.config.n_layer
-    if layers <= 2:
-        return counted_flops(gpt, T, training, texts)
-    first, second = (counted_flops(gpt, T, training, texts, n_layer) for n_layer in (1, 2))
-    return first + (layers - 1) * (second - first)
+    if layers > 3:
+        first, second, third = (counted_flops(gpt, T, training, texts, n) for n in (1, 2, 3))
+        if math.isclose(third - second, second - first):
+            return first + (layers - 1) * (second - first)
+    return counted_flops(gpt, T, training, texts)
 
 
 def counted_flops(gpt, T=None, training=True, texts=1, n_layer=None):

@@ -39,7 +39,8 @@ def stream(gpt, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     Past block_size: when the window is full, its newer half is read afresh, as if it were the whole
     text. So each token is predicted from block_size / 2 to block_size tokens, as by `forward` on
     that window ('latent', 'mask', 'feedback': with enough sweeps), and on average each is read
-    about twice.
+    about twice. The window is the batch's: when the longest row fills it, all rows lose their older
+    part.
     """
     require(top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1")
     device = gpt.wte.weight.device
@@ -105,7 +106,9 @@ def check_pieces(gpt):
     for what is read by iteration, nor in 16 bits: there the two differ anyway. Nor beside padding
     where keys depend on absolute positions, which padding shifts: left_pad refuses that.
     """
-    T = min(12, gpt.config.block_size - 2)
+    # so long that what reaches far shows, too; but short with halting, where a token whose score is
+    # near tau may stop or not, by rounding
+    T = min(12 if halts(gpt) else 256, gpt.config.block_size - 2)
     if iterates(gpt) or gpt.wte.weight.itemsize < 4 or T < 2:
         return
     device = gpt.wte.weight.device
@@ -117,7 +120,8 @@ def check_pieces(gpt):
         ways.append((2, "beside padding, as in a batch,"))
     for pad, how in ways:
         memory = gpt.new_memory(torch.tensor([pad], device=device) if pad else None)
-        parts = F.pad(text, (pad, 0)).split([pad + T // 2, *[1] * (T - T // 2)], dim=1)
+        alone = min(6, T - T // 2)      # tokens that come one by one, behind the others
+        parts = F.pad(text, (pad, 0)).split([pad + T - alone, *[1] * alone], dim=1)
         h = torch.cat([gpt.hidden(part, memory) for part in parts], dim=1)[:, pad:]
         off = (gpt.head(h).softmax(-1) - at_once).abs().max().item()
         if off > 0.01:

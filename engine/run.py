@@ -179,7 +179,10 @@ class Log:
         world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         source = one_line(textwrap.shorten(meta['source'], 80))
-        self.say(f"{parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
+        c = self.model.config
+        parts = [c.ponder, c.halting, 'depth_attn' if c.depth_attn else 'none']
+        name = ', '.join(part for part in parts if part != 'none') or 'plain'
+        self.say(f"{name}: {parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "

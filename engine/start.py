@@ -106,6 +106,18 @@ def start_config(settings, asked, n_tokens, old):
         raise UserError(str(error)) from None
 
 
+def say_overruled(path, filed, earlier, given):
+    """
+    A warning where a settings.json (path, which sets what is `filed`) takes back what stands before
+    it in the command: it names every setting. earlier: {name: value} of what stands before it.
+    """
+    lost = [name for name in earlier if name in filed and earlier[name] != filed[name]
+            and given[name] == filed[name]]
+    if lost:
+        print(f"warning: {path} stands behind what sets {', '.join(lost)}, and sets it anew: name "
+              f"{path} first", file=sys.stderr)
+
+
 def say_kept_numbers(path, filed, given, settings):
     """
     A warning where a run names a settings.json (path, which sets what is `filed`), but is of

@@ -415,6 +415,18 @@ def test_other_data_than_before_is_named(out, run_train, other_data, capsys):
     assert f'from here on with max_steps=6 (was 5), data_dir={other_data} (was ' in told.out
 
 
+def test_a_settings_json_that_takes_back_what_stands_before_it_is_told(out, tmp_path, capsys):
+    file = str(out / 'settings.json')
+    train.main([file, '--ponder=loop', f'--out_dir={tmp_path / "first"}', '--max_steps=1'])
+    told = capsys.readouterr()
+    assert 'stands behind' not in told.err and '\nloop: ' in '\n' + told.out
+    train.main(['--ponder=loop', '--dropout=0.1', file, '--dropout=0.1',
+                f'--out_dir={tmp_path / "behind"}', '--max_steps=1'])
+    told = capsys.readouterr()
+    assert f'warning: {file} stands behind what sets ponder, and sets it anew' in told.err
+    assert '\nplain: ' in '\n' + told.out
+
+
 def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(
         out, run_train, other_data, capsys):
     """On other data they are at home: that is fine-tuning."""

@@ -127,11 +127,14 @@ def test_your_own_files_through_the_command_line(tmp_path):
     (tmp_path / 'texts' / 'picture.bin').write_bytes(b'\x89PNG\0\0')
     (tmp_path / 'texts' / '.hidden').write_bytes(b'secret')
     os.mkfifo(tmp_path / 'texts' / 'pipe')
+    (tmp_path / 'texts' / 'gone').symlink_to('nowhere')
 
     # texts/0.txt is in texts: a file counts once
     command = [PROGRAM, 'texts', 'all.jsonl', 'texts/0.txt', '--name=mine', '--val_fraction=0.2']
     said = program(*command, cwd=tmp_path).stderr
     assert '1 of 124 files are left out' in said and 'texts/picture.bin' in said
+    assert 'warning: texts/gone is left out: a link to nothing' in said
+    refused(program(PROGRAM, 'texts/pipe', cwd=tmp_path, ok=False), 'texts/pipe: a pipe')
     meta = read_meta(tmp_path / 'data' / 'mine')
     assert meta['train']['bytes'] + meta['val']['bytes'] == sum(map(len, texts.values()))
     train, val = documents(tmp_path / 'data' / 'mine')

@@ -139,14 +139,23 @@ class Places(model_py.Block):
         return super().forward(x * (1 + memory.pos[:, None]), rope, memory)
 
 
+class Far(model_py.Block):
+    """As Shift, of the token 32 places before."""
+
+    def forward(self, x, rope, memory):
+        before = torch.nn.functional.pad(x, (0, 0, 32, 0))[:, :x.size(1)]
+        return super().forward(x + before, rope, memory)
+
+
 def warning_of(capsys):
     torch.manual_seed(0)
-    check_pieces(model_py.GPT(GPTConfig(**TINY)).eval())
+    check_pieces(model_py.GPT(GPTConfig(**{**TINY, 'block_size': 64})).eval())
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize('kind, says', [
     (Shift, 'read in pieces, as in generation,'),
+    (Far, 'read in pieces, as in generation,'),
     (Places, 'read beside padding, as in a batch,')])
 def test_what_passes_by_the_memory_is_warned_of(kind, says, monkeypatch, capsys):
     assert warning_of(capsys) == ''

@@ -92,6 +92,27 @@ def test_flops_are_those_that_torch_counts():
     assert flops_per_token(make(**SETTINGS)) == pytest.approx(counted_flops(make(**SETTINGS)))
 
 
+def test_flops_where_some_layers_run_more_often(monkeypatch):
+    class Upper(Mechanism):
+        """The upper half of the layers runs once more."""
+
+        def forward(self, gpt, x, memory):
+            for blocks in gpt.h, gpt.h[len(gpt.h) // 2:]:
+                memory = Memory()
+                memory.begin(x)
+                rope = rope_table(memory.pos, gpt.config.head_dim, 10_000.0, x.dtype)
+                for block in blocks:
+                    x = block(x, rope, memory)
+            return gpt.ln_f(x)
+
+    monkeypatch.setitem(library.PONDER, 'upper', Upper)
+    model = make(ponder='upper', n_layer=6)
+    assert flops_per_token(model) == pytest.approx(counted_flops(model))
+    plain = make(n_layer=6)
+    of_layers = (counted_flops(plain) - counted_flops(plain, n_layer=3)) / 3
+    assert flops_per_token(model) - flops_per_token(plain) == pytest.approx(3 * of_layers)
+
+
 def test_settled_tokens_leave_after_the_pass_that_hardly_changed_them():
     """Of texts of one token, where a token that left is in nobody's way."""
     tokens = torch.arange(40)[:, None]

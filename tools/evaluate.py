@@ -176,7 +176,8 @@ def about(path):
     """(bytes of text in a file, data folder or, not known: None, a shard; its made task or None)"""
     folder = data_folder(path)
     if folder is None:
-        return None if is_shard(path) else os.path.getsize(path), None
+        known = os.path.isfile(path) and not is_shard(path)     # not of a pipe
+        return os.path.getsize(path) if known else None, None
     meta = read_meta(folder)
     made = task_of(meta)
     return meta['val']['bytes'] if folder == path else None, made and made[0]
@@ -231,7 +232,8 @@ def print_texts(model, tokenizer, paths, s):
     for path in filter(lambda path: about(path)[1], paths):
         print(f"{path} is a made task: only the characters of answers count, as in training")
     if any('?' in row for row in rows):
-        print("?: how many bytes of text are in a shard alone is not known; name its folder")
+        print("?: how many bytes of text are in a shard, or a pipe, alone is not known; name the "
+              "folder, or a file")
     print(table(['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte'], rows))
 
 
