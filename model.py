@@ -675,10 +675,10 @@ class Mechanism(nn.Module):
 
     def this_draw(self):
         """In training what begin_step drew from `draws`, else the first of them."""
-        return self.begun(self.drawn) if self.training else self.draws()[0]
+        return self.known(self.drawn) if self.training else self.draws()[0]
 
     @staticmethod
-    def begun(value):
+    def known(value):
         """value, an attribute that begin_step sets; ValueError while it is None."""
         require(value is not None, "in training mode: call gpt.mechanism.begin_step(step, steps) "
                                    "before each optimizer step (to generate: gpt.eval())")
@@ -1173,11 +1173,11 @@ class Halting(Mechanism):
 
     def stops_from(self, share):
         """Whether tokens may stop: outside of training, and in it from this share of the run on."""
-        return not self.training or self.begun(self.progress) >= share
+        return not self.training or self.known(self.progress) >= share
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on, a line between: shares of the training run."""
-        progress = self.begun(self.progress)
+        progress = self.known(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
             return 1.0

@@ -273,8 +273,8 @@ def your_texts(files, folder):
                 progress(done + f.tell())
         done += os.path.getsize(path)
     if few and count:
-        print(f"{len(texts)} files are cut into {count:,} documents, of {done // count:,} bytes in "
-              "the mean, so that some are for validation")
+        print(f"cut {len(texts)} file{'s' * (len(texts) > 1)} into {count:,} documents, of "
+              f"{done // count:,} bytes in the mean, so that some are for validation")
     left_out = [path for path in files if not reads[path]]
     if left_out:
         print(f"warning: {len(left_out)} of {len(files)} files are left out, as .json or for NUL "
