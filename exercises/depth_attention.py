@@ -5,9 +5,9 @@ Exercise 4 of 8: Depth-Attention. About 45 minutes.
     python exercises/depth_attention.py --hint  a hint; --hint=3: all three
 
 Ordinary attention looks along the text, within one layer. Depth-Attention (arXiv 2606.05014) first
-looks down through the layers, at one position: layer l's query scores its own key and the keys
-that a few layers below made at the same position, and mixes their values. Attention along the text
-then reads the mixed values v~ in the place of v.
+looks down through the layers, at one position. Layer l's query scores the keys of layer l and of a
+few lower layers, its sources. By these scores their values are mixed. Attention along the text then
+reads the mixed values v~ in the place of v.
 
     a(j)  = softmax over j of  q_l . k_j / sqrt(hd)          j in J(l), or j = l itself    (Eq. 2)
     v~_l  = a(l) v_l  +  sum over j in J(l) of a(j) v~_j     own value raw,

@@ -17,7 +17,7 @@ and then, in all passes but the last, which has no gate:
     s        = sigmoid(gate_i(h))         one number per token
     m        = m and (s >= tau)           monotone: who has halted never wakes up again
     E        = E + m s e                  e = Embedding.mixture(gpt, h): the mean embedding of
-                                          exercise 5; it is multiplied by s, too
+                                          exercise 5, here times s
 
 And in each layer a halted token keeps the keys and values of its last active pass, which active
 tokens go on reading:

@@ -5,7 +5,7 @@ Exercise 6 of 8: thoughts in sequence, and by Jacobi iteration. About 60 minutes
     python exercises/jacobi.py --hint     a hint; --hint=3: all three
 
 PonderLM-2 (arXiv 2509.23184) gives each token a thought. A slot is one place in the row of vectors
-that goes through the trunk. A token has one, and what comes out of it goes back in as a second
+that goes through the trunk. A token has one. What comes out of this slot goes back in as a second
 slot, the thought, which predicts the next token. With one thought per token the model reads
 
     x_0 z_0 x_1 z_1 x_2 z_2 ..       z_t = output of the trunk at x_t's slot;

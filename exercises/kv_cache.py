@@ -19,15 +19,14 @@ model.py gives this work to one object, a `memory`, with two methods:
 If n tokens are in the cache and S are new, new token i stands at position n + i. Keys are rotated
 by these positions before they are handed over (exercise 2).
 
-The cache does not decide who reads whom. Attention gets the queries of the newest S tokens and
-the keys of all N = n + S, and query i may read the n old ones, and the new ones up to itself:
+The cache does not decide who reads whom. Attention gets S queries, of the newest tokens, and all
+N = n + S keys. Query i may read the n old keys, and the new ones up to its own:
 
     mask[i, u] = True  for u <= n + i              (S, N)
 
-For the whole text at once, S = N, that is exercise 1's triangle. For a text that goes on it is
-another one, whose diagonal begins n places further right. And for one new token it is a row of
-True, since all that is in a cache came earlier: no mask at all is needed where it matters most,
-in generation.
+For the whole text at once, S = N, that is exercise 1's triangle. When a text goes on, the mask's
+diagonal begins n places further right. For one new token the mask is a row of True, since all
+cached keys came earlier. So generation, where this matters most, needs no mask.
 
 Write the cache, then the mask, then the loop that generates. You are compared with the model
 without a cache, and with GPT.generate. Afterwards, think about this: how many bytes does your

@@ -12,7 +12,7 @@ embedding under this distribution is added to the input. Then the same model run
     P_j      = softmax(head(trunk(E_j)))    the distribution over the next token          (B, T, V)
     e_j      = P_j (scale * W)              the mean of the scaled embeddings under it    (B, T, C)
     E_{j+1}  = E_j + e_j                    the running sum: nothing is replaced
-    result   = trunk(E_K)                   head() of this predicts; no loss reads the steps before
+    result   = trunk(E_K)                   head(result) predicts; the loss reads this pass only
 
 With K steps the trunk runs K + 1 times. There is no new parameter, all positions ponder side by
 side, and gradients flow back through all passes.

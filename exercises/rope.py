@@ -14,7 +14,7 @@ position p the plane of pair i is turned by the angle
     x'_i        = x_i cos(angle) - x_{i+hd/2} sin(angle)        the usual rotation by that angle
     x'_{i+hd/2} = x_i sin(angle) + x_{i+hd/2} cos(angle)
 
-Two points turned by a and b have the scalar product of points turned by 0 and b - a. So of the
+If two points are turned by a and b, their scalar product is as if turned by 0 and b - a. So of the
 positions only t - u counts in q_t . k_u: the model sees distances, not places. Pair 0 turns by 1
 radian per token and tells neighbours apart; the last pairs turn so slowly that they reach over the
 whole text.
