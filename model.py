@@ -1119,31 +1119,49 @@ PONDER = {'none': Plain, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, '
 
 
 # -------------------------------------------------------------------------------------------------
-# 5  Halting: five rules for four of these mechanisms; each token takes the passes it needs
+# 5  Halting: each token takes as many passes as it needs
 #
-#               a token stops        may it stop         its keys in         its output
-#               if this is < tau     in training?        passes not taken
-#     Gate      s, its gate          from halt_start on  of its last pass    of its last pass
-#     Mask      w, p(needed)         no: keys fade       weight 0            weighted sum of slots
-#     Router    reach, p(reached)    always              weight 0            weighted sum of passes
-#     Exit      doubt                from halt_full on   of its last pass    of its last pass
-#     Ouro      stay, p(not left)    no                  of its last pass    of its last pass
+# Five rules for four mechanisms of part 4. After a pass each token has a score, and once its score
+# is below tau (the setting halt_tau) the token stops. Later tokens can still read it:
 #
-# Of a training run, `onset` rises from 0 at halt_start to 1 at halt_full. It is a factor on Gate's
-# share of low gates, on the halting losses of Mask, Router and Exit, and on Ouro's loss of
-# questions in stage 1; and with it Exit's weights of passes turn from 'last' into exit_loss.
+#     rule    works on   score              stops in training?  keys in passes    output
+#                                                               not taken
+#     Gate    Embedding  s, its gate        from halt_start on  of its last pass  of its last pass
+#     Mask    Latent     w, p(needed)       no: keys fade       weight 0          weighted sum
+#     Router  Chain      reach, p(reached)  always              weight 0          weighted sum
+#     Exit    Loop       doubt              from halt_full on   of its last pass  of its last pass
+#     Ouro    Loop       stay, p(not left)  no                  of its last pass  of its last pass
+#
+# halt_start and halt_full are shares of the training run. `onset` is 0 until the first, 1 from the
+# second on, and a line between. Each docstring says what grows with it.
 
 
 class Halting(Mechanism):
     """
-    A mechanism whose tokens stop by themselves. Each paper's class has its own loop over the passes
-    (Exit and Ouro share one); here is what the loops share. In the docstrings tau is halt_tau.
+    A mechanism whose tokens stop by themselves. Gate, Router and LoopExit have this loop, each with
+    equations of its own in it (in Mask slots take the place of passes):
 
-    Tokens that stopped still go through the blocks, but only Gate's loss uses what comes out. Time
-    is saved where a loop ends once all tokens, of all rows, have stopped: in generation. (For
-    Router in training see engine/skip.py. A text that Mask reads by sweeps takes all slots.)
+        takes = memory.is_token                 (B,T): who takes the pass
+        for k in range(K + 1):
+            memory[k].begin_pass(takes)         the memory is told whose keys are to count
+            h = trunk(..)                       all tokens go through
+            taken.append(takes)
+            score = ..                          (B,T), after each pass but the last
+            takes = takes & goes_on(score)      score >= tau; who stopped once never takes a pass
+            if nobody takes the next: break     but not in training: most losses read all passes
 
-    `forward` leaves in `taken` and `kept` what happened, and `loss` reads it right after that.
+    Of tokens that stopped, only Gate's loss uses what comes out. So the break saves time: in
+    generation, once all tokens of all rows have stopped. (For Router in training see
+    engine/skip.py. A text that Mask reads by sweeps takes all slots.)
+
+    A call leaves behind, for `loss` and for the tools:
+
+        taken           who took pass (or slot) 0, 1, ..: (B,T) each
+        kept.scores     the scores that decide who takes pass (or slot) 1, 2, ..: (B,T) each
+        kept            also has what this class's loss reads: its `forward` says what
+
+    In training there are two exceptions, in Mask.forward and Exit.who_takes_next.
+
     Gate takes `mixture` from Embedding, and Mask the sweeps from Latent, so they inherit these; the
     others need nothing that Chain and Loop define.
     """
@@ -1152,11 +1170,8 @@ class Halting(Mechanism):
 
     def __init__(self, config):
         super().__init__(config)
-        self.taken = []     # (B,T) of each pass, or slot, of the last call: who took it (Mask in
-                            # training: who would)
-        self.kept = None    # of the last call (in training until `loss` has read it): its inputs,
-                            # and `scores`, (B,T) of each pass that another might follow: what is
-                            # compared with tau (Exit in training: from halt_full on)
+        self.taken = []
+        self.kept = None    # before the first call; in training again once `loss` has read it
 
     @property
     def passes(self):
@@ -1164,16 +1179,8 @@ class Halting(Mechanism):
         return torch.stack(self.taken).sum(0) if self.taken else None
 
     def goes_on(self, score):
-        """(B,T): whose score is high enough for another pass. Each class has its own score."""
+        """Whose score is high enough for another pass."""
         return score >= self.config.halt_tau
-
-    def all_stopped(self, takes):
-        """Whether the loop may end. In training never: most losses read all passes."""
-        return not self.training and not takes.any()
-
-    def stops_from(self, share):
-        """Whether tokens may stop: outside of training, and in it from this share of the run on."""
-        return not self.training or self.known(self.progress) >= share
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on, a line between: shares of the training run."""
@@ -1213,29 +1220,29 @@ def without_autocast(module, h):
 
 def catch_up(memory):
     """
-    In generation a call ends once all its tokens have stopped, so the memories of later passes lack
-    their keys. If token 5 stopped after pass 0, memory[1] lacks its keys. Before token 6 takes pass
-    1, memory[1] gets them from memory[0]: the same again (FrozenMemory), or keys of weight 0
-    (RouterMemory). That is, before pass k uses its memory, this appends what memory.stand_in makes
-    of the keys in the memory of pass k - 1, which has caught up before.
+    Before pass k reads its memory: append the keys and values that the memory lacks.
+
+    In generation a call ends once all its tokens have stopped. Say token 5 stopped after pass 0,
+    and token 6 takes pass 1: memory[1] ends with token 4, so token 5 must be appended first. What
+    is appended is made by `stand_in` from token 5's keys and values in memory[0], the pass before:
+    the same again (FrozenMemory), or keys of weight 0 (RouterMemory). memory[0] never lacks any,
+    and memory[k - 1] has caught up when pass k begins.
     """
     if not memory.passes_before:
         return
-    previous = memory.passes_before[-1]
-    n_old = memory.tokens - len(memory.pos)         # tokens before the newest
-    for layer, keys in previous.keys.items():
+    before = memory.passes_before[-1]
+    n_old = memory.tokens - len(memory.pos)         # tokens of earlier calls
+    for layer, keys in before.keys.items():
         n_has = memory.keys[layer].size(2) if layer in memory.keys else 0
-        if n_has == n_old:
-            continue
-        k, v = memory.stand_in(keys[:, :, n_has:n_old], previous.values[layer][:, :, n_has:n_old])
-        memory.keys[layer] = joined(memory.keys.get(layer), k)
-        memory.values[layer] = joined(memory.values.get(layer), v)
+        if n_has < n_old:
+            lacks = slice(n_has, n_old)
+            k, v = memory.stand_in(keys[:, :, lacks], before.values[layer][:, :, lacks])
+            memory.keys[layer] = joined(memory.keys.get(layer), k)
+            memory.values[layer] = joined(memory.values.get(layer), v)
 
 
 class FrozenMemory(WeightedMemory):
     """The memory of a pass; a token that stopped has the keys and values of its last pass in it."""
-
-    takes_pass = None       # (B,1,T,1): who takes it
 
     def begin_pass(self, takes):
         """To be called before each pass. takes (B,T): who takes it. Returns this memory."""
@@ -1243,17 +1250,17 @@ class FrozenMemory(WeightedMemory):
         self.takes_pass = takes[:, None, :, None]                       # (B,1,T,1)
         return self
 
+    def update(self, layer, k, v):
+        if self.passes_before:      # the last of which holds a stopped token's last keys and values
+            old_k, old_v = self.passes_before[-1].newest(layer, k.size(2))
+            k = torch.where(self.takes_pass, k, old_k)
+            v = torch.where(self.takes_pass, v, old_v)
+        return super().update(layer, k, v)
+
     @staticmethod
     def stand_in(k, v):
-        """Of tokens that stopped: what they had in the pass before."""
+        """Of earlier tokens that stopped, for catch_up: what they had in the pass before."""
         return k, v
-
-    def update(self, layer, k, v):
-        if self.passes_before:      # the last of them has the keys of a stopped token's last pass
-            frozen_k, frozen_v = self.passes_before[-1].newest(layer, k.size(2))
-            k = torch.where(self.takes_pass, k, frozen_k)
-            v = torch.where(self.takes_pass, v, frozen_v)
-        return super().update(layer, k, v)
 
 
 class Gate(Halting, Embedding):
@@ -1297,31 +1304,32 @@ class Gate(Halting, Embedding):
         return Memories(FrozenMemory, self.K + 1, pad)
 
     def forward(self, gpt, x, memory):
-        takes = memory.is_token                                         # (B,T)
+        takes = memory.is_token                                         # (B,T), m_0
         out = torch.zeros_like(x)                                       # (B,T,C)
         self.taken = []
         self.kept = SimpleNamespace(scores=[])
         for k in range(self.K + 1):
             h = gpt.trunk(x, memory[k].begin_pass(takes))               # h_k, (10)
-            out = torch.where(takes[..., None], h, out)
+            out = torch.where(takes[..., None], h, out)     # of the last pass that each token took
             self.taken.append(takes)
             if k == self.K:
                 break
             s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()            # (2), (3)
             self.kept.scores.append(s)                                  # (B,T)
-            if self.stops_from(self.config.halt_start):
-                takes = takes & self.goes_on(s)                         # (4), (5)
-            if self.all_stopped(takes):
+            if not self.training or self.known(self.progress) >= self.config.halt_start:
+                takes = takes & self.goes_on(s)                         # m_{k+1}, (4), (5)
+            if not self.training and not takes.any():
                 break
             joins = (takes * s)[..., None] * self.mixture(gpt, h)
             x = x + joins.to(x.dtype)                                   # E_{k+1}, (6) to (9)
         return out
 
     def penalty(self, gpt, targets):
-        """halt_lambda times the mean of the lowest gates."""
+        """halt_lambda times the mean of the lowest gates, of tokens with a target."""
         is_target = targets >= 0                                        # (B,T)
         s = torch.stack(self.kept.scores)                               # (K,B,T)
-        s = s.masked_fill(~is_target, math.inf).flatten().sort().values
+        s = s.masked_fill(~is_target, math.inf)         # sorted behind those that count
+        s = s.flatten().sort().values                                   # (K B T,), lowest first
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
         lowest = torch.arange(len(s), device=s.device) < n
@@ -1342,10 +1350,14 @@ class Mask(Halting, Latent):
         attention scores of key (t, k), in every layer, += log w_{t,k}
         output  = sum_k s_{t,k} h_{t,k}          h_{t,k}: hidden state at slot (t, k)
 
-    A text is read by Latent's sweeps, each of which refreshes s. Outside of training, slots
-    with w < tau are hidden from the next sweep and from the output; s is not scaled back to a sum
-    of 1. A new token takes slot after slot. The loss gains halt_lambda * onset * the mean of the
-    expected number of thoughts; this term is ours.
+    A text is read by Latent's sweeps. After each sweep the router says s and w anew; its w are the
+    weights of keys in the next sweep, and the output is that of the last sweep. In training keys
+    only fade. Outside of training, thoughts with w < tau are hidden from the next sweep and from
+    the output; s is not scaled back to a sum of 1. A hidden thought is computed all the same, since
+    a later sweep may need it. A single new token takes slot after slot, while one is needed.
+
+    The loss gains halt_lambda * onset * the mean of the expected number of thoughts; this term is
+    ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
@@ -1360,57 +1372,48 @@ class Mask(Halting, Latent):
 
     def route(self, h, is_token):
         """
-        Hidden states (B,T,C) of the tokens' own slots -> s, w, who needs which thought, and the log
-        of the weights of keys, (B,T,K+1) each.
+        What the router says of slots 0 .. K of each token: slot 0 is the token's own, slot k that
+        of thought k. h (B,T,C) came out of slot 0. Returns four tensors (B,T,K+1):
+
+            s           the slot's share of the output
+            w           probability that the slot is needed
+            needed      whether that is high enough: w >= tau
+            log_w       what attention adds to scores of the slot's key: log w; log 0 hides it
         """
         log_s = without_autocast(self.router, h).log_softmax(-1)
-        log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)                # sums over j >= k, in logs
-        log_w = F.pad(log_w[..., 1:], (1, 0))                           # log w_0 is exactly 0
+        # w_k = s_k + s_{k+1} + .. + s_K, summed from the end; in logs, as a tiny w would become 0
+        log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)
+        log_w = F.pad(log_w[..., 1:], (1, 0))           # the sum of all is 1: its log is exactly 0
         w = log_w.exp()
         needed = self.goes_on(w) & is_token[..., None]
         if not self.training:
-            log_w = log_weight(needed, log_w)       # what is not needed is hidden
+            log_w = log_weight(needed, log_w)
         return log_s.exp(), w, needed, log_w
 
     def forward(self, gpt, x, memory):
-        one_by_one = x.size(1) == 1 and not self.training
-        run = self.slot_by_slot if one_by_one else self.by_sweeps
-        outs, s, w, needed = run(gpt, x, memory)
-        self.taken = needed.unbind(-1)      # in training, those that it would take
+        is_token = memory.is_token                                      # (B,T)
+        if x.size(1) == 1 and not self.training:    # a single token: slot after slot
+            h = gpt.trunk(x, memory.next_pass(log_w=log_weight(is_token)))
+            s, w, needed, log_w = self.route(h, is_token)               # (B,1,K+1) each
+            outs = [h]                              # outs[k] comes out of slot k
+            for k in range(1, self.K + 1):
+                if not needed[..., k].any():
+                    break
+                h = gpt.trunk(h, memory.next_pass(log_w=log_w[..., k]))
+                outs.append(h)
+        else:                                       # a text: sweeps of n slots, as in Latent
+            # at first all weigh 1; not None, as the keys of a cached text may have the 8 channels
+            log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
+            outs = ()
+            for n in self.slots_of_sweeps():
+                outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
+                s, w, needed, log_w = self.route(outs[0], is_token)     # (B,T,K+1) each
+
+        self.taken = needed.unbind(-1)              # in training who would, as there all are taken
         self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
         weight = s if self.training else s * needed
         out = sum(weight[..., k, None] * h_k for k, h_k in enumerate(outs))
         return out.to(x.dtype)
-
-    def slot_by_slot(self, gpt, x, memory):
-        """
-        A new token x (B,1,C) and its thoughts, until none is needed -> [h_0, h_1, ..], and s, w and
-        who needs which thought, (B,1,K+1) each.
-        """
-        h = gpt.trunk(x, memory.next_pass(log_w=log_weight(memory.is_token)))
-        s, w, needed, log_w = self.route(h, memory.is_token)
-        outs = [h]
-        for k in range(1, self.K + 1):
-            if self.all_stopped(needed[..., k]):
-                break
-            h = gpt.trunk(h, memory.next_pass(log_w=log_w[..., k]))
-            outs.append(h)
-        return outs, s, w, needed
-
-    def by_sweeps(self, gpt, x, memory):
-        """
-        A text x (B,T,C), by Latent's sweeps -> (h_0 .. h_K), and s, w and who needs which thought,
-        (B,T,K+1) each. A sweep hides what the router of the sweep before did not ask for. But it
-        computes hidden slots all the same, as the next one may want them again. What is returned is
-        of the last sweep, whose keys had the weights of the one before.
-        """
-        # at first all weigh 1; not None, as the keys of a cached text may have the 8 channels
-        log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
-        outs = ()
-        for n in self.slots_of_sweeps():
-            outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
-            s, w, needed, log_w = self.route(outs[0], memory.is_token)
-        return outs, s, w, needed
 
     def penalty(self, gpt, targets):
         """halt_lambda * onset * the mean of the thoughts expected, sum_k k s_{t,k}."""
@@ -1423,15 +1426,15 @@ class RouterMemory(ChainMemory):
     """A ChainMemory; in the passes that a token does not take, its keys have weight 0."""
 
     def begin_pass(self, takes):
-        """As in FrozenMemory; padding takes no pass."""
+        """To be called before each pass. takes (B,T): who takes it; padding never does."""
         catch_up(self)
         self.log_w = log_weight(takes)
         return self
 
     @staticmethod
     def stand_in(k, v):
-        """Keys and values of the same shapes (B, nkv, n, hd + 8); the keys have weight 0."""
-        k, v = torch.zeros_like(k), torch.zeros_like(v)
+        """Of earlier tokens that stopped, for catch_up: the same shapes, but keys of weight 0."""
+        k, v = torch.zeros_like(k), torch.zeros_like(v)                 # (B, nkv, n, hd + 8)
         k[..., -WEIGHT_CHANNELS:] = LOG_ZERO    # c of WeightedMemory: anything that low will do
         return k, v
 
@@ -1448,11 +1451,11 @@ class Router(Halting):
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
         weight_k  = reach_k (1 - g_k) before K*, reach_k at K*                            (5), (7)
         output    = sum_k weight_k h_k                                                           (8)
-        loss     += halt_lambda mean_t sum_{k <= K*, k < K} g_k (right_k)^beta             (9), (10)
+        loss     += halt_lambda onset mean_t sum_{k <= K*, k < K} g_k (right_k)^beta       (9), (10)
                     right_k: the right token's probability after pass k, for gradients a constant
 
-    Tokens stop from the first optimizer step on, as in the paper. So the term (9), (10) starts
-    then, too, unless halt_start > 0 delays it.
+    Tokens stop from the first optimizer step on, as in the paper. So the loss gains its term from
+    then on, too: onset is 1 at once, unless halt_start and halt_full are set.
 
     Cost: the passes of Chain that are taken (in training with engine/skip.py), and in training a
     head for each right_k. No public code. Where the paper is silent: tau is 1e-4 as in AdaPonderLM,
@@ -1471,14 +1474,15 @@ class Router(Halting):
     def forward(self, gpt, x, memory):
         h = x
         takes = memory.is_token                                         # (B,T)
-        out = 0.0
-        reach = 1.0                                                     # later (B,T)
+        reach = 1.0                                                     # reach_k, later (B,T)
+        out = 0.0                                                       # later (B,T,C)
         self.taken = []
-        self.kept = SimpleNamespace(h=[], g=[], scores=[])
+        self.kept = SimpleNamespace(h=[], g=[], scores=[])              # of each pass but the last
         for k in range(self.K + 1):
             h = self.one_pass(gpt, h, memory[k], takes)                 # h_k, (B,T,C)
             self.taken.append(takes)
-            if k == self.K:
+            if k == self.K:     # for all that got here K* is K
+                out = out + (reach * takes)[..., None] * h                          # (7), (8)
                 break
             g = without_autocast(self.router, h).squeeze(-1).sigmoid()              # (3), (B,T)
             next_reach = reach * g                                                  # (4)
@@ -1489,9 +1493,8 @@ class Router(Halting):
             self.kept.g.append(g)
             self.kept.scores.append(next_reach)
             reach, takes = next_reach, takes_next
-            if self.all_stopped(takes):
+            if not self.training and not takes.any():
                 break
-        out = out + (reach * takes)[..., None] * h      # (7), (8) of those that take pass K
         return out.to(x.dtype)
 
     @staticmethod
@@ -1514,9 +1517,17 @@ class Router(Halting):
 
 class LoopExit(Halting):
     """
-    What Exit and Ouro share: the passes of Loop, in which tokens stop, and h_k, what comes out of
-    pass k, normed. A subclass says who takes the next one. Unlike in Loop, earlier passes are no
-    sources of Depth-Attention.
+    What Exit and Ouro share: the passes of Loop, after each of which tokens may leave.
+
+        x_0     = x
+        x_{k+1} = blocks(x_k)               with loop_norm: norm(blocks(x_k))           k = 0 .. K
+        h_k     = norm(x_{k+1})             with loop_norm: x_{k+1}
+        L_k     = cross-entropy of head(h_k) with the next token
+        output  = h_k of the last pass that the token took
+
+    Once a token has left, h_k and L_k stay those of its last pass, and later tokens read the keys
+    and values of that pass. A subclass says in `who_takes_next` who takes pass k + 1. Unlike in
+    Loop, earlier passes are no sources of Depth-Attention.
     """
     works_on = 'loop'
     defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
@@ -1527,26 +1538,26 @@ class LoopExit(Halting):
     def forward(self, gpt, x, memory):
         loop_norm = self.config.loop_norm
         takes = memory.is_token                                         # (B,T)
-        out = torch.zeros_like(x)                                       # (B,T,C)
+        h = torch.zeros_like(x)                                         # (B,T,C), of no pass yet
         self.taken = []
-        self.kept = SimpleNamespace(h=[], scores=[])
+        self.kept = SimpleNamespace(h=[], scores=[])                    # h_0, h_1, ..
         for k in range(self.K + 1):
-            x = gpt.trunk(x, memory[k].begin_pass(takes), norm=loop_norm)
-            h = x if loop_norm else gpt.ln_f(x)
-            out = torch.where(takes[..., None], h, out)     # of the last pass that each token took
+            x = gpt.trunk(x, memory[k].begin_pass(takes), norm=loop_norm)           # x_{k+1}
+            new_h = x if loop_norm else gpt.ln_f(x)
+            h = torch.where(takes[..., None], new_h, h)     # h_k; who left before keeps its last
             self.taken.append(takes)
-            self.kept.h.append(out)                         # L_k reads it, also of who stopped
+            self.kept.h.append(h)
             if k == self.K:
                 break
-            takes = self.who_takes_next(gpt, out, takes)
-            if self.all_stopped(takes):
+            takes = self.who_takes_next(gpt, h, takes)
+            if not self.training and not takes.any():
                 break
-        return out
+        return h
 
     def who_takes_next(self, gpt, h, takes):
         """
-        (B,T): who takes pass k + 1. takes (B,T): who took pass k; h (B,T,C): what came out of each
-        token's last pass. Appends what is compared with tau to self.kept.scores.
+        (B,T): who takes pass k + 1. takes (B,T): who took pass k; h (B,T,C): h_k. It appends the
+        score that tau is compared with to self.kept.scores.
         """
         raise NotImplementedError
 
@@ -1555,39 +1566,40 @@ class Exit(LoopExit):
     """
     Exits from the looped Transformer by confidence (arXiv 2607.20519)
 
-        h_k     = the final norm of what pass k makes; with loop_norm pass k + 1 starts from it
-        doubt_k = 1 - the largest probability of head(h_k)              needs no parameters
-        L_k     = cross-entropy of head(h_k)
-        loss    = sum_k prior_k L_k             which passes must predict: exit_loss, below
+        P_k     = softmax(head(h_k))        what the model would predict after pass k
+        doubt_k = 1 - the largest of P_k    a token stops once it is below tau
+        loss    = sum_k prior_k mean L_k    over tokens with a target
 
-    A token stops when its doubt is below halt_tau. Then later tokens read the keys and values of
-    its last pass, as in Gate. exit_loss is one of
+    h_k and L_k are those of LoopExit. No parameters are added. prior_k says which passes must
+    predict. It is fixed, by exit_loss:
 
         last        prior_k = 1 for k = K, else 0
         uniform     prior_k = 1 / (K + 1)
-        ramp        prior_k = (k + 1) / sum_j (j + 1)
+        ramp        prior_k = (k + 1) / (1 + 2 + .. + (K + 1))
 
     Three things are ours:
 
-        late        before halt_start the prior is that of 'last'; from there to halt_full it turns
-                    into that of exit_loss
-        stopping    from halt_full on tokens stop in training too, and L_k is that of the last pass
-                    a token took: later tokens learn to read the keys of those that stopped
-        staying     a negative target marks a token of a question, where nothing is to be
-                    predicted. All that follows reads it, so it should take every pass. A loss pulls
-                    its predictions towards equal probabilities, so that its doubt stays high:
-                    += halt_lambda onset / K sum_{k<K} (mean cross-entropy of head(h_k) with these,
-                    over the tokens of questions that took pass k)
+    1. The prior sets in late. Until halt_start it is that of 'last'. From there to halt_full it
+       turns into that of exit_loss: prior = (1 - onset) of 'last' + onset of exit_loss.
+    2. Tokens stop in training, too, from halt_full on. So later tokens learn to read the keys of
+       tokens that stopped, as they must in generation.
+    3. Tokens of questions learn to stay. A negative target marks such a token: nothing is to be
+       predicted there, but all that follows reads it, so it should take every pass. Therefore
+
+           loss += halt_lambda onset 1/K sum_{k<K} mean U_k     over such tokens that took pass k
+           U_k   = cross-entropy of P_k with equal probabilities for all tokens
+
+       This pulls P_k towards equal probabilities. There doubt is high, so the token goes on.
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
     there are heads after earlier passes, too: from halt_start on for uniform and ramp, and for
-    staying where there are questions; from halt_full on for stopping.
-    The authors' code takes all passes and then picks one.
+    questions if there are any; from halt_full on to know who stops. The authors' code takes all
+    passes and then picks one.
     """
 
     def who_takes_next(self, gpt, h, takes):
-        if not self.stops_from(self.config.halt_full):
-            return takes
+        if self.training and self.known(self.progress) < self.config.halt_full:
+            return takes            # nobody stops yet; no score either, it would cost a head
         with torch.no_grad():
             doubt = 1 - self.confidence(gpt, h)                         # (B,T)
         self.kept.scores.append(doubt)
@@ -1600,7 +1612,7 @@ class Exit(LoopExit):
         return at_least_fp32(gpt.head(h)).softmax(-1).amax(-1)
 
     def prior(self):
-        """The weights of the losses of passes: at first 'last', from halt_full on exit_loss."""
+        """[prior_0, .., prior_K] at this point of the run."""
         n = self.K + 1
         last = [0] * (n - 1) + [1]
         chosen = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
@@ -1614,8 +1626,8 @@ class Exit(LoopExit):
 
     def penalty(self, gpt, targets):
         """
-        halt_lambda * onset * a loss that makes tokens of questions stay. It is low where all next
-        tokens are equally likely: there doubt is high.
+        halt_lambda * onset / K * the sum over k < K of the mean of U_k, over tokens of questions
+        that took pass k.
         """
         question = targets < 0                                          # (B,T)
         weight = self.config.halt_lambda * self.onset()
@@ -1623,8 +1635,8 @@ class Exit(LoopExit):
             return 0.0      # any() waits for the GPU; but where there are none, K heads are saved
         total = 0.0
         for h, taken in zip(self.kept.h[:self.K], self.taken):
-            nats = self.cross_entropy_with_uniform(gpt, h)
-            total = total + mean_where(question & taken, nats)
+            U = self.cross_entropy_with_uniform(gpt, h)                 # (B,T), U_k
+            total = total + mean_where(question & taken, U)
         return weight * total / self.K
 
     @staticmethod
@@ -1638,26 +1650,44 @@ class Exit(LoopExit):
 class Ouro(LoopExit):
     """
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
-    Language Models (arXiv 2510.25741). The paper counts passes from 1. Its norm follows every pass,
-    so config/halting_ouro.py sets loop_norm=True.
+    Language Models (arXiv 2510.25741)
 
-        lam_k   = sigmoid(w h_k + b)            one gate for all passes
-        stay_k  = prod_{j <= k} (1 - lam_j)     probability of another pass after k; stay_{-1} = 1
-        p_k     = lam_k stay_{k-1} = stay_{k-1} - stay_k        probability of leaving after k   (3)
-        p_K     = stay_{K-1}
+        lam_k   = sigmoid(w h_k + b)            k < K: the gate, probability of leaving after pass k
+                                                for a token that took it; one w, b for all passes
+        stay_k  = (1 - lam_0) .. (1 - lam_k)    probability of taking pass k + 1, too; a token stops
+                                                once it is below tau
+        p_k     = stay_{k-1} - stay_k           probability that pass k is the last, where
+                                                stay_{-1} = 1 and stay_K = 0                     (3)
 
-    A token stops when stay_k is below halt_tau: the paper's threshold q is 1 - halt_tau.
-    It is trained in two stages, ouro_stage. In training nobody stops:
+    h_k and L_k are those of LoopExit. (The paper counts passes from 1. It writes p_k as
+    lam_k stay_{k-1}, which for k < K is the same number. Its threshold q is 1 - tau. Its norm
+    follows every pass, so config/halting_ouro.py sets loop_norm=True.)
 
-        1   all weights     sum_k p_k L_k - halt_lambda H(p)                                     (4)
-        2   the gate alone  cross-entropy of 1 - lam_k with sigmoid(50 (I_k - 0.005)), where
-                            I_k = max(0, L_k - L_{k+1}) is what the next pass gains         (5), (6)
+    In training nobody stops. There are two stages, ouro_stage:
 
-    Ours, as in Exit: tokens of questions are pulled to lam = 0 (not to stop), in stage 1 by
-    += halt_lambda onset / K sum_{k<K} (mean of -log(1 - lam_k)), and in stage 2 they have 1 in the
-    place of the sigmoid in (6). There the paper compares lam_k with the gain of pass k itself; but
-    what lam_k rules is the next one. (Router has the same numbers by other names: stay_k is its
-    reach_{k+1}, p_k its weight_k.)
+    1. All weights learn. The loss is the mean, over tokens with a target, of
+
+           sum_k p_k L_k - halt_lambda H                                                         (4)
+           H = -sum_k p_k log p_k               entropy: highest if any pass may be the last
+
+    2. The gate alone learns whether the next pass gains. The loss is the mean, over all tokens, of
+
+           1/(K+1) sum_{k<K} cross-entropy of 1 - lam_k with wanted_k                            (6)
+           wanted_k = sigmoid(50 (gain_k - 0.005))
+           gain_k = max(0, L_k - L_{k+1})       so wanted_k > 1/2 if this is above 0.005         (5)
+
+    Two things are ours:
+
+    1. Tokens of questions (with negative targets) learn to stay, for the reason that Exit has. In
+       stage 1 the loss gains
+
+           halt_lambda onset 1/K sum_{k<K} mean of -log(1 - lam_k)      over these tokens
+
+       and in stage 2 their wanted_k is 1. Both pull lam_k to 0.
+    2. gain_k is what pass k + 1 gains, because lam_k decides about that pass. The paper compares
+       lam_k with the gain of pass k itself.
+
+    Router has the same numbers by other names: stay_k is its reach_{k+1}, p_k its weight_k.
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
@@ -1673,19 +1703,20 @@ class Ouro(LoopExit):
             self.requires_grad_(True)
 
     def logit(self, h):
-        """(B,T) of h (B,T,C): lam = sigmoid(logit), and 1 - lam = sigmoid(-logit)."""
+        """(B,T) of h (B,T,C): lam = sigmoid(logit), so 1 - lam = sigmoid(-logit)."""
         return without_autocast(self.gate, h).squeeze(-1)
 
     def who_takes_next(self, gpt, h, takes):
-        stay_before = self.kept.scores[-1] if self.kept.scores else 1.0
-        stay = stay_before * torch.sigmoid(-self.logit(h))
-        self.kept.scores.append(stay)
+        stay_before = self.kept.scores[-1] if self.kept.scores else 1.0     # stay_{k-1}
+        stay = stay_before * torch.sigmoid(-self.logit(h))                  # (B,T)
+        self.kept.scores.append(stay)       # in training too: predictions_loss reads it
         return takes if self.training else takes & self.goes_on(stay)
 
     def loss(self, gpt, h, targets):
         if self.config.ouro_stage == 1:
             return super().loss(gpt, h, targets)
-        loss, self.kept = self.gate_loss(gpt, targets), None
+        loss = self.gate_loss(gpt, targets)
+        self.kept = None
         return loss
 
     def predictions_loss(self, gpt, h, targets):
@@ -1703,9 +1734,9 @@ class Ouro(LoopExit):
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, pull) / self.K
 
     def gate_loss(self, gpt, targets):
-        """What the gate alone learns: whether the next pass gains."""
+        """Stage 2: the gate learns whether the next pass gains."""
         with torch.no_grad():
-            L = [gpt.token_losses(h, targets) for h in self.kept.h]     # (B,T) each
+            L = [gpt.token_losses(h, targets) for h in self.kept.h]     # L_0 .. L_K, (B,T) each
         total = 0.0
         for k in range(self.K):
             gain = (L[k] - L[k + 1]).clamp(min=0)                       # (5)
