@@ -250,7 +250,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         norm = float(norm)                  # waits for the GPU
         loss, targets = self.ranks.sum(total).tolist()
-        loss = loss / self.ranks.world if targets else math.nan     # by_targets made a mean of it
+        loss = loss / self.ranks.world if targets else math.nan     # see by_targets
         if not targets:
             self.log.say(f"step {self.step + 1}: no answer in its windows counts; step skipped "
                          "(raise block_size or batch_tokens)")

@@ -209,7 +209,7 @@ def join_group(device):
     backend = 'nccl' if cuda else 'gloo'
     try:
         dist.init_process_group(backend, device_id=device if cuda else None,
-                                timeout=timedelta(hours=1))     # of who waits while rank 0 saves
+                                timeout=timedelta(minutes=30))  # of who waits while rank 0 saves
     except ValueError as error:     # a variable that is missing, or no number
         reason = str(error).rpartition(': ')[2]
         raise UserError(f"RANK is set, as by torchrun, but not all that torchrun sets ({reason}): "
