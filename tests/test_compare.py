@@ -550,6 +550,16 @@ def test_a_verdict_is_by_the_rule_of_the_claims(differences, word):
     assert compare.verdict(differences) == word
 
 
+def test_runs_of_several_dtypes_are_told():
+    records = []
+    for seed, dtype in (1, ', float32'), (2, ', bfloat16'), (3, ''):    # older records say nothing
+        records.append(dict(name='loop', seed=seed, val_nats_per_byte=1.0, flops=1, seconds=1,
+                            commit='a', torch='2', date='d', hardware=f'a CPU, 1 threads{dtype}'))
+    told = compare.table_of(records)
+    assert told.endswith('\nin float32: loop, seed 1\nin bfloat16: loop, seed 2')
+    assert 'in float32' not in compare.table_of([records[0], records[2]])
+
+
 def test_differences_are_to_the_run_that_beside_names():
     runs = [('plain', 1, 1.5, 100), ('plain_2x@3e-3', 1, 1.25, 100), ('loop', 1, 1.0, 100)]
     plain, other, loop = table_of(*runs, beside='plain_2x')[:3]

@@ -618,19 +618,22 @@ def table_of(records, beside=None):
     if tried:
         text += "\nTried with other seeds: " + ', '.join(
             f"{r['name']} (seed {r['seed']}) {loss_of(r):.4f}" for r in tried) + '.'
-    text += groups(f"{TRAINS} was changed between", records,    # older: of model.py, or none
-                   lambda r: r.get('code', r.get('model')))
-    text += groups("computed in several dtypes", records, lambda r: r['hardware'].split(', ')[-1])
+    versions = runs_by(records, lambda r: r.get('code', r.get('model')))    # older: of model.py
+    if len(versions) > 1:
+        text += f"\n{TRAINS} was changed between: {' | '.join(versions.values())}"
+    dtypes = runs_by(records, lambda r: re.search(r'(b?float\d+|)$', r['hardware'])[0])
+    if len(dtypes) > 1:
+        text += ''.join(f"\nin {dtype}: {runs}" for dtype, runs in dtypes.items())
     return text
 
 
-def groups(words, records, kind_of):
-    """A line with these words and the runs of each kind, where there are several; else ''."""
+def runs_by(records, kind_of):
+    """{kind: its runs, as 'loop, seed 1; ..'}, without those whose kind is not known."""
     kinds = {}
     for r in records:
         if kind_of(r):
             kinds.setdefault(kind_of(r), []).append(f"{r['name']}, seed {r['seed']}")
-    return f"\n{words}: {' | '.join(map('; '.join, kinds.values()))}" if len(kinds) > 1 else ''
+    return {kind: '; '.join(runs) for kind, runs in kinds.items()}
 
 
 def base_of(runs, names):
