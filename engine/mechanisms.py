@@ -28,6 +28,16 @@ SCORES = {
 }
 
 
+def switched_on(config):
+    """What the settings switch on, as 'ponder=loop, halting=exit, depth_attn'."""
+    words = [f'ponder={config.ponder}']
+    if config.halting != 'none':
+        words.append(f'halting={config.halting}')
+    if config.depth_attn:
+        words.append('depth_attn')
+    return ', '.join(words)
+
+
 def halts(model):
     """Whether its tokens stop by themselves."""
     return isinstance(model.mechanism, Halting)

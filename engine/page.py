@@ -33,6 +33,7 @@ import torch
 from torch.nn import functional as F
 
 from engine.files import UserError, on_disk, whole
+from engine.mechanisms import switched_on
 
 TEMPLATE = os.path.join(os.path.dirname(os.path.realpath(__file__)), 'page.html')
 END = '∎'           # how the end of a text is shown; the template begins a new line after it
@@ -73,11 +74,7 @@ def page_data(models, numbers, counts, tokenizer):
 def model_data(seen, config, name, tokens, top):
     """What look() returned for a model that read tokens (T,), as plain lists."""
     top = min(top, config.n_tokens)
-    about = [f"ponder={config.ponder}"]
-    if config.halting != 'none':
-        about.append(f"halting={config.halting}")
-    if config.depth_attn:
-        about.append("depth_attn")
+    about = [switched_on(config)]
     if seen.kind == 'state':
         about.append("read token by token")
     if config.ponder == 'latent':

@@ -23,6 +23,7 @@ from engine.files import UserError, alone, for_terminal, one_line, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces, generate
 from engine.hardware import expect_new_lengths, peak_flops
+from engine.mechanisms import switched_on
 from engine.shards import get_tokenizer
 from engine.start import check_unused
 from engine.tasks import task_of
@@ -179,10 +180,8 @@ class Log:
         world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         source = one_line(textwrap.shorten(meta['source'], 80))
-        c = self.model.config
-        parts = [c.ponder, c.halting, 'depth_attn' if c.depth_attn else 'none']
-        name = ', '.join(part for part in parts if part != 'none') or 'plain'
-        self.say(f"{name}: {parameters:.2f}M parameters, {self.flops / 1e6:.1f} MFLOPs per token, "
+        self.say(f"{switched_on(self.model.config)}: {parameters:.2f}M parameters, "
+                 f"{self.flops / 1e6:.1f} MFLOPs per token, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "

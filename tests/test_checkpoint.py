@@ -419,12 +419,12 @@ def test_a_settings_json_that_takes_back_what_stands_before_it_is_told(out, tmp_
     file = str(out / 'settings.json')
     train.main([file, '--ponder=loop', f'--out_dir={tmp_path / "first"}', '--max_steps=1'])
     told = capsys.readouterr()
-    assert 'stands behind' not in told.err and '\nloop: ' in '\n' + told.out
+    assert 'stands behind' not in told.err and '\nponder=loop: ' in '\n' + told.out
     train.main(['--ponder=loop', '--dropout=0.1', file, '--dropout=0.1',
                 f'--out_dir={tmp_path / "behind"}', '--max_steps=1'])
     told = capsys.readouterr()
     assert f'warning: {file} stands behind what sets ponder, and sets it anew' in told.err
-    assert '\nplain: ' in '\n' + told.out
+    assert '\nponder=none: ' in '\n' + told.out
 
 
 def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(

@@ -528,11 +528,17 @@ def test_without_beside_a_method_stands_beside_the_plain_run_that_starts_alike()
                      'depth_attn': '-0.5000', 'plain_scaled_2x': '-0.2500'}
 
 
-def test_a_run_of_ones_own_starts_as_its_config_file_says(monkeypatch):
-    for name, file, start in (('mine', 'embedding', 'plain_ponderlm'), ('plainest', 'loop',
-                              'plain_scaled'), ('depth_x', 'halting_gate', 'plain_ponderlm')):
-        monkeypatch.setitem(compare.RUNS, name, (file, '--ponder_steps=1'))
-        assert compare.start_of(f'{name}_2x@3e-3_as_loop') == start
+@pytest.mark.parametrize('name, file, start', [
+    ('mine', 'embedding', 'plain_ponderlm'),
+    ('plainest', 'loop', 'plain_scaled'),
+    ('depth_x', 'halting_gate', 'plain_ponderlm'),
+])
+def test_a_run_of_ones_own_starts_as_its_config_file_says(name, file, start, monkeypatch):
+    monkeypatch.setitem(compare.RUNS, name, (file, '--ponder_steps=1'))
+    assert compare.start_of(f'{name}_2x@3e-3_as_loop') == start
+
+
+def test_where_others_start():
     assert compare.start_of('depth_attn') == compare.start_of('plain_stock') == 'plain'
     assert compare.start_of('of_old_records') == 'plain_scaled'
 
