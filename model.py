@@ -74,7 +74,8 @@ class GPTConfig:
     """
     Shape and toggles of a model; the defaults are config/size/tiny.py. None stands for the default
     that the comment names; __post_init__ puts in the number, if the model needs it. To change one,
-    make a new GPTConfig: dataclasses.replace would keep numbers that follow from it.
+    make a new GPTConfig: dataclasses.replace would keep what was filled in, such as the head_dim of
+    the old n_embd.
     """
     vocab_size: int = 50304              # rows of the embedding table; a multiple of 64 is faster
     n_tokens: Optional[int] = None       # rows that are tokens (None: all); others get logits -inf
@@ -84,7 +85,7 @@ class GPTConfig:
     n_kv_head: Optional[int] = None      # key/value heads (None: n_head)
     n_embd: int = 192                    # width of the residual stream
     head_dim: Optional[int] = None       # width of a head (None: n_embd / n_head)
-    mlp_hidden: Optional[int] = None     # MLP's width (None: first multiple of 64 from 8/3 n_embd)
+    mlp_hidden: Optional[int] = None     # MLP's width (None: 8/3 n_embd, up to a multiple of 64)
     rope_theta: float = 1e4              # base of the rotary frequencies
     norm_eps: float = 1e-5               # inside every RMSNorm
     qk_norm: bool = True                 # RMSNorm on each query and key head, before the rotation
@@ -97,19 +98,19 @@ class GPTConfig:
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # s: sources are layers 0, s, .. (None: n_layer // 2, or 1)
+    depth_stride: Optional[int] = None   # sources: layers 0, stride, .. (None: n_layer // 2)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
     ponder: str = 'none'                 # smear, loop, embedding, chain, pause, latent, feedback
     ponder_steps: int = 3                # K: extra passes, or slots, for each token; not for smear
     loop_norm: bool = False              # Loop, Exit, Ouro: the final norm after every pass
-    ponder_topk: Optional[int] = None    # Embedding, Gate: mix the k likeliest tokens (None: all)
+    ponder_topk: Optional[int] = None    # Embedding, Gate: likeliest tokens to mix (None: all)
     jacobi_iters: int = 3                # Latent, Mask: R, sweeps that refine the thoughts
 
-    # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop
-    # (exit's halt_lambda, and ouro's halt_start and halt_full, are for questions, which a made task
-    # marks by negative targets)
+    # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop.
+    # (Where nothing is to be predicted, as in the question of a made task, targets are negative.
+    # Exit's halt_lambda, and Ouro's halt_start and halt_full, are for such tokens alone.)
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
@@ -164,7 +165,7 @@ def mean_where(chosen, values):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight over the last axis (arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis (arXiv 1910.07467)."""
 
     def forward(self, x):
         weight = self.weight.to(x.dtype)  # x may be bf16: PyTorch's fused kernel wants one dtype
@@ -189,12 +190,12 @@ def rope_table(pos, head_dim, theta, dtype):
 def apply_rope(x, cos, sin):
     """Turn x (B,S,heads,hd) by the angles of rope_table."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)                         # x may be bf16
-    a, b = x.chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)                                           # (B,S,heads,hd/2) each
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def joined(old, new):
-    """Keys or values of newer tokens behind older ones, (B, nkv, n, hd) each; old may be None."""
+    """Keys or values of older tokens, then of newer ones, (B, nkv, .., hd); old may be None."""
     return new if old is None else torch.cat((old, new), dim=2)
 
 
@@ -202,19 +203,19 @@ class Memory:
     """
     The KV cache: of each layer the keys and values of all tokens so far. In training it is new in
     each call of the model, and holds the keys and values of this call alone. Each call of the model
-    calls `begin` once, and each pass through the blocks (there is one until part 4) `update` in
-    every layer.
+    calls `begin` once. Then every layer calls `update`, once in each pass through the blocks (there
+    is one pass until part 4).
     """
     keys_per_slot = 1       # keys that `update` returns for each slot; part 4: ChainMemory
     depth_memories = ()     # of earlier passes, which part 3 reads too; part 4: LoopMemory
 
     def __init__(self):
-        self.tokens = 0             # read so far, the newest T included
+        self.tokens = 0             # how many it has read, the newest T included
         self.pos = None             # (S,): positions of the slots of the next pass
         self.keys = {}              # of each layer: (B, nkv, N, hd)
         self.values = {}
-        self.N = 0                  # keys that each layer has after the next pass: `tokens`,
-                                    # but in a SlotMemory (part 4) slots
+        self.N = 0                  # keys that each layer has after the next pass: one for each
+                                    # token, in a SlotMemory (part 4) one for each slot
 
     def begin(self, x):
         """Before the blocks read tokens x (B,T), or their embeddings (B,T,C)."""
@@ -224,7 +225,7 @@ class Memory:
         self.N = self.tokens
 
     def update(self, layer, k, v):
-        """Takes k and v (B, nkv, S, hd) of the newest; returns all there are, (B, nkv, N, hd)."""
+        """Keeps k and v (B, nkv, S, hd) of the newest slots; returns all, (B, nkv, N, hd)."""
         k = self.keys[layer] = joined(self.keys.get(layer), k)
         v = self.values[layer] = joined(self.values.get(layer), v)
         assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
@@ -265,7 +266,8 @@ class Attention(nn.Module):
         if self.config.depth_attn:                                      # part 3
             sources = depth_sources(self.config, self.layer, memory, x.size(1))
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
-        # (B, nkv, N, hd); in part 4 there may be several keys for each slot, and 8 more channels
+        # (B, nkv, N, hd); in part 4 there may be several keys for each slot (ChainMemory), and 8
+        # more channels (WeightedMemory)
         keys, values = memory.update(self.layer, k, v)
         y = self.attend(q, keys, values, memory.keys_per_slot)          # (B, nh, S, hd)
         return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
@@ -284,7 +286,7 @@ class Attention(nn.Module):
         """
         softmax(q k^T / sqrt(hd)) v: q (B, nh, S, hd), k and v (B, nkv, n_keys, hd) ->
         (B, nh, S, hd). The queries are those of the newest S slots, and each reads the keys up to
-        its own. In Chain each slot has per_slot keys.
+        those of its slot. A slot has per_slot keys: one, but in Chain and Router several.
         """
         S, n_keys, hd = q.size(2), k.size(2), q.size(3)
         if k.size(3) > hd:      # part 4, WeightedMemory: a key's log w lies in 8 more channels
@@ -304,9 +306,9 @@ QUERIES_AT_ONCE = 256
 
 def attend_in_turns(kernel, q, k, v, per_slot):
     """
-    Attention.attend for several queries of more keys than these: never in the training of a plain
-    GPT. QUERIES_AT_ONCE queries at a time read the keys up to those of the last of them, so that
-    masks stay small and little is computed in vain.
+    Attention.attend for several queries, where there are more keys than queries: never in the
+    training of a plain GPT. QUERIES_AT_ONCE queries at a time get the keys that the last of them
+    reads, so that masks stay small and little is computed in vain.
     """
     S, n_keys = q.size(2), k.size(2)
     if q.size(1) > k.size(1):           # shared keys: few fused kernels have these and a mask
@@ -314,16 +316,16 @@ def attend_in_turns(kernel, q, k, v, per_slot):
     parts = []
     for first in range(0, S, QUERIES_AT_ONCE):
         end = min(first + QUERIES_AT_ONCE, S)
-        queries = torch.arange(first, end, device=q.device)[:, None]
-        reads = n_keys - per_slot * (S - 1 - queries)           # how many keys each of them reads
-        n = n_keys - per_slot * (S - end)                       # the last of them: no key is behind
-        mask = torch.arange(n, device=q.device) < reads                 # (end - first, n)
+        queries = torch.arange(first, end, device=q.device)[:, None]    # (m,1), m = end - first
+        reads = n_keys - per_slot * (S - 1 - queries)           # (m,1): how many keys each reads
+        n = n_keys - per_slot * (S - end)                       # how many the last of them reads
+        mask = torch.arange(n, device=q.device) < reads                 # (m,n)
         parts.append(kernel(q[:, :, first:end], k[:, :, :n], v[:, :, :n], attn_mask=mask))
     return torch.cat(parts, dim=2)                                      # (B, nh, S, ..)
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU (arXiv 2002.05202): c_proj(silu(gate) * up), gate and up from c_fc."""
 
     def __init__(self, config):
         super().__init__()
@@ -331,12 +333,12 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(config.mlp_hidden, config.n_embd, bias=False)
 
     def forward(self, x):
-        gate, up = self.c_fc(x).chunk(2, dim=-1)
+        gate, up = self.c_fc(x).chunk(2, dim=-1)                        # (B,S,mlp_hidden) each
         return self.c_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each behind a norm and added to x. The names are GPT-2's."""
+    """Attention, then the MLP: each reads x normed, and is added to x. The names are GPT-2's."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -397,8 +399,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """
         Tokens (B,T) -> (logits, loss), one of which is None. targets (B,T) are the next tokens,
-        negative where none is to be predicted, as within a question (which Exit and Ouro treat
-        differently, part 5).
+        negative where none is to be predicted, as in a question (part 5: Exit and Ouro teach such
+        tokens to take every pass).
 
             without targets             (logits (B,T,V), None)
             with targets, in eval mode  (None, the mean cross-entropy in nats)
@@ -492,12 +494,14 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     Draw a token of each row: logits (B,V) -> (B,).
     temperature     0 takes the likeliest
     top_k           draws from the k likeliest, and those that equal the last of them
-    top_p           draws from the fewest of these that together have at least this probability
+    top_p           draws from the fewest, among what top_k leaves, that together have at least this
+                    probability
+    generator       of random numbers (None: PyTorch's)
     """
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # the largest becomes 0, so that no temperature between these bounds makes NaN
+    # the largest becomes 0; without the bounds a temperature of inf or 1e-45 would make NaN
     logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, 1e-30), 1e30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -506,11 +510,11 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         sorted_p, order = logits.softmax(-1).sort(descending=True)
         mass_before = sorted_p.cumsum(-1) - sorted_p    # the probability of all that are likelier
         beyond = mass_before >= max(top_p, 1e-30)       # the likeliest of all has 0: it stays
-        beyond = beyond.scatter(1, order, beyond)       # in the table's order again
+        beyond = torch.empty_like(beyond).scatter(1, order, beyond)     # in the table's order again
         logits = logits.masked_fill(beyond, -math.inf)
     p = logits.softmax(-1)
     # torch.multinomial looks for NaN, so the CPU would wait for the GPU. The same draw without it:
-    # with E drawn from Exp(1), p / E is largest at token i with probability p_i.
+    # if each token i draws its own e_i from Exp(1), p_i / e_i is the largest with probability p_i.
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
@@ -561,15 +565,14 @@ def depth_attention(q, k, v, sources, mode='softmax'):
     """
     if not sources:
         return v
-    values = [v_j for _, v_j in sources] + [v]
+    keys, values = zip(*sources, (k, v))
     if mode == 'uniform':
         return sum(values) / len(values)
-    keys = [k_j for k_j, _ in sources] + [k]
     if q.size(1) != k.size(1):
         q = q.unflatten(1, (k.size(1), -1)).mean(2)                 # (B, nkv, S, hd)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = [(q * k_j).sum(-1, keepdim=True, dtype=dtype) for k_j in keys]
-    scores = torch.cat(scores, dim=-1) * k.size(-1) ** -0.5         # (B, nkv, S, sources + 1)
+    dots = [(q * k_j).sum(-1, keepdim=True, dtype=dtype) for k_j in keys]   # (B, nkv, S, 1) each
+    scores = torch.cat(dots, dim=-1) * k.size(-1) ** -0.5           # (B, nkv, S, sources + 1)
     a = scores.softmax(-1).to(v.dtype).split(1, dim=-1)             # (Eq. 2)
     mixed = a[0] * values[0]
     for a_j, v_j in zip(a[1:], values[1:]):  # (Eq. 3); torch.stack would keep copies of all
@@ -580,21 +583,21 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # -------------------------------------------------------------------------------------------------
 # 4  Pondering: more for each token than one plain pass
 #
-# A slot is a place in the row of vectors that goes through the blocks. In a pass a token has one,
-# and each of its thoughts, vectors that the model makes to think further, may have one too. A
+# A slot is one of the vectors that go through the blocks at once. In a pass there is one for each
+# token, and perhaps one for each of its thoughts: vectors that the model makes to think further. A
 # mechanism calls the trunk as often as its paper says. Attention is causal in every pass. What else
 # a slot may read is said by the memory that the pass gets:
 #
 #     Smear                       one WeightedMemory
 #     Embedding                   a WeightedMemory for each pass: a pass reads its own keys
-#     Loop                        a LoopMemory for each pass: its own, and with depth_attn values of
-#                                 earlier ones
+#     Loop                        a LoopMemory for each pass: its own keys; but with depth_attn
+#                                 each layer mixes in its values of earlier passes
 #     Chain                       a ChainMemory for each pass: a pass reads the keys of earlier ones
 #     Pause, Latent, Feedback     one SlotMemory: all slots of all tokens in a row
 #
 # So the KV cache of Smear and Feedback is as large as a plain one, and that of the others K + 1
-# times as large. Before each pass a SlotMemory wants next_pass called; the others of this part want
-# nothing. Keys can have weights: those of padding weigh 0, and part 5 uses weights for more.
+# times as large. Before each pass a SlotMemory wants next_pass called, and part 5's memories want
+# begin_pass. Keys can have weights: those of padding weigh 0, and part 5 uses weights for more.
 #
 # k counts passes and slots from 0. x_k, E_k and Latent's z_{t,k} go into pass or slot k; h_k, or of
 # token t h_{t,k}, comes out of it. (In some papers k is a superscript.)
@@ -643,7 +646,7 @@ class Mechanism(nn.Module):
 
     @staticmethod
     def default_embed_scale(C):
-        """The default embed_scale: with the default init_std, embeddings begin with RMS 1, as h."""
+        """The default embed_scale: with the default init_std, embeddings begin with RMS 1."""
         return math.sqrt(2.5 * C)       # 1 / init_std
 
     @property
@@ -652,10 +655,10 @@ class Mechanism(nn.Module):
 
     def init_weights(self, gpt):
         """
-        c_proj / sqrt(2 n_layer), as in GPT-2 and in PonderLM's and PonderLM-2's Llama code; the
-        mechanism's own biases begin at 0. The plain GPT of this file does not divide, nor scale its
-        embeddings. So the fair plain partner is ponder='loop' with ponder_steps=0, and of Embedding
-        and Pause ponder='embedding' with ponder_steps=0.
+        Each c_proj is divided by sqrt(2 n_layer), as in GPT-2 and in PonderLM's and PonderLM-2's
+        Llama code; the mechanism's own biases begin at 0. The plain GPT of this file does not
+        divide, nor scale its embeddings. So compare a mechanism with ponder='loop' and
+        ponder_steps=0, but Embedding, Gate and Pause with ponder='embedding' and ponder_steps=0.
         """
         for block in gpt.h:
             block.attn.c_proj.weight.data /= math.sqrt(2 * self.config.n_layer)
@@ -706,7 +709,7 @@ WEIGHT_CHANNELS = 8     # fast kernels want multiples of 8
 
 
 def log_weight(is_read, log_w=None):
-    """log_w (B,S), the log of keys' weights (None: all weigh 1); where not is_read (B,S), log 0."""
+    """log_w, logs of keys' weights (None: all weigh 1); log 0 where not is_read, of its shape."""
     return torch.where(is_read, 0.0 if log_w is None else log_w, LOG_ZERO)
 
 
@@ -752,7 +755,7 @@ class WeightedMemory(Memory):
         """k and v (B, nkv, S, hd) with 8 more channels each, which hold c in k, 0 in v."""
         n = WEIGHT_CHANNELS
         c = self.log_w * k.size(-1) ** 0.5 / n                          # (B,S)
-        channels = c.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], n)
+        channels = c.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], n)      # (B, nkv, S, 8)
         return torch.cat((k, channels), dim=-1), F.pad(v, (0, n))
 
     def newest(self, layer, S):
@@ -764,13 +767,13 @@ class WeightedMemory(Memory):
 
 class Memories(list):
     """
-    A memory for each of K + 1 passes, each of which knows those of the passes before. GPT.hidden
+    A memory for each of the passes, each of which knows those of the passes before. GPT.hidden
     treats the list as a Memory; a mechanism gives memory[k] to the trunk in pass k.
     """
 
-    def __init__(self, kind, n, pad):
+    def __init__(self, kind, passes, pad):
         super().__init__()
-        for k in range(n):
+        for k in range(passes):
             self.append(kind(pad, passes_before=self[:k]))
 
     @property
@@ -815,7 +818,7 @@ class Smear(Mechanism):
 
 
 class LoopMemory(WeightedMemory):
-    """With Depth-Attention, what a layer made in earlier passes is a source of that layer, too."""
+    """It shows depth_sources (part 3) the memories of earlier passes."""
 
     @property
     def depth_memories(self):
@@ -883,8 +886,9 @@ class Embedding(Mechanism):
             p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
             mean = p @ table.to(p.dtype)
             return mean * config.embed_scale        # cheaper than to scale the table
-        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)   # n rows
-        p = top.values.softmax(-1).to(table.dtype)      # (n, ponder_topk), as embedding_bag wants
+        # embedding_bag wants two axes: (n, ponder_topk), where n is B T
+        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
+        p = top.values.softmax(-1).to(table.dtype)
         mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
         return mean.view_as(h) * config.embed_scale
 
@@ -934,10 +938,9 @@ class Chain(Mechanism):
         return Memories(ChainMemory, self.K + 1, pad)                   # (Eq. 2)
 
     def forward(self, gpt, x, memory):
-        h = x
         for k in range(self.K + 1):
-            h = gpt.trunk(h, memory[k])                                 # h_k
-        return h
+            x = gpt.trunk(x, memory[k])                                 # h_k
+        return x
 
 
 class SlotMemory(WeightedMemory):
@@ -947,9 +950,9 @@ class SlotMemory(WeightedMemory):
     """
 
     def begin(self, x):
-        self.N_before = self.N      # slots of earlier tokens
-        super().begin(x)            # sets N to the number of tokens, but here N counts slots
-        self.N = self.N_before      # next_pass adds those of the newest tokens
+        n_before = self.N           # slots of earlier tokens
+        super().begin(x)            # which sets N to the number of tokens
+        self.N = self.N_before = n_before   # here it counts slots; next_pass adds the newest
         self.token_pos = self.pos   # (T,); next_pass makes pos (T n,)
 
     def next_pass(self, n=1, log_w=None):
@@ -1010,7 +1013,7 @@ class Latent(Mechanism):
 
     K thoughts follow each token, at its position; each is what the trunk made of the slot before:
 
-        x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..          z_{t,k} = trunk(..) at the slot before it
+        x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..          z_{t,k} = h_{t,k-1}, from the slot before
 
     What comes out of a token's last slot predicts the next token. Attention is causal over this
     row of slots, so a token's thoughts depend on all slots before them: the exact way is
@@ -1023,7 +1026,8 @@ class Latent(Mechanism):
         sweeps 2 .. R + 1   x_t  z_{t,1}  z_{t,2}   renew both
         sweep R + 2         x_t  z_{t,1}  z_{t,2}   gives the output, at the slot of z_{t,2}
 
-    z_{t,k} is exact after t K + k sweeps, the output at token t after (t + 1) K + 1.
+    z_{t,k} is exact after t K + k sweeps, the output at token t after (t + 1) K + 1, where t counts
+    from the first of the new tokens.
 
     Cost (K > 0): K (K + 1) / 2 + (R + 1) (K + 1) slots per token, which read up to K + 1 times the
     keys; in decoding K + 1 passes of one slot. Unlike in the authors' code, R is drawn for each
@@ -1060,10 +1064,10 @@ class Latent(Mechanism):
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
         h = gpt.trunk(side_by_side(slots), memory.next_pass(n, log_w))
-        return h.unflatten(1, (-1, n)).unbind(2)
+        return h.unflatten(1, (-1, n)).unbind(2)        # (B, T n, C) -> n times (B,T,C)
 
     def slots_of_sweeps(self):
-        """The slots of a token in each sweep: 1, 2, .. K, and then R + 1 times K + 1."""
+        """The slots of a token in each sweep: 1, 2, .. K, and after that K + 1, R + 1 times."""
         if self.K == 0:
             return [1]
         growing = list(range(1, self.K + 1))
@@ -1147,11 +1151,11 @@ class Halting(Mechanism):
             h = trunk(..)                       all tokens go through
             taken.append(takes)
             score = ..                          (B,T), after each pass but the last
-            takes = takes & goes_on(score)      score >= tau; who stopped once never takes a pass
+            takes = takes & goes_on(score)      score >= tau; who stopped never takes one again
             if nobody takes the next: break     but not in training: most losses read all passes
 
-    Of tokens that stopped, only Gate's loss uses what comes out. So the break saves time: in
-    generation, once all tokens of all rows have stopped. (For Router in training see
+    What comes out of a token that stopped is used by nobody but Gate's loss. So outside of training
+    the passes end once all tokens of all rows have stopped. (For Router in training see
     engine/skip.py. A text that Mask reads by sweeps takes all slots.)
 
     A call leaves behind, for `loss` and for the tools:
@@ -1160,7 +1164,8 @@ class Halting(Mechanism):
         kept.scores     the scores that decide who takes pass (or slot) 1, 2, ..: (B,T) each
         kept            also has what this class's loss reads: its `forward` says what
 
-    In training there are two exceptions, in Mask.forward and Exit.who_takes_next.
+    There are two exceptions in training: Mask takes all slots, so its `taken` says who would take
+    them; and Exit has no scores before halt_full.
 
     Gate takes `mixture` from Embedding, and Mask the sweeps from Latent, so they inherit these; the
     others need nothing that Chain and Loop define.
@@ -1171,7 +1176,7 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         self.taken = []
-        self.kept = None    # before the first call; in training again once `loss` has read it
+        self.kept = None    # before the first call, and in training after `loss`
 
     @property
     def passes(self):
@@ -1198,6 +1203,7 @@ class Halting(Mechanism):
         return loss
 
     def predictions_loss(self, gpt, h, targets):
+        """Of h (B,T,C), which `forward` returned, or of what it kept."""
         return gpt.loss(h, targets)
 
     def penalty(self, gpt, targets):
@@ -1274,16 +1280,14 @@ class Gate(Halting, Embedding):
         m_{k+1} = m_k (s_k >= tau), m_0 = 1      who takes another pass: `takes`           (4), (5)
         E_{k+1} = E_k + m_{k+1} s_k P_k W        as in PonderLM, scaled by the gate      (6) to (9)
         a token with m_k = 0 keeps the keys and values of its last pass, in every layer        (10)
-
-    The loss gains halt_lambda times the mean of the lowest gates s (13), of tokens with a target.
-    The share of gates that counts as lowest grows from 0 at halt_start to halt_share at halt_full
-    (14).
+        loss   += halt_lambda mean of the lowest s_k     of all k and tokens with a target      (13)
+                  lowest: the share onset halt_share of them                                    (14)
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: before halt_start nobody stops in training, because
     cross-entropy alone would shut the gates for good; a stopped token's output is the hidden state
-    of its last pass; (13) also averages gates that training computes of stopped tokens; GELU; gates
-    start near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
+    of its last pass; (13) counts the gates of stopped tokens, too, which training computes; GELU;
+    gates start near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
     """
     works_on = 'embedding'
     defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
@@ -1325,15 +1329,15 @@ class Gate(Halting, Embedding):
         return out
 
     def penalty(self, gpt, targets):
-        """halt_lambda times the mean of the lowest gates, of tokens with a target."""
+        """(13), (14)"""
         is_target = targets >= 0                                        # (B,T)
         s = torch.stack(self.kept.scores)                               # (K,B,T)
         s = s.masked_fill(~is_target, math.inf)         # sorted behind those that count
-        s = s.flatten().sort().values                                   # (K B T,), lowest first
+        lowest_first = s.flatten().sort().values                        # (K B T,)
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
-        lowest = torch.arange(len(s), device=s.device) < n
-        mean = s.where(lowest, 0.0).sum() / n.clamp(min=1)              # (13)
+        counts = torch.arange(len(lowest_first), device=s.device) < n
+        mean = lowest_first.where(counts, 0.0).sum() / n.clamp(min=1)   # (13)
         return self.config.halt_lambda * mean
 
 
@@ -1341,9 +1345,9 @@ class Mask(Halting, Latent):
     """
     PonderLM-3: Adaptive Token-Wise Pondering with Differentiable Masking (arXiv 2603.02023)
 
-    A router reads a token's own slot and says how many of PonderLM-2's thoughts the token needs.
-    From that follow the weight w of a thought's keys, and its share s of the output. (From Latent:
-    its memory, R and sweeps.)
+    A router (no kin of the class Router) reads a token's own slot, and says how many of
+    PonderLM-2's thoughts the token needs. From that follow the weight w of a thought's keys, and
+    its share s of the output. (From Latent: its memory, R and sweeps.)
 
         s_t     = softmax(router(h_{t,0}))       how many thoughts token t needs, K + 1 outcomes
         w_{t,k} = sum_{j >= k} s_{t,j}           probability that thought k is needed; w_{t,0} = 1
@@ -1392,8 +1396,10 @@ class Mask(Halting, Latent):
 
     def forward(self, gpt, x, memory):
         is_token = memory.is_token                                      # (B,T)
+        # at first all weigh 1; not None, as the keys of a cached text may have the 8 channels
+        log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))    # (B,T,K+1)
         if x.size(1) == 1 and not self.training:    # a single token: slot after slot
-            h = gpt.trunk(x, memory.next_pass(log_w=log_weight(is_token)))
+            h = gpt.trunk(x, memory.next_pass(log_w=log_w[..., 0]))
             s, w, needed, log_w = self.route(h, is_token)               # (B,1,K+1) each
             outs = [h]                              # outs[k] comes out of slot k
             for k in range(1, self.K + 1):
@@ -1402,17 +1408,15 @@ class Mask(Halting, Latent):
                 h = gpt.trunk(h, memory.next_pass(log_w=log_w[..., k]))
                 outs.append(h)
         else:                                       # a text: sweeps of n slots, as in Latent
-            # at first all weigh 1; not None, as the keys of a cached text may have the 8 channels
-            log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))
             outs = ()
             for n in self.slots_of_sweeps():
                 outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
                 s, w, needed, log_w = self.route(outs[0], is_token)     # (B,T,K+1) each
 
-        self.taken = needed.unbind(-1)              # in training who would, as there all are taken
+        self.taken = needed.unbind(-1)              # (B,T) each
         self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
         weight = s if self.training else s * needed
-        out = sum(weight[..., k, None] * h_k for k, h_k in enumerate(outs))
+        out = sum(weight[..., k, None] * h_k for k, h_k in enumerate(outs))     # (B,T,C)
         return out.to(x.dtype)
 
     def penalty(self, gpt, targets):
@@ -1498,17 +1502,15 @@ class Router(Halting):
         return out.to(x.dtype)
 
     @staticmethod
-    def one_pass(gpt, x, memory, takes):
-        """
-        What a pass makes of x (B,T,C). What it makes of tokens that stopped is not used. (In
-        training engine/skip.py leaves them out.)
-        """
-        return gpt.trunk(x, memory.begin_pass(takes))
+    def one_pass(gpt, h, memory, takes):
+        """h_k (B,T,C) of h_{k-1}; a method, because in training engine/skip.py replaces it."""
+        return gpt.trunk(h, memory.begin_pass(takes))
 
     def penalty(self, gpt, targets):
         """halt_lambda * onset * the mean over tokens of sum_k g_k (right_k)^beta."""
         total = 0.0                                                     # later (B,T)
-        for h, g, taken in zip(self.kept.h, self.kept.g, self.taken):   # of each pass but the last
+        # zip ends before the last pass: taken has one more than h and g
+        for h, g, taken in zip(self.kept.h, self.kept.g, self.taken):
             with torch.no_grad():
                 right = gpt.token_losses(h, targets).neg().exp()        # (B,T)
             total = total + taken * g * right ** self.config.halt_beta
@@ -1540,7 +1542,7 @@ class LoopExit(Halting):
         takes = memory.is_token                                         # (B,T)
         h = torch.zeros_like(x)                                         # (B,T,C), of no pass yet
         self.taken = []
-        self.kept = SimpleNamespace(h=[], scores=[])                    # h_0, h_1, ..
+        self.kept = SimpleNamespace(h=[], scores=[])                    # kept.h: h_0, h_1, ..
         for k in range(self.K + 1):
             x = gpt.trunk(x, memory[k].begin_pass(takes), norm=loop_norm)           # x_{k+1}
             new_h = x if loop_norm else gpt.ln_f(x)
@@ -1556,8 +1558,8 @@ class LoopExit(Halting):
 
     def who_takes_next(self, gpt, h, takes):
         """
-        (B,T): who takes pass k + 1. takes (B,T): who took pass k; h (B,T,C): h_k. It appends the
-        score that tau is compared with to self.kept.scores.
+        (B,T): who takes pass k + 1. takes (B,T): who took pass k; h (B,T,C): h_k. The score that it
+        compares with tau, if any, joins self.kept.scores.
         """
         raise NotImplementedError
 
@@ -1614,7 +1616,7 @@ class Exit(LoopExit):
     def prior(self):
         """[prior_0, .., prior_K] at this point of the run."""
         n = self.K + 1
-        last = [0] * (n - 1) + [1]
+        last = [0] * self.K + [1]
         chosen = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
         onset = self.onset()
         total = sum(chosen)
@@ -1716,7 +1718,7 @@ class Ouro(LoopExit):
         if self.config.ouro_stage == 1:
             return super().loss(gpt, h, targets)
         loss = self.gate_loss(gpt, targets)
-        self.kept = None
+        self.kept = None    # as Halting.loss
         return loss
 
     def predictions_loss(self, gpt, h, targets):
@@ -1729,7 +1731,7 @@ class Ouro(LoopExit):
         return mean_where(targets >= 0, expected - self.config.halt_lambda * entropy)   # (4)
 
     def penalty(self, gpt, targets):
-        """halt_lambda * onset * a loss that pulls lam to 0, not to stop, in questions."""
+        """What stage 1 gains for questions: see above, the first of what is ours."""
         pull = sum(F.softplus(self.logit(h)) for h in self.kept.h[:self.K])     # -log(1 - lam_k)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, pull) / self.K
 
