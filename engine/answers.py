@@ -81,10 +81,11 @@ def ask(model, exam, count):
     eot = exam['eot']
     problems = [*exam['problems'][EXAMPLES:], *exam['problems'][:EXAMPLES]]
     asked = []
+    longest = max(len(answer.encode()) for _, answer in problems[:count])
+    room = model.config.block_size - longest    # one for all: a batch draws as many tokens of each
     for i, (question, answer) in enumerate(problems[:count]):
         near = [problems[(i - k) % len(problems)] for k in range(EXAMPLES, 0, -1)]
         before = [one for one in near if one[0] != question]    # where there are no others
-        room = model.config.block_size - len(answer)
         asked.append((behind(before, [eot, *question.encode()], eot, room), question, answer))
     return asked
 
@@ -141,7 +142,7 @@ def behind(before, tokens, eot, most_tokens):
 
 def answer_batch(model, task, asked, eot, exact):
     """The Outcomes of one batch of questions."""
-    longest = max(len(answer) for _, _, answer in asked)
+    longest = max(len(answer.encode()) for _, _, answer in asked)
     prompts = [prompt for prompt, _, _ in asked]
     steps = list(stream(model, prompts, longest + 1, temperature=0, stop_token=eot,
                         exact=exact))
@@ -150,12 +151,12 @@ def answer_batch(model, task, asked, eot, exact):
 
     outcomes = []
     for (_, question, answer), row, taken in zip(asked, tokens, passes):
-        n = len(answer)
-        right = row[:n + 1] == [*answer.encode(), eot]
+        wanted = [*answer.encode(), eot]
+        right = row[:len(wanted)] == wanted
         written = row[:row.index(eot)] if eot in row else row
         outcomes.append(Outcome(question, answer, bytes(written).decode('utf-8', 'replace'),
                                 task.difficulty(question), right,
-                                taken[:min(n, len(written) + 1)]))
+                                taken[:min(len(wanted) - 1, len(written) + 1)]))
     return outcomes
 
 

@@ -213,7 +213,8 @@ def check_data(config, meta, state, settings, ranks):
         return
     goes_on = settings.init_from == 'resume' and not settings.eval_only
     if goes_on or is_own_data(settings.data_dir, state['settings']):
-        say_other_data(settings.data_dir, meta, state)
+        splits = ('val',) if settings.eval_only else ('train', 'val')
+        say_other_data(settings.data_dir, meta, state, splits)
 
 
 def is_own_data(folder, kept):
@@ -222,11 +223,14 @@ def is_own_data(folder, kept):
     return os.path.basename(here) == os.path.basename(there)
 
 
-def say_other_data(folder, meta, kept):
-    """A warning for each split that is not the one in what a checkpoint kept of its data."""
-    for split, words, so in (
-            ('train', 'training data', "training starts anew on it, and may read a text again"),
-            ('val', 'validation set', "cut anew, it may hold what the model was trained on")):
+def say_other_data(folder, meta, kept, splits=('train', 'val')):
+    """A warning for each of these splits that is not what a checkpoint kept of its data."""
+    told = {
+        'train': ('training data', "training starts anew on it, and may read a text again"),
+        'val': ('validation set', "cut anew, it may hold what the model was trained on"),
+    }
+    for split in splits:
+        words, so = told[split]
         if kept.get(f'{split}_data', meta[split]) != meta[split]:
             print(f"warning: the {words} in {folder} is not what this model read before: {so}",
                   file=sys.stderr)

@@ -191,7 +191,7 @@ def check_task(name, size, count):
 def task_of(meta):
     """(the name of the task that a data set was made of, its size); None for another text."""
     # as prepare_data.py writes it
-    made = re.match(r'([a-z]+) --size=([0-9]{1,3}) --problems=', meta['source'])
+    made = re.match(r'(\S+) --size=([0-9]+) --problems=', meta['source'])
     if made is None or made[1] not in TASKS:
         return None
     name, size = made[1], int(made[2])

@@ -67,6 +67,10 @@ def layers_in_all_passes(gpt, texts):
     return 1e6 * c.n_layer * passes
 
 
+def every_name():
+    return compare.names_of(compare.CompareSettings())
+
+
 def test_all_runs_have_the_same_recipe(common, monkeypatch):
     monkeypatch.setattr(compare, 'flops_per_token', layers_in_all_passes)
     monkeypatch.setattr(compare, 'COUNTED', {})
@@ -75,7 +79,7 @@ def test_all_runs_have_the_same_recipe(common, monkeypatch):
     asked = settings_of(common)
     plain = build(train.Settings, asked)
     cost = {}
-    for name in [*dict.fromkeys([*compare.ALL, *compare.RUNS]), 'loop_2x', 'loop_2x_as_chain']:
+    for name in [*dict.fromkeys([*every_name(), *compare.RUNS]), 'loop_2x', 'loop_2x_as_chain']:
         plan = compare.make_plan(name, common)
         settings = build(train.Settings, settings_of(plan.args))
         cost[name] = plan.flops * settings.max_steps
@@ -99,7 +103,7 @@ def test_all_runs_have_the_same_recipe(common, monkeypatch):
     assert quick.settings['learning_rate'] == 0.5
     assert {**quick.settings, 'learning_rate': plain.learning_rate} == compare.make_plan(
         'plain_2x_as_loop', common).settings
-    for name in compare.ALL:
+    for name in every_name():
         scales = {compare.make_plan(one, common).settings['embed_scale']
                   for one in (name, *name.split('_as_'))}
         assert len(scales) == 1, f"{name} starts otherwise"
@@ -245,6 +249,30 @@ def test_what_a_name_stands_for_may_not_change_between_runs(in_process, tmp_path
     write_dataset(str(data), texts(2), get_tokenizer('byte'), 0.3, 'test')
     with pytest.raises(UserError, match='data=.*choose another --out'):
         compare.main([*args, '--names=plain,depth_attn'])
+
+
+def test_seeds_of_two_models_share_no_row(common, in_process, tmp_path, monkeypatch):
+    args = [*common, '--names=mine', f'--out={tmp_path}']
+    monkeypatch.setitem(compare.RUNS, 'mine', ('loop', '--loop_norm=False'))
+    compare.main([*args, '--seeds=1'])
+    monkeypatch.setitem(compare.RUNS, 'mine', ('loop', '--loop_norm=True'))     # as many FLOPs
+    with pytest.raises(UserError, match='mine-s1 was made with loop_norm=False, not True'):
+        compare.main([*args, '--seeds=2'])
+    assert in_process == ['mine-s1']
+
+
+def test_a_config_file_edited_while_runs_go_on_ends_them(common, tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / 'recipe.py'
+    recipe.write_text('weight_decay = 0.1')
+
+    def edited_first(label, args, folder, settings):
+        recipe.write_text('weight_decay = 0.2')
+        train.main(args)
+    monkeypatch.setattr(compare, 'train', edited_first)
+    with pytest.raises(UserError, match='1 runs failed'):
+        compare.main([*common, str(recipe), '--names=plain', '--seeds=1', f'--out={tmp_path}'])
+    assert 'made with weight_decay=0.2, not 0.1' in capsys.readouterr().err
+    assert records_in(tmp_path) == []
 
 
 def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypatch, capsys):
@@ -528,14 +556,23 @@ def test_without_beside_a_method_stands_beside_the_plain_run_that_starts_alike()
                      'depth_attn': '-0.5000', 'plain_scaled_2x': '-0.2500'}
 
 
-@pytest.mark.parametrize('name, file, start', [
-    ('mine', 'embedding', 'plain_ponderlm'),
-    ('plainest', 'loop', 'plain_scaled'),
-    ('depth_x', 'halting_gate', 'plain_ponderlm'),
+@pytest.mark.parametrize('name, file, option, start', [
+    ('mine', 'embedding', '--ponder_steps=1', 'plain_ponderlm'),
+    ('plainest', 'loop', '--ponder_steps=1', 'plain_scaled'),
+    ('depth_x', 'halting_gate', '--ponder_steps=1', 'plain_ponderlm'),
+    ('inject', 'vanilla', '--ponder=loop', 'plain_scaled'),     # as docs/modify.md names one
+    ('paused', 'depth_attn', '--ponder=pause', 'plain_ponderlm'),
+    ('wide', 'vanilla', '--n_embd=384', 'plain'),
 ])
-def test_a_run_of_ones_own_starts_as_its_config_file_says(name, file, start, monkeypatch):
-    monkeypatch.setitem(compare.RUNS, name, (file, '--ponder_steps=1'))
+def test_a_run_of_ones_own_starts_as_its_settings_say(name, file, option, start, monkeypatch):
+    monkeypatch.setitem(compare.RUNS, name, (file, option))
     assert compare.start_of(f'{name}_2x@3e-3_as_loop') == start
+
+
+def test_a_run_of_ones_own_is_not_called_as_a_change_of_another(common, monkeypatch):
+    monkeypatch.setitem(compare.RUNS, 'loop_4x', ('loop', '--ponder_steps=7'))
+    with pytest.raises(UserError, match='RUNS has loop_4x.*another name'):
+        compare.make_plan('loop_4x', common)
 
 
 def test_where_others_start():

@@ -148,11 +148,16 @@ def record(name='nanogpt', optimizer='adamw', rate=1e-3, seed=1, loss=2.0, **mor
                 commit='abc', torch='2.13.0', hardware='a CPU', date='2026-01-01') | more
 
 
+def timing(ms, **more):
+    return dict(ms=ms, commit='abc', torch='2.13.0', hardware='a CPU', date='2026-01-01') | more
+
+
 def test_the_table_has_every_run_and_names_its_seed():
     made = [record(loss=2.25, seed=0), record(rate=3e-3, seed=0, loss=2.0),
             record(rate=3e-3, seed=2, loss=2.5), record(rate=3e-3, seed=1, loss=1.5),
-            record('ours', seed=1, loss=1.0), dict(ms={'nanogpt adamw': 1}),
-            dict(ms={'ours adamw': 20, 'nanogpt adamw': 10})]
+            record('ours', seed=1, loss=1.0), timing({'nanogpt adamw': 1}, hardware='an old CPU'),
+            timing({'ours adamw': 20, 'nanogpt adamw': 10}, hardware='another CPU')]
+    assert 'a CPU, another CPU; torch' in race.table_of(made)
     assert cells(race.table_of(made))[1:4] == [
         ['nanogpt', 'adamw', '1.00M', '0.001', '2.250', '', '', '', '10'],
         ['nanogpt', 'adamw', '1.00M', '0.003', '2.000', '1: 1.500, 2: 2.500', '2.0000',

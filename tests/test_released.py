@@ -506,6 +506,15 @@ def test_the_export_knows_the_parts_of_model_py_that_it_was_written_for(
     assert 'warning: GPT.head of model.py was changed' in capsys.readouterr().err
 
 
+def test_an_export_without_the_tokenizers_vocabulary_says_what_it_lacks(
+        tmp_path, monkeypatch, capsys):
+    def offline(name):
+        raise UserError('no network')
+    monkeypatch.setattr(hf, 'get_tokenizer', offline)
+    hf.save_hf(make(), str(tmp_path), 'gpt2')
+    assert 'config.json has no eos_token_id' in capsys.readouterr().err
+
+
 def test_an_exported_model_is_trained_on_and_asked(small_data, tmp_path, capsys):
     """Of bytes there is no tokenizer's file: the folder says that they are bytes."""
     folder = save(tmp_path / 'plain', make(vocab_size=320, n_tokens=257))

@@ -216,6 +216,13 @@ def test_an_answer_ends_with_the_context(server):
     assert events[-1]['end'].endswith('no more than 64 tokens fit') or '∎' in written(events)
 
 
+def test_a_text_too_long_for_one_side_is_answered_by_the_other(server):
+    sides = [dict(model='text'), dict(model='slow', ponder_steps=0)]
+    events = server.ask(text='a' * 65, max_new_tokens=1, sides=sides)
+    assert [list(event) for event in events if event['side'] == 0] == [['side', 'error']]
+    assert [event for event in events if event['side'] == 1 and 'end' in event]
+
+
 def test_an_error_in_model_py_is_one_line_on_the_page(monkeypatch, capsys):
     monkeypatch.setattr(Loop, 'forward', lambda *_: 1 / 0)
     served = Served('a', make(**SIZE, ponder='loop'), BYTE, None)
@@ -255,6 +262,7 @@ REFUSED = [
     (dict(text='a', max_new_tokens=0, sides=TEXT), 'between 1 and 512'),
     (dict(text='a', max_new_tokens='many', sides=TEXT), 'whole number'),
     (dict(text='a', temperature=float('nan'), sides=TEXT), 'a number'),
+    (dict(text='a', temperature='no number', sides=TEXT), 'a number'),
     (dict(text='a', temperature=-1, sides=TEXT), 'between 0 and 100'),
     (dict(text='a', seed=-1, sides=TEXT), 'seed=-1'),
     (dict(text='a', sides=[dict(model='text', ponder_steps=101)]), 'between 0 and 100'),

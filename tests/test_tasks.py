@@ -240,6 +240,27 @@ def test_a_question_follows_as_many_problems_as_there_is_room_for(block_size, sh
     assert last == expected
 
 
+class ShortSums(type(TASKS['addition'])):
+    """Answers of unlike lengths, in letters that are no ASCII."""
+
+    def answer(self, question):
+        first, second = question[:-1].split('+')
+        return str(int(first) + int(second)).replace('1', 'é')
+
+    def longest(self, size):
+        return super().longest(size) + size + 1
+
+
+@pytest.mark.parametrize('name', ['sums', 'sort2', 'copy_back'])
+def test_a_task_of_ones_own(name, in_tmp, monkeypatch):
+    monkeypatch.setitem(TASKS, name, ShortSums())
+    folder = prepare(name)
+    assert tasks.task_of(read_meta(folder)) == (name, 4)
+    exam = exam_of_data(folder)
+    for block_size in (25, 48):     # where a window slid, StandIn would say so
+        assert answers.summary(StandIn(TASKS[name].answer, block_size), exam, 100)['right'] == 1
+
+
 @pytest.mark.parametrize('name, size', [('addition', 1), ('traffic', 2), ('minimax', 1)])
 def test_each_question_is_asked_once_and_never_behind_itself(name, size, in_tmp):
     folder = prepare(name, size=size, problems=3000)

@@ -236,7 +236,7 @@ def bench_decoding(setup, configs, bandwidth):
         new = min(setup.own.new_tokens, config.block_size - PROMPT)     # the same for all
         model = models[name] = new_model(config).to(setup.device, dtype).eval()
         if pick_compile(setup.train.compile, setup.device):
-            compile_decoding(model)
+            compile_decoding(model, PROMPT + new)
         weights = sum(p.numel() * p.element_size() for p in model.h.parameters())
         passes = 1 if config.ponder == 'pause' else slots_per_token(model)
         read[name] = weights * passes * new / bandwidth
@@ -386,7 +386,9 @@ def bench_against(own, argv):
     rows = []
     for (title, name), here in found['here'].items():
         there = found['there'].get((title, name))
-        if there:
+        if there is None:
+            print(f"left out: {title}, {name}, as the other side has no such row")
+        else:
             ratios = sorted(a / b for a, b in zip(here, there))
             rows.append([title, name, f"{statistics.median(here):.4g} ms",
                          f"{statistics.median(there):.4g} ms", f"{statistics.median(ratios):.3f}",

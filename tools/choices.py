@@ -189,7 +189,7 @@ def open_text(model, tokenizer, settings, s):
     else:
         meta = read_meta(s.data_dir, tokenizer)     # UserError if its tokens are others
         if is_own_data(s.data_dir, settings):
-            say_other_data(s.data_dir, meta, settings)
+            say_other_data(s.data_dir, meta, settings, splits=('val',))
         exam = exam_of_data(s.data_dir, s.problems)
     if exam is not None:
         inputs, targets = read_answers(model, exam, s.problems)

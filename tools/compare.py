@@ -55,7 +55,7 @@ from engine.sums import source_of_model, sum_of
 from engine.tasks import task_of
 from engine.trained import exam_of_run, load_model
 from engine.windows import Windows
-from model import GPTConfig
+from model import PONDER, GPTConfig
 from train import Settings
 
 
@@ -136,10 +136,17 @@ def start_of(name):
     starts as embedding, gate and pause do, plain_scaled as all others of pondering.
     """
     base = parts_of(name)[0]
-    file = RUNS.get(base, (base,))[0].removeprefix('halting_')
-    if re.match(r'plain_ponderlm|embedding|gate|pause', file):
-        return 'plain_ponderlm'
-    return 'plain' if re.match(r'plain(?!_scaled)|vanilla|depth', file) else 'plain_scaled'
+    ponder = 'loop'     # of records whose name is no longer in RUNS
+    if base in RUNS:
+        file, *options = RUNS[base]
+        given, _ = read([config_file(file), *options], '', Settings, GPTConfig)
+        ponder = given.get('ponder', 'none')
+    scale = PONDER.get(ponder, PONDER['loop']).default_embed_scale(4)
+    return {1.0: 'plain', 2.0: 'plain_ponderlm'}.get(scale, 'plain_scaled')
+
+
+def config_file(name):
+    return os.path.relpath(os.path.join(ROOT, 'config', f'{name}.py'))
 
 
 def parts_of(name):
@@ -147,10 +154,16 @@ def parts_of(name):
     return re.fullmatch(r'(.*?)(?:_(\d)x)?(?:@(.*?))?(?:_as_(.*))?', name).groups()
 
 
-ALL = [*RUNS]
-for name in RUNS:
-    if not name.startswith(('plain', 'depth', 'smear')):    # those cost what a plain one does
-        ALL.append(f'{start_of(name)}_as_{name}')
+METHODS = [*RUNS]
+
+
+def names_of(compare):
+    """The names that are asked for. All: each method and, where it costs more, a plain model."""
+    if compare.names != 'all':
+        return compare.names.split(',')
+    costly = [name for name in METHODS if not name.startswith(('plain', 'depth', 'smear'))]
+    return METHODS + [f'{start_of(name)}_as_{name}' for name in costly]
+
 
 # more, which `all` leaves out
 RUNS.update({
@@ -209,8 +222,11 @@ def make_plan(name, common):
                         "plain_scaled_2x, NAME@3e-3, and NAME_as_OTHER such as "
                         "plain_scaled_as_loop; a run of your own is one more line of RUNS in "
                         "tools/compare.py")
+    if name != base and name in RUNS:
+        raise UserError(f"RUNS has {name}, which means {base} with other layers, another rate or "
+                        "another length: give that line another name")
     file, *options = RUNS[base]
-    path = os.path.relpath(os.path.join(ROOT, 'config', f'{file}.py'))
+    path = config_file(file)
     for setting in read([path], '', Settings, GPTConfig)[0]:
         if hasattr(Settings, setting) and setting != 'out_dir':
             raise UserError(f"{path} sets {setting}, which is to be the same for all: give it on "
@@ -426,7 +442,7 @@ def hardware(name, threads):
 
 def make_all(compare, common, results):
     """Make all runs, where --lrs is given at each name's best rate; returns how many failed."""
-    names = ALL if compare.names == 'all' else compare.names.split(',')
+    names = names_of(compare)
     if compare.lrs:
         rates = compare.lrs.split(',')
         best = dict.fromkeys(names, rates[0])
@@ -474,7 +490,10 @@ def make_runs(runs, compare, common, results):
     for name, seed in runs:
         check_made(folder_of(compare, name, seed), plans[name].settings)
     for r in read_lines(results):
-        if r['name'] in plans and not has_flops(r, plans[r['name']].flops):
+        if r['name'] not in plans:
+            continue
+        check_made(folder_of(compare, r['name'], r['seed']), plans[r['name']].settings)
+        if not has_flops(r, plans[r['name']].flops):
             raise UserError(f"{results} has {r['name']}, seed {r['seed']}, with other settings or "
                             "another model.py: choose another --out")
         if (r['name'], r['seed']) in runs:
@@ -554,13 +573,14 @@ def make_run(name, seed, plan, compare, results):
     if final_loss(folder, plan.settings) is None:
         train(label, args, folder, plan.settings)
         check_code(label, folder)
+        check_made(folder, plan.settings)       # a config file may have been edited meanwhile
     r = record_of(name, seed, args, folder, plan, compare)
     if is_made(name, seed, results):    # by another compare.py, meanwhile
         return
     with open(results, 'a', encoding='utf-8') as f:
         f.write(json.dumps(r) + '\n')
     right = f"{r['right']:.1%} right, " if 'right' in r else ''
-    print(f"{label}: {right}{r[LOSS]:.4f} nats per byte, {r['steps']} steps, "
+    print(f"{label}: {right}{loss_of(r):.4f} nats per byte, {r['steps']} steps, "
           f"{r['seconds']:.0f} s", flush=True)
 
 
@@ -602,6 +622,9 @@ def table_of(records, beside=None):
                         f"{', '.join(runs)}")
     base = base or [*runs][0]
     if all('right' in r for r in records):
+        if beside:
+            raise UserError(f"beside={beside}: a table of right answers has no differences; leave "
+                            "it out")
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
         rows = [answers_row(name, runs) for name in runs]
     else:
@@ -762,7 +785,7 @@ def plain_of_equal_flops(name, runs, base):
 
 def check_beside(compare, path):
     """UserError if no run is to be made, or is made (path: their records), to compare with."""
-    asked = ALL if compare.names == 'all' else compare.names.split(',')
+    asked = names_of(compare)
     made = [r['name'] for r in read_lines(path) if 'name' in r]
     names = {without_rate(name) for name in (*asked, *made)}
     if compare.beside and without_rate(compare.beside) not in names:

@@ -404,7 +404,7 @@ def main(argv):
             texts = [data_dir_of(settings)]
     for folder in dict.fromkeys(map(data_folder, texts)):
         if folder and is_own_data(folder, settings):
-            say_other_data(folder, read_meta(folder), settings)
+            say_other_data(folder, read_meta(folder), settings, splits=('val',))
     if iterates(model) and model.mechanism.K > 0:
         how = "token by token" if s.exact else "by iteration (--exact=True: token by token)"
         print(f"{model.config.ponder}: texts and prompts are read {how}")

@@ -8,7 +8,6 @@ others put the tokenizer's file beside it (bytes have none). The other way needs
 hf:FOLDER stands for a checkpoint, see docs/released.md.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -129,8 +128,11 @@ def save_hf(model, folder, tokenizer=None):
     described = config_to_hf(c)
     if tokenizer is not None:
         described[released.TOKENIZER] = tokenizer
-        with contextlib.suppress(UserError):    # a vocabulary that cannot be had now
+        try:
             described['eos_token_id'] = get_tokenizer(tokenizer).eot_token
+        except UserError as error:
+            print(f"warning: config.json has no eos_token_id, so texts will not end: {error}",
+                  file=sys.stderr)
     with on_disk(folder, 'written'):
         os.makedirs(folder, exist_ok=True)
         with whole(os.path.join(folder, 'model.safetensors'), 'wb') as f:

@@ -398,7 +398,8 @@ def table_of(records):
     header = ['model', 'optimizer', 'weights', 'rate', 'of seeds that pick',
               'of each other seed', 'mean', f"steps to {goal:.3f}" if goal else 'steps',
               'ms a step']
-    return f"{table(header, lines)}\n\nNats per token. {where_made(runs)}"
+    timing = [r for r in records if isinstance(r.get('ms'), dict)][-1:]    # perhaps elsewhere
+    return f"{table(header, lines)}\n\nNats per token. {where_made([*runs, *timing])}"
 
 
 def at_best_rate(made):

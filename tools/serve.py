@@ -335,21 +335,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer_all(self, question):
         server, stopped = self.server, self.server.stop.is_set
-        try:
-            for i, side in enumerate(question.sides):
-                if stopped():
-                    break
-                served = server.served[side.model]
+        for i, side in enumerate(question.sides):
+            if stopped():
+                break
+            served = server.served[side.model]
+            try:
                 for event in answer(served, question, side, server.look, server.top, stopped):
                     self.send_event(side=i, **event)
-        except UserError as error:
-            self.send_event(side=i, error=one_line(error)[:MOST_LETTERS])
-        except OSError:     # nobody reads any more
-            raise
-        except Exception as error:      # in model.py, which readers edit
-            traceback.print_exc()
-            line = one_line(f"{type(error).__name__}: {error}")[:MOST_LETTERS]
-            self.send_event(side=i, error=f"{line} (more in the terminal)")
+            except UserError as error:
+                self.send_event(side=i, error=one_line(error)[:MOST_LETTERS])
+            except OSError:     # nobody reads any more
+                raise
+            except Exception as error:      # in model.py, which readers edit
+                traceback.print_exc()
+                line = one_line(f"{type(error).__name__}: {error}")[:MOST_LETTERS]
+                self.send_event(side=i, error=f"{line} (more in the terminal)")
 
     def send_event(self, **event):
         self.wfile.write(json.dumps(event, separators=(',', ':')).encode() + b'\n')
