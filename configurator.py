@@ -113,9 +113,13 @@ def value_of(name, tree, where, kinds):
         advice = f"did you mean '{near[0]}'?" if near else "see --help"
         raise UserError(f"{where}: there is no setting '{name}'; {advice}")
     try:
-        return convert(calculate(tree), kinds[name])
+        value = convert(calculate(tree), kinds[name])
     except (ValueError, ArithmeticError) as error:
         raise UserError(f"{where}: {name} {error}") from None
+    if isinstance(value, str) and value.startswith('~/'):
+        raise UserError(f"{where}: a shell leaves this ~ as it is, and it would be a folder of "
+                        "that name: write $HOME, or the whole path")
+    return value
 
 
 def calculate(tree):

@@ -301,7 +301,7 @@ def documents(f, path, longest):
         if not line.strip():
             continue
         try:
-            text = json.loads(line)['text'].encode('utf-8', errors='replace')
+            text = json.loads(line)['text'].encode('utf-8', errors='surrogatepass')
         except UnicodeDecodeError:
             raise UserError(f"{path}:{number}: no UTF-8, in which records are written; "
                             "convert it, as with iconv") from None

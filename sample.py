@@ -47,7 +47,7 @@ class SampleSettings:
     halt_tau: Optional[float] = None    # with halting: larger stops earlier (None: as trained)
     show_steps: bool = False            # colour each token by its passes
     exact: bool = False                 # read prompts token by token (latent, mask, feedback)
-    compile: bool = False               # for a GPU, slow to start; not chain, pause, most halting
+    compile: bool = False               # for a GPU, slow to start (most mechanisms)
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
     dtype: str = 'float32'              # 'bfloat16' halves memory traffic where hardware has it
 

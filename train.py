@@ -18,7 +18,7 @@ max_seconds or a log that cannot be written saves and stops at the next step; a 
 at once. The exit status after a signal is not 0.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting but
 max_seconds, derived ones too: a config file for the same mechanism and size) and log.jsonl (a JSON
-object for each line of steps or evaluation).
+object for each line of steps or evaluation in training).
 """
 
 import math
@@ -34,10 +34,10 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` 
 import prepare_data
 from configurator import build, check_range, read
 from engine.answers import exam_of_data
-from engine.checkpoint import load_optimizer, optimizer_state, save_checkpoint
+from engine.checkpoint import CHECKPOINTS, load_optimizer, optimizer_state, save_checkpoint
 from engine.mechanisms import halts
 from engine.prepare import prepare
-from engine.files import UserError, run
+from engine.files import UserError, run, stamp
 from engine.hardware import check_causal, pick_dtype, process_group
 from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop
@@ -150,7 +150,7 @@ def make_optimizer(s, model, ranks, device, dtype=torch.float32):
 def learning_rate(s, step):
     """
     Linear warm-up that is never 0, then a cosine from the peak to min_lr_rate times the peak, which
-    the last step has.
+    the last step has (if it is behind the warm-up).
     """
     warmup = max(1, round(s.warmup * s.max_steps))
     if step < warmup:
@@ -178,10 +178,14 @@ class Trainer:
         kept = state.get('precision') if state and not s.eval_only else None
         own, self.why = pick_dtype(s.dtype or kept, device)     # a run keeps what it had
         self.dtype = ranks.first(own, device)
+        if device.type == 'cuda' and self.dtype == torch.float32:
+            self.why += ', products in TF32'    # see engine/prepare.py
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
-        self.stamps = state['files'] if state and s.init_from == 'resume' else ()
+        self.stamps = state['files'] if state and s.init_from == 'resume' else {}
+        self.newest = os.path.join(s.out_dir, CHECKPOINTS[0])
+        self.left = self.stamps.get(self.newest)    # as this run found the checkpoint, or left it
         # where the weights first came from: never 'resume'
         self.origin = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
@@ -376,6 +380,9 @@ class Trainer:
         optimizer = optimizer_state(self.optimizer)  # on all ranks
         if self.ranks.rank > 0:
             return
+        if stamp(self.newest) not in (None, self.left):     # on another machine, or Windows
+            self.log.say(f"warning: another run writes to {self.settings.out_dir}, too: give each "
+                         "a folder of its own, or the last one to save is what stays")
         save_checkpoint(self.settings.out_dir, dict(
             step=self.step,
             config=asdict(self.config),
@@ -390,6 +397,7 @@ class Trainer:
             optimizer=optimizer,
             scaler=self.scaler.state_dict(),
         ))
+        self.left = stamp(self.newest)
 
     # ---- the run ---------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ def alone(folder, wait=False):
     """
     Makes `folder` if it is missing, and keeps others who ask for it out. UserError if another
     process has it; with `wait` it is waited for. The lock goes with the process, however that ends.
-    Windows and some network disks have none.
+    Windows and some network disks have none, and on NFS it keeps out this machine's processes only.
     """
     os.makedirs(folder, exist_ok=True)
     if fcntl is None:

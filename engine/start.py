@@ -65,6 +65,7 @@ def start_model(settings, given, meta, state, ranks, device):
     if settings.init_from == 'resume' and not settings.eval_only:
         check_resume(state, step, settings, ranks, device)
         say_changes(state, given, model.config, ranks)
+        say_unsaved(state, given, settings.out_dir, ranks)
     idle = idle_settings(model, asked)
     if idle and ranks.rank == 0:
         print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
@@ -314,6 +315,25 @@ def say_changes(state, given, config, ranks):
             told.append(f"{name}={value} (was {before[name]})")
     if told and ranks.rank == 0:
         print(f"from here on with {', '.join(told)}")
+
+
+def say_unsaved(state, given, folder, ranks):
+    """
+    A warning of what settings.json says and the checkpoint, whose settings a run goes on with, does
+    not: somebody edited it, or a run with other settings ended before it saved.
+    """
+    kept = {**state['config'], **state['settings']}
+    try:
+        with open(os.path.join(folder, 'settings.json'), encoding='utf-8') as f:
+            filed = json.load(f)
+    except (OSError, ValueError):
+        return
+    lost = [f'--{name}={value}' for name, value in filed.items()
+            if name in kept and kept[name] != value and name not in given
+            and name not in ('out_dir', 'init_from')]
+    if lost and ranks.rank == 0:
+        print(f"warning: {folder}/settings.json says {' '.join(lost)}, but the checkpoint does not "
+              "and is what counts: give again what is to hold", file=sys.stderr)
 
 
 # ---- what is in the folders, before ranks wait for each other ------------------------------------

@@ -45,8 +45,9 @@ def sum_of(source):
 
 def what_is_computed(source):
     """
-    Source code without comments, docstrings, blanks and line ends, the same for every version of
-    Python: a text in quotes that stands alone is a docstring, indentation is what it means.
+    Source code without comments, docstrings, blanks and line ends: a text in quotes that stands
+    alone is a docstring, indentation is what it means. (Blanks inside of an f-string's braces count
+    until Python 3.11, and from 3.12 on they do not.)
     """
     marks = {tokenize.INDENT: '<in>', tokenize.DEDENT: '<out>', tokenize.NEWLINE: '<end>'}
     left_out = tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER

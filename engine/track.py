@@ -72,6 +72,9 @@ class Tracker(contextlib.AbstractContextManager):
             project=os.environ.get('WANDB_PROJECT', 'nanoponder'),
             settings=wandb.Settings(init_timeout=PATIENCE, finish_timeout=PATIENCE,
                                     finish_timeout_raises=True, console='off', silent=True))
+        if run.step > self.step + 1:
+            self.say(f"track=wandb: it has this run up to step {run.step - 1}, and takes no step "
+                     "before that again; log.jsonl has them as they are now")
         later = typed('wandb', 'sync', os.path.dirname(run.dir))
         return 'disabled' if run.disabled else later if run.offline else run.url
 

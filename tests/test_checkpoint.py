@@ -509,6 +509,41 @@ def test_what_a_resumed_run_changes_is_said(run_train, capsys):
     assert 'from here on with max_steps=3 (was 2), ponder_steps=1 (was 2)\n' in told
 
 
+def test_a_setting_that_no_checkpoint_has_is_told(run_train, monkeypatch, capsys):
+    run_train('out', '--max_steps=1')
+    again = '--init_from=resume', '--max_steps=2'
+    with monkeypatch.context() as patch:    # killed before it saves
+        patch.setattr(Trainer, 'train_step', lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_train('out', *again, '--grad_clip=0.5')
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, 'run', lambda self: None)
+        run_train('out', *again, '--grad_clip=0.5')
+        assert 'warning' not in capsys.readouterr().err
+        run_train('out', *again)
+    assert 'settings.json says --grad_clip=0.5, but' in capsys.readouterr().err
+    run_train('out', *again)        # writes settings.json anew
+    run_train('out', '--init_from=resume', '--max_steps=3')
+    assert capsys.readouterr().err.count('warning') == 1
+
+
+def test_another_run_in_the_folder_is_told(run_train, tmp_path, monkeypatch, capsys):
+    """Where no lock keeps it out: on another machine, on Windows, in a folder that was moved."""
+    run_train('other', '--max_steps=1')
+    run_train('out', '--max_steps=3', '--save_interval=1')
+    assert 'another run' not in capsys.readouterr().out
+    train_step = Trainer.train_step
+
+    def meanwhile(self):
+        if self.step == 4:
+            shutil.copy(tmp_path / 'other' / 'ckpt.pt', tmp_path / 'out' / 'ckpt.pt')
+        return train_step(self)
+    monkeypatch.setattr(Trainer, 'train_step', meanwhile)
+    run_train('out', '--init_from=resume', '--max_steps=6', '--save_interval=1')
+    assert capsys.readouterr().out.count('warning: another run writes to') == 1
+
+
 def test_data_of_another_tokenizer_is_refused(out, run_train, other_data):
     text = (other_data / 'meta.json').read_text()
     for old, new in (('"byte"', '"gpt2"'), ('"n_tokens": 257', '"n_tokens": 50257'),

@@ -228,6 +228,13 @@ def test_tokens_are_tiktokens(tmp_path, capsys):
     assert 'no UTF-8 in 1 documents' in capsys.readouterr().err
 
 
+def test_half_a_character_of_a_record_is_kept(tmp_path):
+    (tmp_path / 'a.jsonl').write_text('{"text": "a\\ud83d b"}')
+    path = str(tmp_path / 'a.jsonl')
+    with open(path, 'rb') as f:
+        assert list(prepare_data.documents(f, path, 100)) == [b'a\xed\xa0\xbd b']
+
+
 def test_other_data_in_its_place_is_told(tmp_path, capsys):
     byte = get_tokenizer('byte')
     other = tiktoken.Encoding('other', pat_str='.', special_tokens={'<|endoftext|>': 256},

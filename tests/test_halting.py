@@ -122,6 +122,15 @@ def test_saturated_decisions_keep_gradients_finite(mode, stage, idx):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
+def test_looking_for_who_leaves_costs_the_head_no_gradient_under_autocast(idx):
+    """A head called without gradients must not leave its 16-bit weights for the call with them."""
+    model = make_mode('exit').train()
+    model.mechanism.begin_step(99, 100)
+    with torch.autocast('cpu', torch.bfloat16):
+        model(idx, idx)[1].backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
 @every_mode
 @pytest.mark.parametrize('autocast', [False, True])
 def test_bf16_decodes(mode, autocast, idx, monkeypatch):

@@ -8,6 +8,7 @@ import math
 import os
 import struct
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,19 @@ def test_wandb_another_run_in_the_folder_has_another_id(tmp_path, monkeypatch):
         with track.Tracker('wandb', str(tmp_path), print, {}, step):
             pass
     assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
+def test_wandb_takes_no_step_twice_and_the_run_says_so(tmp_path, monkeypatch):
+    had = SimpleNamespace(step=9, dir=str(tmp_path / 'wandb'), disabled=False, offline=False,
+                          url='u', finish=lambda exit_code: None)
+    monkeypatch.setattr('wandb.init', lambda **settings: had)
+    said = []
+    for step in (8, 4):
+        with track.Tracker('wandb', str(tmp_path), said.append, {}, step):
+            pass
+    assert [line for line in said if 'up to step' in line] == [
+        'track=wandb: it has this run up to step 8, and takes no step before that again; '
+        'log.jsonl has them as they are now']
 
 
 # ---- a run goes on without -----------------------------------------------------------------------
