@@ -21,7 +21,9 @@ from engine.shards import encode, open_shard, read_meta
 from engine.tasks import task_of
 from engine.trained import data_dir_of, load_model
 
-MAKE_ONE = "python train.py config/vanilla.py config/size/tiny.py"
+MAKE_ONE = (  # as in exercises/README.md
+    "python train.py config/vanilla.py --n_layer=4 --n_head=2 --n_embd=128 --mlp_hidden=352 "
+    "--block_size=128 --batch_tokens=512 --max_steps=600 --dtype=float32 --out_dir=out/lab")
 
 
 # ---- a checkpoint and its text -------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """
 Lab: does a lower loss come from copying what stood in the text before? One minute.
 
-    python exercises/labs/copying.py out/vanilla out/depth_attn
-        checkpoints of one data set and block_size, side by side
+    python exercises/labs/copying.py out/plain_5MB out/depth_5MB
+        checkpoints of one data set and block_size, side by side; exercises/README.md has the
+        commands that train these two
 
 In-context Learning and Induction Heads (C. Olsson and others, arXiv 2209.11895): when the last few
 tokens have stood in the text before, a model can look there for what followed. In a plain model it
@@ -23,15 +24,15 @@ and over half a window of text, once, and again behind itself: all of that can b
 What it shows (2.8M parameters, 5 MB of text: runs of docs/claims.md at 2.8M; nats per byte; AdamW
 on an AMD EPYC, 2026-11-28; Muon on an Intel Xeon, 2026-11-30):
 
-                                     no match  as then  otherwise   place 128 to 255   again
-    share of the bytes                  0.594    0.322      0.083              0.500
-    plain_scaled, seed 2         1.159  1.317    0.558      2.357              1.121   1.232
-      with Depth-Attention       1.019  1.255    0.249      2.318              0.941   0.758
-    the same after 10 MB         1.076  1.229    0.496      2.227              1.028   1.157
-      with Depth-Attention       0.941  1.171    0.201      2.155              0.860   0.668
-    with an average, seed 1      1.169  1.322    0.571      2.388              1.130   1.245
-    plain_scaled, Muon, seed 2   0.940  1.179    0.184      2.162              0.857   0.607
-      with Depth-Attention       0.955  1.193    0.192      2.209              0.875   0.641
+                                    all  no match  as then  otherwise  to 255   again
+    share of the bytes            1.000     0.594    0.322      0.083   0.500
+    plain_scaled, seed 2          1.159     1.317    0.558      2.357   1.121   1.232
+      with Depth-Attention        1.019     1.255    0.249      2.318   0.941   0.758
+    the same after 10 MB          1.076     1.229    0.496      2.227   1.028   1.157
+      with Depth-Attention        0.941     1.171    0.201      2.155   0.860   0.668
+    with an average, seed 1       1.169     1.322    0.571      2.388   1.130   1.245
+    plain_scaled, Muon, seed 2    0.940     1.179    0.184      2.162   0.857   0.607
+      with Depth-Attention        0.955     1.193    0.192      2.209   0.875   0.641
 
 With AdamW and Depth-Attention the model copies, and seven tenths of the gain come from bytes that
 follow as they did the last time. Without Depth-Attention it hardly copies, nor with an average of

@@ -1,9 +1,9 @@
 """
 Lab: FreqKV, a cache of keys and values that never outgrows the training window. About 2 minutes.
 
-    python exercises/labs/freqkv.py out/vanilla
+    python exercises/labs/freqkv.py out/lab
         a long sample, and losses at 1, 2 and 4 training windows
-    python exercises/labs/freqkv.py out/vanilla --steps=0 --keep=0.25
+    python exercises/labs/freqkv.py out/lab --steps=0 --keep=0.25
         without fine-tuning, and keeping less
 
 FreqKV: Key-Value Compression in Frequency Domain for Context Window Extension (J. Kai and others,

@@ -2,9 +2,9 @@
 Lab: a dense checkpoint becomes a mixture of experts, so that it learns new domains and keeps the
 old one.
 
-    python exercises/labs/innovator.py out/vanilla
+    python exercises/labs/innovator.py out/lab
         some minutes on a CPU
-    python exercises/labs/innovator.py out/vanilla --seed=2
+    python exercises/labs/innovator.py out/lab --seed=2
         other draws, another router; --help lists the settings
 
 Innovator (arXiv 2507.18671): training a dense model further on science makes it forget. So its FFNs
