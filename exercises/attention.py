@@ -5,7 +5,9 @@ Exercise 1 of 8: attention and the causal mask. About 40 minutes.
     python exercises/attention.py --hint     a hint; --hint=3: all three
 
 Each position t asks a question, its query q_t. Each position u offers a key k_u and a value v_u.
-How well the key fits the query decides how much of that value goes into the result of t:
+How well the key fits the query decides how much of that value goes into the result of t.
+
+    shape letters    B rows of the batch    T positions    nh, nkv heads    hd width of a head
 
     score(t, u)  = q_t . k_u / sqrt(hd)        for u <= t, and -infinity for u > t
     a(t, u)      = exp(score(t, u)) / sum over u' of exp(score(t, u'))
@@ -20,13 +22,13 @@ All heads do this side by side, each with its own q, k and v. Models save memory
 key/value heads than query heads: with nh query heads and nkv key/value heads, g = nh / nkv
 neighbours share one. Query heads 0 .. g-1 read key/value head 0, g .. 2g-1 read head 1, and so on.
 
-    shape letters    B rows of the batch    T positions    nh, nkv heads    hd width of a head
-
 Use matmul, softmax and torch's functions for masks. Do not use F.scaled_dot_product_attention: the
 library calls that, and you are compared with it. Afterwards, think about this: without the
 division by sqrt(hd), what happens to the softmax when hd grows?
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 import math
 
 import torch
@@ -111,7 +113,8 @@ def check_plain():
         found.locate()
 
     far_below_0 = torch.arange(-q.size(2), 0.0)[:, None].expand_as(k)  # and each above the last
-    large = torch.full_like(q, 20_000.0)
+    lowest = 1e7    # the score of query and key 0 is minus this, whatever T and hd are
+    large = torch.full_like(q, lowest / (q.size(2) * math.sqrt(q.size(3))))
     y = attention(large, far_below_0, v)
     expect(y.isfinite().all(),
            f"{name} is right only while the scores are small: exp() of very negative ones is 0, "

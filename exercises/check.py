@@ -51,7 +51,12 @@ ADVICE = {  # words in an error message: what they usually mean here
     'NoneType':
         "Something is None there: a function without `return`, or a value that was never set.",
     'is not defined':
-        "A typo, a missing import, or a function that was renamed?",
+        "A typo, a missing import, or a function that was renamed? Or does it stand below the line "
+        "`# the check`?",
+    'KeyError':
+        "Nothing is stored under that name yet: what should happen the first time?",
+    'view size is not compatible':
+        "view cannot put axes together after a transpose: reshape does what view cannot.",
     'BdbQuit|EOFError':
         "Nobody answers it where exercises are checked: take breakpoint() or input() out.",
     'positional argument':

@@ -9,31 +9,34 @@ looks down through the layers, at one position. Layer l's query scores the keys 
 few lower layers, its sources. By these scores their values are mixed. Attention along the text then
 reads the mixed values v~ in the place of v.
 
+    shape letters    B rows    T positions    nh query heads    nkv key/value heads
+                     hd width of a head
+
+    J(l)  = { j < l : j is a multiple of the stride s }      the sources of layer l: the anchors
+                                                             0, s, 2s, .. below it
+
     a(j)  = softmax over j of  q_l . k_j / sqrt(hd)          j in J(l), or j = l itself    (Eq. 2)
     v~_l  = a(l) v_l  +  sum over j in J(l) of a(j) v~_j     own value raw,
                                                              earlier ones already mixed    (Eq. 3)
-
-    J(l)  = { j < l : j is a multiple of the stride s }      the anchors 0, s, 2s, ..
 
 One softmax per position and key/value head; no position looks at another here. Layer 0 has no
 sources: v~_0 = v_0. With grouped queries (exercise 1), the g queries that share a key/value head
 are averaged first, and the scale stays 1 / sqrt(hd).
 
-    shape letters    B rows    T positions    nh query heads    nkv key/value heads
-                     hd width of a head
-
 You are compared with what the real model computes in a real pass. Afterwards, think about this:
 why does a model with Depth-Attention need no larger cache than the one of exercise 3?
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 import torch
 
 
 def mix(q, k, v, sources):
     """
-    q (B, nh, T, hd), k and v (B, nkv, T, hd) of one layer;
-    sources [(k_j, v~_j), ...], each (B, nkv, T, hd), of layer 0 none
+    q (B, nh, T, hd), k and v (B, nkv, T, hd) of one layer, and its sources
     -> v~ (B, nkv, T, hd) of this layer. First make it work for nh = nkv.
+    sources: a list of pairs (k_j, v~_j), both (B, nkv, T, hd). For layer 0 the list is empty.
     """
     raise NotImplementedError("mix() is still empty: write it in place of this line")
 

@@ -15,9 +15,14 @@ Looking up an embedding is no matmul; norms, rotations, softmaxes and Depth-Atte
 In attention, each query head of width hd meets T keys and then T values: all T of them, as is the
 custom, though the causal mask hides half.
 
-    a layer:   queries, keys, values   C -> (nh + 2 nkv) hd          the heads' results   nh hd -> C
-               MLP with a gate         C -> 2 mlp_hidden,  mlp_hidden -> C
-    at the end, once:  the head        C -> V
+    in each layer      the queries             C -> nh hd
+                       the keys                C -> nkv hd
+                       the values              C -> nkv hd
+                       the heads' results      nh hd -> C
+                       the MLP's gate          C -> mlp_hidden
+                       what the gate scales    C -> mlp_hidden
+                       the MLP's result        mlp_hidden -> C
+    at the end, once   the head                C -> V
 
 With ponder='embedding' and K steps (exercise 5), the trunk runs K + 1 times and the head after
 each of these passes; and K times, probabilities (V) meet the embedding table (V, C). Training: the
@@ -27,7 +32,9 @@ The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv),
 mlp_hidden, vocab_size (V), ponder_steps (K). You are compared with engine/flops.py, which runs the
 model on shapes alone and adds up each matmul that it sees, by PyTorch's own formulas.
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 
 
 def forward_flops(c, T):
@@ -134,9 +141,12 @@ def beside(name, got, want):
             "as it should be")
 
 
+def kind_of(c):
+    return "grouped queries" if c.n_kv_head < c.n_head else "as many key/value heads as query heads"
+
+
 def check_forward(c, T):
-    kind = "grouped queries" if c.n_kv_head < c.n_head else "as many key/value heads as query heads"
-    name = f"forward_flops(), for {kind} and T = {T},"
+    name = f"forward_flops(), for {kind_of(c)} and T = {T},"
     want = library(c, T)
     got = call(forward_flops, c, T)
     if check_number(name, got, want, forward_mistakes(c, T, want)):
@@ -150,10 +160,7 @@ def check_forward(c, T):
 def forward_mistakes(c, T, right):
     """{what forward_flops() does: what it gives then}"""
     terms = parts(c, T)
-    scores, head, keys = terms['the scores with T keys'], terms['the head'], terms['the keys']
-    projections = terms['the queries'] + terms["the projection of the heads' results"]
-    share = c.n_kv_head / c.n_head
-    too_much = 1 - c.n_embd / (c.n_head * c.head_dim)   # of the width of all heads, against C
+    scores, head = terms['the scores with T keys'], terms['the head']
     return {
         "counts the embedding as a matmul; it is a look-up":
             right + head,
@@ -168,21 +175,33 @@ def forward_mistakes(c, T, right):
             right - terms['the MLP'] / 3,
         "counts the head in every layer; it comes once":
             right + (c.n_layer - 1) * head,
+        **{sentence: right + more for sentence, more in width_mistakes(c, T).items()},
+    }
+
+
+def width_mistakes(c, T):
+    """{what a count of one pass does with the heads: how much more it gives then}"""
+    terms = parts(c, T)
+    scores, keys = terms['the scores with T keys'], terms['the keys']
+    projections = terms['the queries'] + terms["the projection of the heads' results"]
+    share = c.n_kv_head / c.n_head
+    too_much = 1 - c.n_embd / (c.n_head * c.head_dim)   # of the width of all heads, against C
+    return {
         "gives keys and values as many heads as the queries have; they have n_kv_head":
-            right + 2 * keys * (1 / share - 1),
+            2 * keys * (1 / share - 1),
         "counts n_kv_head heads in attention too; every query head meets T keys and T values":
-            right - 2 * scores * (1 - share),
+            -2 * scores * (1 - share),
         "takes C for the width of all heads in attention; it is n_head * head_dim":
-            right - 2 * scores * too_much,
+            -2 * scores * too_much,
         "takes C for the width of all heads; it is n_head * head_dim":
-            right - projections * too_much,
+            -projections * too_much,
         "takes C for the width of all heads, in attention too; it is n_head * head_dim":
-            right - (projections + 2 * scores) * too_much,
+            -(projections + 2 * scores) * too_much,
     }
 
 
 def check_ponder(c, T):
-    name = f"ponder_flops() with ponder_steps={c.ponder_steps}"
+    name = f"ponder_flops() with ponder_steps={c.ponder_steps}, for {kind_of(c)},"
     want = library(c, T)
     got = call(ponder_flops, c, T)
     if not check_number(name, got, want, ponder_mistakes(c, T, want)):
@@ -213,6 +232,7 @@ def ponder_mistakes(c, T, right):
             right - K * trunk,
         "counts the trunk K times; it runs K + 1 times":
             right - trunk,
+        **{sentence: right + (K + 1) * more for sentence, more in width_mistakes(c, T).items()},
     }
 
 
@@ -250,8 +270,10 @@ def check_all_forward():
 
 
 def check_all_ponder():
-    for steps in (0, 1, draw(3, 4, 5)):
-        check_ponder(GPTConfig(**SMALL, ponder='embedding', ponder_steps=steps), draw(250, 200))
+    for shape in (SMALL, GROUPED):
+        for steps in (0, 1, draw(3, 4, 5)):
+            c = GPTConfig(**shape, ponder='embedding', ponder_steps=steps)
+            check_ponder(c, draw(250, 200))
 
 
 def check_all_fair():

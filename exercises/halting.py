@@ -4,17 +4,17 @@ Exercise 7 of 8: a halting gate. About 60 minutes.
     python exercises/halting.py            checks what you wrote and says what is not right yet
     python exercises/halting.py --hint     a hint; --hint=3: all three
 
-Pondering (exercise 5) spends K + 1 passes on every token, on an easy word as on the result of a
-sum. AdaPonderLM (arXiv 2603.01914) puts a small gate after each pass: it reads a token's hidden
-state and says whether that token goes on. At the start E = embed(idx), and m = 1, which means that
-all tokens are active. In pass i = 0 .. K, for every token:
+Pondering (exercise 5) spends K + 1 passes on every token, as many on an easy word as on the result
+of a sum. AdaPonderLM (arXiv 2603.01914) puts a small gate after each pass. The gate reads a token's
+hidden state and says whether that token goes on. At the start E = embed(idx), and m = 1, which
+means that all tokens are active. In pass k = 0 .. K, for every token:
 
     h        = trunk(E)
     readout  = h where m, else as before  the model answers from it; a halted token keeps its own
 
 and then, in all passes but the last, which has no gate:
 
-    s        = sigmoid(gate_i(h))         one number per token
+    s        = sigmoid(gate_k(h))         one number per token
     m        = m and (s >= tau)           monotone: who has halted never wakes up again
     E        = E + m s e                  e = Embedding.mixture(gpt, h): the mean embedding of
                                           exercise 5, here times s
@@ -22,19 +22,21 @@ and then, in all passes but the last, which has no gate:
 And in each layer a halted token keeps the keys and values of its last active pass, which active
 tokens go on reading:
 
-    k = k where m, else k of the pass before         the same for v      (Eq. 10 of the paper)
+    its keys and values = the new ones where m, else those of the pass before     (Eq. 10)
 
-In training all passes run on all tokens, and `where` keeps what a halted token had: its k, its v
-and its readout. In generation a halted token really stops, and costs nothing more. Both must give
-the same numbers. (The paper leaves open what becomes of the readout. Frozen, as here, it is the
-same in both.) The check compares you with such a generation, token by token, with caches and a
+In training all passes run on all tokens, and `where` keeps what a halted token had: its keys, its
+values and its readout. In generation a halted token really stops, and costs nothing more. Both must
+give the same numbers. (The paper leaves open what becomes of the readout. Frozen, as here, it is
+the same in both.) The check compares you with such a generation, token by token, with caches and a
 `break` when the gate says so, and your gradients with model.py's. Afterwards, think about this:
 with these three frozen, would it matter if a halted token's E moved on?
 
     shape letters    B rows    T positions    C width of the model
                      nkv key/value heads    hd width of a head
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 import torch
 
 from model import Embedding
@@ -85,17 +87,17 @@ from model import Memory
 
 GIVEN = ('Embedding',)  # what may be imported from the project
 HINTS = (
-    "update: in the first pass store k and v as they are. After it, "
-    "torch.where(self.active[:, None, :, None], k, self.before.keys[layer]), and the same for v, "
-    "with values. Store the result, not the new k: the next pass must find what was frozen "
-    "two passes ago.",
+    "update: in the first pass store k and v as they are. After it, torch.where chooses, at each "
+    "position, between the new ones and those of self.before. self.active is (B, T), and needs an "
+    "axis for the heads and one for the channels. Store the result, not the new k: the next pass "
+    "must find what was frozen two passes ago.",
 
     "think: keep m, readout, passes and the memory of the pass before as variables of one loop "
     "over passes. Each pass adds m to passes.",
 
-    "readout = h in the first pass, then torch.where(m[..., None], h, readout), with the m that "
-    "this pass began with. The gate: s = gates[i](h).sigmoid().squeeze(-1) is (B,T). After it: "
-    "m = m & (s >= tau), x = x + (m * s)[..., None] * Embedding.mixture(gpt, h).",
+    "readout is h in the first pass. Later it is h where m, with the m that this pass began with. "
+    "Only then the gate changes m, and the new m decides what joins x. A gate gives (B, T, 1), and "
+    "squeeze(-1) makes (B, T) of that; m[..., None] is (B, T, 1), which fits x and h.",
 )
 AXES = ('row', 'position', 'channel')
 
@@ -237,7 +239,7 @@ def cases(gpt, idx):
     yield Case(
         what="all gates at s = tau = 0.5",
         gates=[half, half, half],
-        about_passes="nobody halts while s >= tau, and s = sigmoid(gate_i(h))",
+        about_passes="nobody halts while s >= tau, and s = sigmoid(gate_k(h))",
         mistakes={
             "with all gates at s = 0.5, think() adds the whole mean embedding; the gate should "
             "scale it": always(gpt, idx, 1.0),

@@ -4,16 +4,16 @@ Exercise 6 of 8: thoughts in sequence, and by Jacobi iteration. About 60 minutes
     python exercises/jacobi.py            checks what you wrote and says what is not right yet
     python exercises/jacobi.py --hint     a hint; --hint=3: all three
 
-PonderLM-2 (arXiv 2509.23184) gives each token a thought. A slot is one place in the row of vectors
-that goes through the trunk. A token has one. What comes out of this slot goes back in as a second
-slot, the thought, which predicts the next token. With one thought per token the model reads
+PonderLM-2 (arXiv 2509.23184) gives each token a thought. A slot is one place in the sequence of
+vectors that goes through the trunk. A token has one. What comes out of this slot goes back in as a
+second slot, the thought, which predicts the next token. With one thought per token the model reads
 
     x_0 z_0 x_1 z_1 x_2 z_2 ..       z_t = output of the trunk at x_t's slot;
                                      token t+1 is predicted at z_t's slot
 
 A slot sees all slots before it, thoughts included, and both slots of token t stand at rotary
-position t. Part 1 is to do just this, one slot after the other. It is exact, and for training far
-too slow: T tokens take 2T passes that wait for each other.
+position t. Part 1 is to do just this, one slot after the other, as generation does. For training it
+is far too slow: T tokens take 2T passes that wait for each other.
 
 But look at it as an equation: the thoughts z = (z_0, .., z_{T-1}) must satisfy z = F(z), where F
 runs the trunk once over x_0 z_0 x_1 z_1 .. and reads the outputs at the token slots. Jacobi
@@ -25,15 +25,17 @@ iteration solves it by guessing z and putting F(z) in its place, for all t at on
                     all t from the old z
     last pass       result_t = output at z_t's slot                       2T slots
 
-Part 3: z_0 is exact from the start, since x_0 has nothing before it. If z_0 .. z_{n-1} are exact,
-then one more iteration makes z_n exact. How many iterations make every result exact, whatever the
-weights?
+Part 3: a thought or a result is exact if it is the one of part 1. z_0 is exact from the first guess
+on, since x_0 has nothing before it. If z_0 .. z_{n-1} are exact, then one more iteration makes z_n
+exact. How many iterations make every result exact, whatever the weights?
 
 You are compared with `Latent` of model.py. x (B, T, C) are embeddings. gpt.trunk(x) runs all blocks
 and the final norm over a text, at the positions 0, 1, 2, .. With thoughts in between, these would
 be wrong; so there is `read`, which asks for them.
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 import torch
 
 from model import Memory
@@ -41,7 +43,7 @@ from model import Memory
 
 def read(gpt, slots, pos):
     """
-    gpt.trunk over slots (B, S, C) that stand at the rotary positions pos (S,), in a row: each reads
+    gpt.trunk over a sequence of slots (B, S, C) at the rotary positions pos (S,): each slot reads
     itself and those before it. -> (B, S, C). This is given; use it.
     """
     memory = Memory()
@@ -86,7 +88,7 @@ GIVEN = ('Memory',)  # what may be imported from the project
 HINTS = (
     "sequential: keep a list of slots. For each t, append x[:, t], read torch.stack(slots, 1), "
     "append the last output (that is z_t), read again, and keep the last output as the result. pos "
-    "is 0 0 1 1 2 2 ..",
+    "is 0 0 1 1 2 2 .., with as many numbers as there are slots so far.",
 
     "jacobi: torch.stack((x, z), 2).flatten(1, 2) interleaves to x_0 z_0 x_1 z_1 .., and "
     "pos.repeat_interleave(2) goes with it. In the output h, h[:, 0::2] are the token slots and "

@@ -11,10 +11,10 @@ its keys and values. Keep those, and a new token costs one position.
 
 model.py gives this work to one object, a `memory`, with two methods:
 
-    memory.begin(x)               once per pass, before gpt.trunk(x, memory):
-                                  here come S new tokens. It says in memory.pos where they stand
-    memory.update(layer, k, v)    in each layer, by the trunk:
-                                  here are their keys and values, give me all that there are
+    memory.begin(x)               is called before each gpt.trunk(x, memory). It counts the S new
+                                  tokens of x, and says in memory.pos where they stand
+    memory.update(layer, k, v)    is called by the trunk in each layer. It takes the keys and values
+                                  of the new tokens, and returns those of all tokens so far
 
 If n tokens are in the cache and S are new, new token i stands at position n + i. Keys are rotated
 by these positions before they are handed over (exercise 2).
@@ -32,7 +32,9 @@ Write the cache, then the mask, then the loop that generates. You are compared w
 without a cache, and with GPT.generate. Afterwards, think about this: how many bytes does your
 cache hold after T tokens, and what do grouped queries (exercise 1) change about it?
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 import torch
 
 
@@ -214,8 +216,8 @@ def check_mask(n, S):
            "would read those after it")
     expect(isinstance(got, torch.Tensor) and got.dtype == torch.bool,
            f"{name} should be a tensor of True and False: dtype=torch.bool")
-    if got.dim() == 4:  # (1, 1, S, N), as attention has its scores, is right too
-        got = got[0, 0]
+    while got.dim() > 2 and len(got) == 1:  # (1, 1, S, N), as attention has its scores, is right
+        got = got[0]
     want = torch.ones(S, N).tril(n)
     compare(name, got.float(), want, ('new token', 'readable token'), {
         f"{name} lets every new token read all others, later ones too":

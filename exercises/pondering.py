@@ -9,9 +9,9 @@ it answers. It runs the model, and takes the whole distribution of the next toke
 embedding under this distribution is added to the input. Then the same model runs again.
 
     E_0      = embed(idx)                   scaled token embeddings                       (B, T, C)
-    P_j      = softmax(head(trunk(E_j)))    the distribution over the next token          (B, T, V)
-    e_j      = P_j (scale * W)              the mean of the scaled embeddings under it    (B, T, C)
-    E_{j+1}  = E_j + e_j                    the running sum: nothing is replaced
+    P_k      = softmax(head(trunk(E_k)))    the distribution over the next token          (B, T, V)
+    e_k      = P_k (scale * W)              the mean of the scaled embeddings under it    (B, T, C)
+    E_{k+1}  = E_k + e_k                    the running sum: nothing is replaced
     result   = trunk(E_K)                   head(result) predicts; the loss reads this pass only
 
 With K steps the trunk runs K + 1 times. There is no new parameter, all positions ponder side by
@@ -23,7 +23,9 @@ gpt.config.embed_scale. Do not call Embedding.mixture or gpt.hidden: you are com
 Afterwards, think about this: to generate with caches (exercise 3), how many caches does a model
 with K steps need?
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 import torch
 import torch.nn.functional as F
 
@@ -50,8 +52,8 @@ HINTS = (
     "A softmax over the vocabulary, the last axis, times the table is one matmul: "
     "(B, T, V) @ (V, C).",
 
-    "Each round adds to x what it found: "
-    "x = x + probabilities @ (gpt.wte.weight * gpt.config.embed_scale). Nothing is detached.",
+    "The table of that matmul is scaled as gpt.embed scales it, by gpt.config.embed_scale. What a "
+    "round finds is added to the input of this round, and not to E_0. Nothing is detached.",
 )
 AXES = ('row', 'position', 'channel')
 
@@ -60,12 +62,12 @@ NOT_STEPS = 5  # in gpt.config.ponder_steps while ponder() runs, whose argument 
 
 
 def add(start, x, h, e):
-    """The right step, E_j + e_j."""
+    """The right step, E_k + e_k."""
     return x + e
 
 
 def walk(gpt, idx, steps, step=add):
-    """Pondering with another step: step(E_0, E_j, trunk(E_j), e_j) gives E_{j+1}."""
+    """Pondering with another step: step(E_0, E_k, trunk(E_k), e_k) gives E_{k+1}."""
     table = gpt.wte.weight * gpt.config.embed_scale  # (V,C)
     start = x = gpt.embed(idx)
     for _ in range(steps):
@@ -90,11 +92,11 @@ def typical_mistakes(name, gpt, idx, steps):
         f"{name} replaces the input by the mean embedding; it should add it":
             walk(gpt, idx, steps, lambda start, x, h, e: e),
         f"{name} adds the new mean to the token embedding; it should join the running sum, "
-        "E_j + e_j":
+        "E_k + e_k":
             walk(gpt, idx, steps, lambda start, x, h, e: start + e),
         f"{name} mixes the table without its scale, gpt.config.embed_scale":
             walk(gpt, idx, steps, lambda start, x, h, e: x + e / scale),
-        f"{name} mixes rows of the head; P_j mixes the embedding table, gpt.wte.weight":
+        f"{name} mixes rows of the head; P_k mixes the embedding table, gpt.wte.weight":
             walk(gpt, idx, steps,
                  lambda start, x, h, e: x + gpt.head(h).softmax(-1) @ (rows_of_head * scale)),
         f"{name} takes the likeliest token; it should take the mean over all of them":
@@ -113,7 +115,7 @@ def typical_mistakes(name, gpt, idx, steps):
             walk(gpt, idx, steps, lambda start, x, h, e: x + F.pad(e[:, :-1], (0, 0, 1, 0))),
         f"{name} scales the sum; only the mean embedding is scaled, E_0 has its scale already":
             walk(gpt, idx, steps, lambda start, x, h, e: scale * (x + e / scale)),
-        f"{name} averages E_j and the mean embedding; it should add them":
+        f"{name} averages E_k and the mean embedding; it should add them":
             walk(gpt, idx, steps, lambda start, x, h, e: (x + e) / 2),
     }
 

@@ -24,13 +24,15 @@ whole text.
 You are compared with rope_table and apply_rope of model.py. Afterwards, think about this: what
 would change in the model's output if every position were 100 larger?
 """
-import check  # in a folder of your own: python exercises/check.py FOLDER
+# This line finds the project's files. If you keep your answer in a folder of your own, check it by
+# python exercises/check.py FOLDER
+import check
 import torch
 
 
 def angles(pos, hd, theta):
     """
-    Positions pos (S,), which may be any numbers in any order
+    Positions pos (S,), which may be any whole numbers from 0 up, in any order
     -> the angles of all pairs, (S, hd/2).
     """
     raise NotImplementedError("angles() is still empty: write it in place of this line")

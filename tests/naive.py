@@ -247,7 +247,7 @@ def smear(gpt, x, t):
 
 
 def embedding(gpt, x, t):
-    """PonderLM: E_{j+1} = E_j + P_j W, each pass with a cache of its own."""
+    """PonderLM: E_{k+1} = E_k + P_k W, each pass with a cache of its own."""
     start = x
     for stack in gpt.stacks[:-1]:
         h = stack.trunk(x, t)

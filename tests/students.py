@@ -30,6 +30,7 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
          'sees the future: changing position 4 and later ones changes it at position 3'),
         ('.tril()', '.tril(-1)', 'may each position read itself'),
         ('-math.inf', '-100.0', 'the mask should be -inf'),
+        ('-math.inf', '-1e6', 'the mask should be -inf'),
         ('return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v',
          'e = scores.masked_fill(~seen, -math.inf).exp()\n    return e / e.sum(-1, True) @ v',
          "subtract each row's maximum first"),
@@ -265,6 +266,10 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         (PONDER, '(K + 1) * trunk + 2 * K * head', 'counts K heads'),
         (PONDER, '(K + 1) * trunk + head', 'leaves out heads and mixtures'),
         (PONDER, 'trunk + (2 * K + 1) * head', 'trunk only once'),
+        (PONDER, '(K + 1) * (2 * c.n_layer * (4 * c.n_embd ** 2 + 3 * c.n_embd * c.mlp_hidden'
+         ' + 2 * T * c.n_embd) + head) + K * head', 'ponder_flops.* grouped queries, should be'),
+        (PONDER, '(K + 1) * (trunk + head - 2 * c.n_layer * 2 * (T + c.n_embd)'
+         ' * (c.n_head * c.head_dim - c.n_embd)) + K * head', 'ponder_flops.*, in attention too'),
         (PONDER, '(K + (K < 2)) * trunk + (2 * K + 1) * head', 'counts the trunk K times'),
         (FAIR, '3 * tokens * ponder_flops(c, T) / forward_flops(c, T)', 'forward pass alone'),
         (FAIR, 'tokens * forward_flops(c, T) / ponder_flops(c, T)', 'upside down'),

@@ -16,6 +16,7 @@ from engine import flops
 
 FOLDER = os.path.join(ROOT, 'exercises')
 import check
+import common
 import course
 import gradescope
 import marker
@@ -115,6 +116,20 @@ def test_a_text_is_read_in_pieces_by_the_students_cache_and_mask(right, wrong):
     assert not check.judge(read_in_pieces, exercise.__file__, 3).right
 
 
+@pytest.mark.parametrize('axes, right', [('1', True), ('1, 1', True), ('2', False)])
+def test_a_mask_may_begin_with_axes_of_length_1(axes, right):
+    wider = ANSWERS.replace('.tril(N - S)', f'.tril(N - S).expand({axes}, S, N)')
+    accepted, said = check.verdict(solved('kv_cache', wider))
+    assert accepted == right, said
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_no_draw_lets_a_finite_mask_pass(seed):
+    exercise = solved('attention', ANSWERS.replace('-math.inf', '-1e6'))
+    plain = exercise.PARTS['as many key/value heads as query heads']
+    assert 'should be -inf' in check.judge(plain, exercise.__file__, seed).words
+
+
 def test_a_changed_library_is_named(monkeypatch):
     exercise = load('rope')
     assert not check.changed(exercise)
@@ -136,6 +151,9 @@ WRITTEN = [  # (exercise, what is written in place of the first stub, words of t
     ('attention', '    raise EOFError', r'take breakpoint\(\) or input\(\) out'),
     ('attention', '    return attention(q)', 'arguments that it takes'),
     ('attention', '    return q[9]', 'Count again'),
+    ('attention', '    return q.transpose(1, 2).view(2, -1)', 'reshape does what view cannot'),
+    ('attention', '    return AXES', 'NameError: .*below the line `# the check`'),
+    ('kv_cache', '    return self.keys[0]', 'KeyError: 0.* the first time'),
     ('attention', '    return def', 'is not Python'),
     ('attention', '    return "text"', '^attention.. should be a tensor'),
     ('attention', '    return sdpa(q, k, v, is_causal=True)', 'NameError: .*missing import'),
@@ -252,6 +270,10 @@ def test_the_days_of_both_pages_are_the_same():
     assert rows == days
     assert re.findall(r'^\*\*Day (\d+)\.', teacher, re.M) == [day for day, _ in days]
     assert 'Answers' not in pupils and '<details>' not in pupils
+
+
+def test_the_labs_and_their_page_train_the_same_model():
+    assert common.MAKE_ONE + '\n' in page_of('README.md')
 
 
 def test_the_points_are_those_of_the_parts():
