@@ -28,6 +28,7 @@ from model import Loop, Mechanism, Memories, Memory, Smear, WeightedMemory, rope
 from tools.explain import look, show
 
 SETTINGS = dict(ponder='inject', ponder_steps=3)
+NEIGHBOUR = dict(ponder='neighbour', ponder_steps=2)
 SETTLED = dict(ponder='loop', ponder_steps=3, loop_norm=True, halting='settled', halt_tau=0.4)
 PROMISES = [test for name, test in vars(test_promises).items() if name.startswith('test_')
             and {'toggle'} <= inspect.signature(test).parameters.keys() <= {'toggle', 'idx'}
@@ -48,11 +49,13 @@ def classes_of_the_page(tmp_path, monkeypatch):
     """The code of the page, among the names of model.py, with its entries in the tables."""
     path = tmp_path / 'page.py'
     path.write_text('\n\n'.join(['from model import *', code_of_the_page('class Inject('),
-                                 code_of_the_page('class Settled(')]))
+                                 code_of_the_page('class Settled('), 'class Neighbour(Inject):',
+                                 code_of_the_page('what pass k - 1 made of token t - 1')]))
     spec = importlib.util.spec_from_file_location('page', path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(library.PONDER, 'inject', module.Inject)
+    monkeypatch.setitem(library.PONDER, 'neighbour', module.Neighbour)
     monkeypatch.setitem(library.HALTING, 'settled', module.Settled)
 
 
@@ -79,7 +82,8 @@ def test_forward_is_the_naive_loop(steps, idx):
     close(model(idx)[0], naive(model, idx), 1e-12)
 
 
-@pytest.mark.parametrize('toggle', [SETTINGS, SETTLED], ids=['inject', 'settled'])
+@pytest.mark.parametrize('toggle', [SETTINGS, NEIGHBOUR, SETTLED],
+                         ids=['inject', 'neighbour', 'settled'])
 @pytest.mark.parametrize('promise', PROMISES, ids=lambda promise: promise.__name__)
 def test_it_keeps_the_promise(promise, toggle, idx):
     given = dict(toggle=toggle, idx=idx)
