@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 
+import pytest
 import torch
-from conftest import GATE, ONE_EACH, ROOT, TOGGLES, program
+from conftest import GATE, ONE_EACH, ROOT, TOGGLES, program, slow_but
 from test_promises import few_sweeps
 
 import model as library
@@ -72,9 +73,10 @@ def run_lines_on_top(settings, steps):
     return names['gpt'], losses, passes, began
 
 
-def test_the_lines_on_top_of_it_train(one_of_each):
+@pytest.mark.parametrize('name', slow_but(('plain', 'latent2_depth', 'gate', 'ouro'), TOGGLES))
+def test_the_lines_on_top_of_it_train(name):
     """Every mechanism: the loss goes down, and no weight stays what it was."""
-    gpt, losses, _, began = run_lines_on_top(few_sweeps(one_of_each), steps=20)
+    gpt, losses, _, began = run_lines_on_top(few_sweeps(TOGGLES[name]), steps=20)
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.3
     for (name, p), before in zip(gpt.named_parameters(), began, strict=True):
@@ -87,28 +89,24 @@ def test_no_token_halts_before_halt_start_in_the_lines_on_top():
     assert [of_step.unique().tolist() for of_step in passes] == [[3]] * 4 + [[1]] * 6
 
 
-def test_the_lines_on_top_of_it_run_alone(tmp_path):
-    """As they stand, in a folder with nothing else."""
-    shutil.copy(MODEL, tmp_path)
-    script = ['import torch', 'from model import GPT, GPTConfig',
-              'prompt = torch.zeros(1, 1, dtype=torch.long)',
-              'batches = [torch.ones(2, 1, 8, dtype=torch.long)]', lines_on_top(),
-              'print(tokens.shape)']
-    (tmp_path / 'lines.py').write_text('\n'.join(script))
-    done = program('-E', 'lines.py', cwd=tmp_path)
-    assert done.stdout == 'torch.Size([1, 101])\n'
-
-
 def test_a_copy_in_an_empty_folder_trains_and_generates(tmp_path):
     """
-    A few steps lower the loss; then, in float64, tokens from a cache are those of the whole text
-    read anew for each of them, and so are prompts of unequal lengths in one batch.
+    The lines on top of it run as they stand. A few steps lower the loss; then, in float64, tokens
+    from a cache are those of the whole text read anew for each of them, and so are prompts of
+    unequal lengths in one batch.
     """
     shutil.copy(MODEL, tmp_path)
     shutil.copy(os.path.join(ROOT, 'tests', 'alone.py'), tmp_path)
+    script = ['import runpy, torch', 'from model import GPT, GPTConfig',
+              'prompt = torch.zeros(1, 1, dtype=torch.long)',
+              'batches = [torch.ones(2, 1, 8, dtype=torch.long)]', lines_on_top(),
+              'print(tokens.shape)', 'runpy.run_path("alone.py", run_name="__main__")']
+    (tmp_path / 'lines.py').write_text('\n'.join(script))
     toggles = {name: TOGGLES[name] for name in ONE_EACH}
-    done = program('-E', 'alone.py', json.dumps(toggles), cwd=tmp_path)  # -E: without PYTHONPATH
-    found = json.loads(done.stdout)
+    done = program('-E', 'lines.py', json.dumps(toggles), cwd=tmp_path)  # -E: without PYTHONPATH
+    shape, found = done.stdout.splitlines()
+    assert shape == 'torch.Size([1, 101])'
+    found = json.loads(found)
 
     assert found.keys() == toggles.keys()
     for name, of in found.items():

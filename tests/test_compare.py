@@ -370,12 +370,6 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
     assert r['seconds'] == pytest.approx(sum(ms.values()) / 1e3)
 
 
-def test_warnings_of_a_run_are_told(common, tmp_path):
-    said = program('tools/compare.py', *common, '--ponder_topk=9', f'--out={tmp_path}',
-                   '--names=loop', '--seeds=3').stderr
-    assert 'loop, seed 3: warning: ponder_topk: without effect' in said
-
-
 def test_ended_by_sigterm_its_run_saves(common, tmp_path):
     command = [sys.executable, os.path.join(ROOT, 'tools', 'compare.py'), *common,
                '--max_steps=100000', f'--out={tmp_path}', '--names=loop', '--seeds=3',
@@ -390,10 +384,11 @@ def test_ended_by_sigterm_its_run_saves(common, tmp_path):
     assert load_checkpoint(str(folder))['step'] >= 2
 
 
-def test_a_run_that_fails_says_why(common, tmp_path):
-    args = [*common, f'--out_dir={tmp_path}/a', '--max_steps=0']
-    with pytest.raises(UserError, match='a, seed 1 ended.*max_steps=0.*output.txt'):
+def test_a_run_that_fails_says_why_and_warnings_are_told(common, tmp_path, capsys):
+    args = [*common, f'--out_dir={tmp_path}/a', '--batch_tokens=100', '--ponder_topk=9']
+    with pytest.raises(UserError, match='a, seed 1 ended.*batch_tokens=100.*output.txt'):
         compare.train('a, seed 1', args, str(tmp_path / 'a'), dict(max_steps=4))
+    assert 'a, seed 1: warning: ponder_topk: without effect' in capsys.readouterr().err
 
 
 def test_on_a_made_task_right_answers_are_counted(in_process, tmp_path, monkeypatch, capsys):

@@ -199,37 +199,38 @@ EDITS = {
 
 
 @pytest.fixture(scope='module')
-def shell(small_data, tmp_path_factory):
-    """run(program, settings, old, new): what a program of a changed copy of the project gives."""
+def edited(tmp_path_factory):
+    """run(old, new, program, *args): what a program of an edited copy of the project prints."""
     folder = tmp_path_factory.mktemp('copy')
     for name in ('engine', 'config', 'model.py', 'train.py', 'sample.py', 'prepare_data.py',
                  'configurator.py'):
         copy = shutil.copytree if '.' not in name else shutil.copy
         copy(os.path.join(ROOT, name), folder / name)
-    out = folder / 'out'
 
-    def run(name, settings, old='', new=''):
+    def run(old, new, *args):
         source = source_of_model()
-        assert old == '' or source.count(old) == 1
-        (folder / 'model.py').write_text(source.replace(old, new) if old else source)
-        environment = dict(cwd=folder, PYTHONPATH=str(folder))
-        if name == 'sample':
-            return program('sample.py', out, '--start=def f(x):', '--max_new_tokens=30',
-                           '--device=cpu', **environment).stdout
-        shutil.rmtree(out, ignore_errors=True)
-        args = [*SHAPE, *args_of(settings), f'--data_dir={small_data}', '--sample_tokens=0']
-        program('train.py', *args, **environment)
-        lines = map(json.loads, (out / 'log.jsonl').read_text().splitlines())
-        return [line.get('loss', line.get('val_loss')) for line in lines]
+        assert source.count(old) == 1
+        (folder / 'model.py').write_text(source.replace(old, new))
+        return program(*args, cwd=folder, PYTHONPATH=str(folder)).stdout
     return run
 
 
+def losses_of(out):
+    lines = map(json.loads, (out / 'log.jsonl').read_text().splitlines())
+    return torch.tensor([line.get('loss', line.get('val_loss')) for line in lines])
+
+
 @pytest.mark.parametrize('name', slow_but(['a soft cap'], EDITS))
-def test_an_edit_shows_in_the_next_run(name, shell):
+def test_an_edit_shows_in_the_next_run(name, edited, small_data, tmp_path, capsys):
+    """And in the next sample: of the edited copy from a shell, beside what is here."""
     settings, old, new = EDITS[name]
-    losses = shell('train', settings)
-    text = shell('sample', settings)
+    ours, theirs = tmp_path / 'ours', tmp_path / 'theirs'
+    run = [*SHAPE, *args_of(settings), f'--data_dir={small_data}', '--sample_tokens=0']
+    train.main([*run, f'--out_dir={ours}'])
     if 'loss' not in name:
-        assert text != shell('sample', settings, old, new)
-    edited = shell('train', settings, old, new)
-    assert len(edited) == len(losses) and edited != losses
+        args = [str(ours), '--start=def f(x):', '--max_new_tokens=30', '--device=cpu']
+        capsys.readouterr()
+        sample.main(args)
+        assert capsys.readouterr().out != edited(old, new, 'sample.py', *args)
+    edited(old, new, 'train.py', *run, f'--out_dir={theirs}')
+    assert (losses_of(ours) - losses_of(theirs)).abs().max() > 1e-3

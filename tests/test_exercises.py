@@ -6,13 +6,12 @@ import functools
 import os
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
 from conftest import ROOT, program, save
 from students import SLIPS, UNUSUAL
-
-from engine import flops
 
 FOLDER = os.path.join(ROOT, 'exercises')
 import check
@@ -38,21 +37,6 @@ def solved(name, source):
     exercise = load(name)
     check.install(exercise, found['ANSWERS'][name])
     return exercise
-
-
-@pytest.fixture(scope='module', autouse=True)
-def counts_of_flops():
-    """The same models are counted for every mistake in flops.py; here each once."""
-    counted, count = {}, flops.flops_per_token
-
-    def counted_once(gpt, T=None, training=True):
-        key = repr((gpt.config, T, training))
-        if key not in counted:
-            counted[key] = count(gpt, T, training)
-        return counted[key]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flops, 'flops_per_token', counted_once)
-        yield
 
 
 @functools.cache
@@ -308,11 +292,14 @@ def test_the_measurements_of_the_course(tmp_path, small_data, capsys):
     assert lines[-1].split()[1:4] == ['560', 'to', '599']
 
 
-def test_a_command_to_copy_is_quoted(tmp_path):
+def test_a_command_to_copy_is_quoted(tmp_path, monkeypatch, capsys):
     """Where a path has a space in it."""
-    folder = tmp_path / 'my exercises'
-    marker.copy_project(str(folder))
-    done = program(folder / 'exercises' / 'rope.py', cwd=tmp_path, ok=False, PYTHONPATH='')
-    [line] = [line for line in done.stdout.splitlines() if 'gives a hint' in line]
+    path = tmp_path / 'my exercises' / 'rope.py'
+    path.parent.mkdir()
+    shutil.copy(os.path.join(FOLDER, 'rope.py'), path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        check.main([], check.load(str(path)))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if 'gives a hint' in line]
     command = shlex.split(line.removeprefix('(').removesuffix(' gives a hint)'))
-    assert program(*command[1:], cwd=tmp_path, PYTHONPATH='').stdout.startswith('hint 1 of 3')
+    assert command == ['python', os.path.join('my exercises', 'rope.py'), '--hint']

@@ -6,17 +6,16 @@ import sys
 import zipfile
 
 import pytest
-from conftest import program
 from test_marker import solution
 
 import gradescope
 from engine.files import UserError
 
 
-def test_the_autograder_marks_a_submission(tmp_path):
-    asked_for = '--exercises=flops,jacobi'
-    done = program(gradescope.__file__, asked_for, cwd=tmp_path)
-    assert done.stdout == 'autograder.zip: 2 exercises, 7 points\n'
+def test_the_autograder_marks_a_submission(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    gradescope.main(['--exercises=flops,jacobi'])
+    assert capsys.readouterr().out == 'autograder.zip: 2 exercises, 7 points\n'
     with zipfile.ZipFile(tmp_path / 'autograder.zip') as archive:
         archive.extractall(tmp_path / 'source')
         assert archive.getinfo('setup.sh').external_attr >> 16 == 0o755

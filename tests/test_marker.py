@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from conftest import cells, program, refused, slow_but
+from conftest import cells, program, slow_but
 from test_exercises import ANSWERS, FOLDER
 
 import check
@@ -45,27 +45,6 @@ def rotate(x, pos, theta):
 '''
 
 
-def test_a_class_is_one_table(tmp_path):
-    """Right, pretending, and no Python: a row each, sentences in the JSON, exit status 1."""
-    files = {'anna': solution('rope'), 'ben': PRETENDS, 'carl': 'def angles(:'}
-    for student, source in files.items():
-        (tmp_path / student).mkdir()
-        (tmp_path / student / 'rope.py').write_text(source)
-    done = program(os.path.join(FOLDER, 'check.py'), *files, '--json=marks.json', '--seed=3',
-                   cwd=tmp_path, ok=False, PYTHONPATH='')
-    assert done.returncode == 1 and not done.stderr
-    head, *rows = cells(done.stdout)
-    assert head == ['', *check.NAMES]
-    assert [row[:4] for row in rows] == [['anna', '-', '3/3', '-'], ['ben', '-', '1/3', '-'],
-                                         ['carl', '-', '0/3', '-']]
-    said = json.loads((tmp_path / 'marks.json').read_text())
-    anna, ben, carl = said['marks']
-    assert said['seed'] == 3 and anna['right']
-    assert ben['words'].startswith('the check let this pass, but the numbers')
-    assert ben['output'] == 'right\n'
-    assert carl['words'] == 'line 1 is not Python (invalid syntax)'
-
-
 AT_HOME = {  # what a file does above a right answer, and whether that costs its mark (None: either)
     'files are removed': ('for f in os.listdir("."): os.remove(f)', False),
     'the folder is removed': ('shutil.rmtree(os.getcwd())', False),
@@ -87,15 +66,52 @@ AT_HOME = {  # what a file does above a right answer, and whether that costs its
 }
 
 
-@pytest.mark.parametrize('name', slow_but(('files are removed', 'its parent'), AT_HOME))
+def hand_in(folder, **files):
+    """Each student's rope.py, in a folder of the student's name."""
+    for student, source in files.items():
+        (folder / student).mkdir()
+        (folder / student / 'rope.py').write_text(source)
+
+
+def at_home(name):
+    """A right answer, and above it what AT_HOME says."""
+    doing, _ = AT_HOME[name]
+    above = f'import contextlib, os, shutil\nwith contextlib.suppress(OSError):\n    {doing}\n'
+    return above + solution('rope')
+
+
+def test_a_class_is_one_table(tmp_path, monkeypatch, capsys):
+    """Whatever a file does: a row of its own, sentences in the JSON, exit status 1."""
+    files = dict(dora=at_home('files are removed'), emil=at_home('its parent'),
+                 anna=solution('rope'), ben=PRETENDS, carl='def angles(:')
+    hand_in(tmp_path, **files)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        marker.main([*files, '--json=marks.json', '--seed=3'])
+    printed = capsys.readouterr()
+    assert left.value.code == 1 and not printed.err
+    head, *rows = cells(printed.out)
+    assert head == ['', *check.NAMES] and [row[0] for row in rows] == [*files]
+    points = {student: row[:3] for student, *row in rows}
+    points.pop('emil')      # who may be done before his parent is ended
+    assert points == {'dora': ['-', '3/3', '-'], 'anna': ['-', '3/3', '-'],
+                      'ben': ['-', '1/3', '-'], 'carl': ['-', '0/3', '-']}
+    said = json.loads((tmp_path / 'marks.json').read_text())
+    _, _, anna, ben, carl = said['marks']
+    assert said['seed'] == 3 and anna['right']
+    assert ben['words'].startswith('the check let this pass, but the numbers')
+    assert ben['output'] == 'right\n'
+    assert carl['words'] == 'line 1 is not Python (invalid syntax)'
+    assert (tmp_path / 'dora' / 'rope.py').read_text() == files['dora']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', AT_HOME)
 def test_what_a_file_does_costs_its_own_mark(name, tmp_path):
     """The others of the class are marked, and their files, the table and the JSON are there."""
-    doing, costs = AT_HOME[name]
-    above = f'import contextlib, os, shutil\nwith contextlib.suppress(OSError):\n    {doing}\n'
-    files = {'anna': above + solution('rope'), 'ben': solution('rope')}
-    for student, source in files.items():
-        (tmp_path / student).mkdir()
-        (tmp_path / student / 'rope.py').write_text(source)
+    _, costs = AT_HOME[name]
+    files = {'anna': at_home(name), 'ben': solution('rope')}
+    hand_in(tmp_path, **files)
     done = program(os.path.join(FOLDER, 'check.py'), *files, '--json=marks.json', cwd=tmp_path,
                    ok=False, PYTHONPATH='')
     assert done.returncode in (0, 1) and not done.stderr
@@ -111,21 +127,16 @@ def test_a_file_that_cannot_be_read_costs_its_own_mark(tmp_path):
     assert mark.words == 'the file cannot be read (Is a directory)'
 
 
-def own_copy(folder, **above):
-    """A student's copy of the project, with {exercise: what stands on top of it}."""
-    marker.copy_project(str(folder))
-    for name, source in above.items():
-        path = folder / 'exercises' / f'{name}.py'
-        path.write_text(source + path.read_text())
-    return str(folder / 'exercises' / 'check.py')
-
-
 def test_ones_own_files_cost_their_own_marks(tmp_path):
     """`python exercises/check.py`, where exercises/ itself holds what the student wrote."""
-    path = own_copy(tmp_path, rope='def f(:\n', flops='exit(0)\n')
+    marker.copy_project(str(tmp_path))
+    exercises = tmp_path / 'exercises'
+    for name, above in (('rope', 'def f(:\n'), ('flops', 'exit(0)\n')):
+        path = exercises / f'{name}.py'
+        path.write_text(above + path.read_text())
     for other in 'kv_cache', 'depth_attention', 'pondering', 'jacobi', 'halting':   # take seconds
-        (tmp_path / 'exercises' / f'{other}.py').unlink()
-    done = program(path, cwd=tmp_path, ok=False, PYTHONPATH='')
+        (exercises / f'{other}.py').unlink()
+    done = program(exercises / 'check.py', cwd=tmp_path, ok=False, PYTHONPATH='')
     assert done.returncode == 1 and not done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert lines['rope'].startswith('not yet: line 1 is not Python')
@@ -133,11 +144,11 @@ def test_ones_own_files_cost_their_own_marks(tmp_path):
 
 
 def test_a_check_that_was_changed_is_named(tmp_path):
-    path = own_copy(tmp_path)
-    rope = tmp_path / 'exercises' / 'rope.py'
-    rope.write_text(rope.read_text().replace('\n# the check', '\n# my check'))
-    refused(program(path, cwd=tmp_path, ok=False, PYTHONPATH=''),
-            'rope.py: its check does not run', 'put back the line `# the check`')
+    path = tmp_path / 'rope.py'
+    with open(os.path.join(FOLDER, 'rope.py'), encoding='utf-8') as f:
+        path.write_text(f.read().replace('\n# the check', '\n# my check'))
+    with pytest.raises(UserError, match='rope.py: its check does not run .*put back .*the check`'):
+        check.load(str(path))
 
 
 PRETENDING = {  # file: (its source, words of the answer)

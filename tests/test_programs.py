@@ -18,14 +18,16 @@ CONFIG = os.path.join(ROOT, 'config')
 # parameters, Depth-Attention paper, tables 8 and 9
 PAPER = {'360m.py': 0.361e9, '500m.py': 0.498e9, '710m.py': 0.716e9, '1.5b.py': 1.344e9,
          '3b.py': 2.748e9}
-# A process for each program, all from one that has imported what takes long.
+# A process for each program, all from one that has imported what takes long. Where its path stands
+# behind `-P:`, Python does not look in its folder, as with `python -P` or PYTHONSAFEPATH.
 HELP_OF_EACH = """
 import os, runpy, sys
 import requests, tiktoken, torch.nn.parallel, torch.utils.flop_counter
 
-for path in sys.argv[1:]:
+for given in sys.argv[1:]:
     if os.fork() == 0:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))   # as Python does
+        path = given.removeprefix('-P:')
+        sys.path[:1] = [os.path.dirname(os.path.realpath(path))] if path == given else []
         sys.argv, status = [path, '--help'], 0
         try:
             runpy.run_path(path, run_name='__main__')
@@ -33,7 +35,7 @@ for path in sys.argv[1:]:
             status = end.code or 0
         sys.stdout.flush()
         os._exit(status)    # at once: Python's own end would take as long as all before
-    print(path, 'ended with', os.wait()[1], flush=True)
+    print(given, 'ended with', os.wait()[1], flush=True)
 """
 
 
@@ -53,8 +55,8 @@ def files(*folder, having=''):
 @pytest.mark.parametrize('linked', slow_but([True], [False, True]))
 def test_each_program_says_what_it_does(linked, tmp_path):
     """
-    In a shell, from another folder, which nobody has set up; and through a link, where other
-    packages have the names of all that is ours.
+    In a shell, from another folder, which nobody has set up; by `python -P`; and through a link,
+    where other packages have the names of all that is ours.
     """
     programs = []
     for folder in ('.', 'tools', 'exercises', os.path.join('exercises', 'labs')):
@@ -71,13 +73,16 @@ def test_each_program_says_what_it_does(linked, tmp_path):
             programs[i] = tmp_path / str(i) / os.path.basename(path)    # nothing else is there
             programs[i].parent.mkdir()
             programs[i].symlink_to(path)
+    programs += [f'-P:{ROOT}/{name}.py' for name in ('train', 'sample', 'prepare_data')]
     site = tmp_path / 'site'
     done = program('-c', HELP_OF_EACH, *programs, cwd=tmp_path, PYTHONPATH=site if linked else '')
     assert done.stderr == ''
-    for path in programs:
-        told, _, ended = done.stdout.partition(f'{path} ended with ')
-        assert ended.startswith('0\n'), path
-        name = os.path.relpath(os.path.realpath(path), ROOT).replace(os.sep, '/')
+    rest = done.stdout
+    for path in map(str, programs):
+        told, ended, rest = rest.partition(f'{path} ended with 0\n')
+        assert ended, path
+        path = os.path.realpath(path.removeprefix('-P:'))
+        name = os.path.relpath(path, ROOT).replace(os.sep, '/')
         assert f'python {name}' in told, f"{name} --help has no line to copy"
 
 
@@ -87,14 +92,6 @@ def test_sampling_starts_without_pytorchs_compiler(tmp_path):
     code = ("import sample, sys; sample.main(sys.argv[1:]); "
             "assert 'torch._dynamo' not in sys.modules")
     program('-c', code, folder, '--start=def', '--max_new_tokens=2')
-
-
-@pytest.mark.parametrize('name', ['train', 'sample', 'prepare_data'])
-def test_a_program_finds_its_modules_where_python_does_not_look(name, tmp_path):
-    """With `python -P`, or this variable, the program's own folder is not on the path."""
-    done = program(os.path.join(ROOT, f'{name}.py'), '--help', cwd=tmp_path, PYTHONPATH='',
-                   PYTHONSAFEPATH='1')
-    assert f'python {name}.py' in done.stdout
 
 
 SEEDED = []     # PyTorch and numpy have bounds; prepare_data.py takes any
@@ -165,6 +162,6 @@ MECHANISMS = [path for path in files('config') if not path.endswith(('tasks.py',
 @pytest.mark.parametrize('mechanism', slow_but(
     [os.path.join(CONFIG, f'{name}.py') for name in ('depth_attn', 'feedback', 'halting_router')],
     MECHANISMS))
-def test_every_mechanism_and_task_can_be_planned(dry_run, mechanism):
+def test_every_mechanism_can_be_planned_on_text_and_on_a_task(dry_run, mechanism):
     for path in (os.path.join(CONFIG, 'size', 'tiny.py'), os.path.join(CONFIG, 'tasks.py')):
         assert 'vocabulary 320 (of data/' in dry_run(mechanism, path)

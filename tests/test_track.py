@@ -258,21 +258,31 @@ def test_tensorboard_whose_disk_is_full(tmp_path, monkeypatch):
 
 @pytest.fixture
 def without_packages(tmp_path):
-    """An environment in which neither can be imported; `imported` exists when one was to be."""
-    imported = tmp_path / 'imported'
+    """An environment in which neither can be imported; whoever tries leaves a file, `imported`."""
     for name in ('tensorboard', 'wandb'):
-        code = f"open({str(imported)!r}, 'w').close()\nraise ImportError('No module {name}')\n"
+        code = f"open('imported', 'w').close()\nraise ImportError('No module {name}')\n"
         (tmp_path / f'{name}.py').write_text(code)
-    return dict(PYTHONPATH=f'{tmp_path}{os.pathsep}{ROOT}'), imported
+    return dict(PYTHONPATH=f'{tmp_path}{os.pathsep}{ROOT}')
 
 
-def test_a_missing_package_is_said_before_anything_is_made(without_packages, tmp_path):
-    env, imported = without_packages
-    done = program('train.py', *RUN, f'--data_dir={tmp_path}/data/python',
-                   f'--out_dir={tmp_path}/out', '--track=wandb', ok=False, **env)
+# two runs in one process, of the second one's arguments
+WITHOUT_AND_WITH = """
+import os, sys, train
+from engine.files import run
+
+train.main([*sys.argv[2:], f'--data_dir={sys.argv[1]}', '--out_dir=without'])
+assert not os.path.exists('imported')
+run(lambda argv: train.main([*argv[1:], '--track=wandb']))
+"""
+
+
+def test_nothing_is_imported_unless_asked_for_and_then_before_anything_is_made(
+        without_packages, small_data, tmp_path):
+    done = program('-c', WITHOUT_AND_WITH, small_data, *RUN, '--max_steps=1', cwd=tmp_path,
+                   ok=False, **without_packages)
     refused(done, 'track=wandb', 'No module wandb', 'pip install -r requirements-track.txt')
-    assert imported.exists() and not (tmp_path / 'out').exists()
-    assert not (tmp_path / 'data').exists()
+    assert (tmp_path / 'without' / 'ckpt.pt').exists() and (tmp_path / 'imported').exists()
+    assert not (tmp_path / 'out').exists() and not (tmp_path / 'data').exists()
 
 
 def test_a_broken_package_is_as_a_missing_one(monkeypatch):
@@ -280,13 +290,6 @@ def test_a_broken_package_is_as_a_missing_one(monkeypatch):
     monkeypatch.delitem(sys.modules, 'torch.utils.tensorboard', raising=False)
     with pytest.raises(UserError, match='track=tensorboard .*1.15.*requirements-track.txt'):
         track.package_of('tensorboard')
-
-
-def test_nothing_is_imported_unless_asked_for(without_packages, small_data, tmp_path):
-    env, imported = without_packages
-    program('train.py', *RUN, '--max_steps=1', f'--data_dir={small_data}',
-            f'--out_dir={tmp_path}/out', **env)
-    assert not imported.exists()
 
 
 def test_another_name_is_refused():
