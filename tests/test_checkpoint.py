@@ -162,7 +162,7 @@ def test_another_model_than_the_one_that_was_saved(out, run_train):
         run_train('out', '--init_from=resume', '--max_steps=5')
 
 
-def test_weights_alone_are_sampled_from_and_not_resumed(tmp_path, small_data, capsys):
+def test_weights_alone_are_sampled_from_and_not_resumed(tmp_path, small_data):
     folder = save(tmp_path / 'weights', make(vocab_size=320, n_tokens=257).float(),
                   data_dir=small_data)
     sample.main([folder, '--device=cpu', '--max_new_tokens=1'])
@@ -451,11 +451,12 @@ def test_its_own_data_made_anew_is_named_however_it_is_spelled(run_train, other_
     monkeypatch.chdir(tmp_path)
     paths = spellings(other_data, tmp_path)
     train.main([*SHAPE, *QUICK, '--data_dir=other', '--out_dir=out/v', '--max_steps=1'])
-    again = ['--init_from=resume', '--out_dir=out/v', '--max_steps=2']
     for path in paths:
-        train.main([*QUICK, *again, f'--data_dir={path}', '--eval_only=True'])
+        assert start.is_own_data(path, dict(data_dir='other'))
+    assert not start.is_own_data('elsewhere', dict(data_dir='other'))
     capsys.readouterr()
-    train.main([*QUICK, *again, f'--data_dir={paths[1]}'])
+    train.main([*QUICK, '--init_from=resume', '--out_dir=out/v', '--max_steps=2',
+                f'--data_dir={paths[1]}'])
     told = capsys.readouterr()
     assert 'what this model read before' not in told.err
     assert 'from here on with max_steps=2 (was 1)\n' in told.out
@@ -464,13 +465,13 @@ def test_its_own_data_made_anew_is_named_however_it_is_spelled(run_train, other_
     write_dataset(str(other_data), texts, get_tokenizer('byte'), 0.2, 'test')
     write_dataset('elsewhere', texts, get_tokenizer('byte'), 0.2, 'test')
     shard = os.path.join('other', 'val_000000.bin')
-    for path in [*paths, shard, 'elsewhere']:
+    for path in 'link', shard, 'elsewhere':
         evaluate.main(['out/v', path, '--tokens=50', '--device=cpu'])
         told = capsys.readouterr().err.count('is not what this model read before')
         assert told == (path != 'elsewhere'), path
     starts = [*QUICK, '--init_from=./out/v/', '--max_steps=1']
-    for number, path in enumerate([*paths, 'elsewhere']):
-        for call in (f'--out_dir=new{number}', '--eval_only=True'):
+    for path in 'link', 'elsewhere':
+        for call in (f'--out_dir=new/{path}', '--eval_only=True'):
             train.main([*starts, f'--data_dir={path}', call])
             told = capsys.readouterr().err.count('is not what this model read before')
             splits = 1 if 'eval_only' in call else 2

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import cells, make, save
+from conftest import cells, make, save, slow_but
 
 import prepare_data
 from engine.checkpoint import load_checkpoint, save_checkpoint
@@ -171,7 +171,7 @@ def test_another_validation_set_in_the_place_of_its_own_is_refused(model, tmp_pa
     assert 'it may hold what the model was trained on' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('task', TASKS)
+@pytest.mark.parametrize('task', slow_but(['addition'], TASKS))
 def test_of_a_made_task_answers_alone_count(task, tmp_path, capsys):
     """In its folder and its shards; the same number as train.py's."""
     data = str(tmp_path / 'd')

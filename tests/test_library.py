@@ -1,13 +1,13 @@
 """
-What model.py promises to those who train with it: the lines on top of it, begin_step, copies,
-shapes, and PyTorch's default dtype.
+What model.py promises to those who train with it: begin_step, copies, shapes, and PyTorch's default
+dtype. (The lines on top of it: test_alone.py.)
 """
 
 import copy
 
 import pytest
 import torch
-from conftest import ONE_EACH, TOGGLES, close, make
+from conftest import ONE_EACH, TOGGLES, close, make, slow_but
 from test_promises import few_sweeps, targets
 
 from engine.build import shapes_only
@@ -48,7 +48,7 @@ def test_training_without_begin_step_says_so_where_it_matters(one_of_each, idx):
     ('loop', [None]),
 ])
 def test_a_step_draws_by_the_seed_and_its_number(name, draws):
-    """And tells halting's schedule how far the run is. All ranks, and a resumed run, draw alike."""
+    """By nothing else, and it moves no other draw; halting's schedule hears how far the run is."""
     mechanism = GPT(GPTConfig(**SMALL, **{**TOGGLES[name], 'ponder_steps': 3})).mechanism
     assert mechanism.draws() == draws
 
@@ -117,7 +117,7 @@ def test_weights_that_are_drawn_keep_their_shape_without_numbers():
 
 # ---- PyTorch's default dtype ---------------------------------------------------------------------
 
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize('dtype', slow_but([torch.float64], [torch.float64, torch.bfloat16]))
 def test_every_default_dtype_will_do(one_of_each, dtype, idx):
     """A tensor that is made without a dtype would be of another one than those it meets."""
     torch.manual_seed(0)

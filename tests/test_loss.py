@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ONE_EACH, TOGGLES, close, make
+from conftest import TOGGLES, close, make
 from test_attention import with_gradients
 from test_promises import few_sweeps, gradients, targets
 
@@ -123,8 +123,9 @@ def test_in_parts_gradients_are_those_of_one_piece_under_autocast(idx, monkeypat
 
 # ---- engine/score.py -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize('name, at_once', [(name, 2 * 12 * 64) for name in ONE_EACH]
-                         + [('plain', 2 ** 25), ('plain', 1)])
+@pytest.mark.parametrize('name, at_once', [
+    ('plain', 2 * 12 * 64), ('latent2_depth', 2 * 12 * 64), ('exit', 2 * 12 * 64),
+    ('plain', 2 ** 25), ('plain', 1)])
 def test_the_nats_of_a_text(name, at_once, idx, monkeypatch):
     """Of each token given those before it in its row; in eval mode, which is left again."""
     for module in model_py, score:

@@ -405,19 +405,22 @@ def sums(in_tmp, capsys):
     return {question: say(capsys, *question) for question in asked}
 
 
-@pytest.mark.parametrize('change', [
-    lambda: (os.mkdir('else'), os.chdir('else')),
-    lambda: shutil.rmtree('data'),
-    lambda: prepare('addition', size=5),
-    lambda: prepare('minimax', name='addition'),
-    lambda: prepare_data.write_dataset('data/addition', [b'text %d' % i for i in range(90)],
-                                       get_tokenizer('byte'), 0.2, 'texts'),
-])
-def test_a_run_can_be_asked_wherever_its_data_is(sums, change, capsys):
-    change()
-    capsys.readouterr()
-    for question, said in sums.items():
-        assert say(capsys, *question) == said
+CHANGES = {     # one after the other
+    'no data': lambda: shutil.rmtree('data'),
+    'other sums': lambda: prepare('addition', size=5),
+    'another task': lambda: prepare('minimax', name='addition'),
+    'texts': lambda: prepare_data.write_dataset(
+        'data/addition', [b'text %d' % i for i in range(90)], get_tokenizer('byte'), 0.2, 'texts'),
+    'another folder': lambda: (os.mkdir('else'), os.chdir('else')),
+}
+
+
+def test_a_run_can_be_asked_wherever_its_data_is(sums, capsys):
+    for name, change in CHANGES.items():
+        change()
+        capsys.readouterr()
+        for question, said in sums.items():
+            assert say(capsys, *question) == said, name
     [(prompt, *_), *_] = sums.values()
     assert prompt.startswith('1999+8001=')
 
