@@ -341,7 +341,7 @@ def test_a_fixed_prior_weighs_the_passes(how, weights, idx):
         close(model(idx, targets(idx))[1], want)
 
 
-def test_learned_is_the_papers_first_stage(idx):
+def test_ouros_stage_1_is_the_papers(idx):
     """Of targets that count; where none does, staying is learned, here half of the ramp."""
     model = make(**{**GAIN, 'ouro_stage': 1, 'halt_lambda': 0.3, 'halt_start': 0.4,
                     'halt_full': 0.6})
@@ -360,7 +360,7 @@ def test_learned_is_the_papers_first_stage(idx):
     close(model(idx, y)[1], want)
 
 
-def test_gain_is_the_papers_second_stage(idx):
+def test_ouros_stage_2_is_the_papers(idx):
     """Each gate learns whether the next pass gains more than 0.005."""
     model = make(**GAIN)
     nats, gates = each_pass(model, idx)
@@ -405,6 +405,14 @@ def test_with_the_loss_of_the_last_pass_alone_training_takes_one_head():
     # what is counted is the beginning of a run, when nobody leaves: even here
     from_the_start = make(**EXIT, halt_start=0.0, halt_full=0.0)
     assert flops_per_token(from_the_start) == flops_per_token(loop)
+
+
+def test_no_token_leaves_ouro_in_training(idx):
+    """Where outside of it all do."""
+    model = make_mode('ouro', halt_tau=1.0)
+    for training, passes in (True, 3), (False, 1):
+        model.train(training)(idx)
+        assert (model.mechanism.passes == passes).all()
 
 
 def test_tokens_leave_in_training_as_in_generation(idx):

@@ -76,7 +76,7 @@ def test_models_start_as_in_the_papers(mode, scale):
     ('mask', 'latent', {0}),
     ('router', 'chain', {0}),
 ])
-def test_halting_starts_as_in_the_papers(halting, ponder, biases):
+def test_biases_of_halting_start_as_in_the_papers(halting, ponder, biases):
     config = GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=16,
                        ponder=ponder, halting=halting)
     own = GPT(config).mechanism.named_parameters()

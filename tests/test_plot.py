@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from conftest import ROOT, TOGGLES, make, save
+from conftest import ROOT, TOGGLES, cells, make, save
 
 from engine.files import UserError
 from tools import compare, plot
@@ -128,15 +128,17 @@ def test_names_are_written_as_they_are(tmp_path):
     figure.savefig(tmp_path / 'halting.svg')
 
 
-def test_records_may_be_called_anything(tmp_path, monkeypatch):
+def test_records_may_be_called_anything(tmp_path, monkeypatch, capsys):
     """tools/choices.py --json=FILE, and a copy of runs.jsonl."""
     monkeypatch.chdir(tmp_path)
-    for name in ('x.json', 'x.py', 'x'):
+    for name in ('x.json', 'x.py'):
         shutil.copy(os.path.join(ROOT, 'docs', 'runs', 'halting-text.jsonl'), name)
-        plot.main(['halting', name])
+        plot.main(['halting', name, f'--out={name}.svg'])
         shutil.copy(os.path.join(ROOT, 'docs', 'runs', 'addition.jsonl'), name)
-        plot.main(['records', name])
         compare.main([name])
+        assert os.path.exists(f'{name}.svg') and cells(capsys.readouterr().out)
+    plot.main(['records', name])
+    assert os.path.exists('out/records.png')
 
 
 def test_records_of_earlier_days(tmp_path, monkeypatch):

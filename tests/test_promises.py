@@ -144,8 +144,11 @@ HEAD = 128 * 256
      'router', 'exit', 'ouro']))
 @pytest.mark.parametrize('training', [False, True])
 def test_flops_are_those_that_torch_counts(name, training):
-    """Of real numbers, all layers and all draws; engine/flops.py has two layers of shapes."""
-    model = GPT(GPTConfig(**{**SIZE, **TOGGLES[name]}))
+    """
+    Of real numbers, all layers and all draws. engine/flops.py counts shapes, of up to three layers;
+    what a fourth costs follows.
+    """
+    model = GPT(GPTConfig(**{**SIZE, 'n_layer': 4, **TOGGLES[name]}))
     idx = torch.randint(0, 256, (1, 128))
     mechanism = model.mechanism
     mechanism.begin_step(0, 1)          # nobody halts: so it is counted
@@ -263,9 +266,7 @@ def test_activation_checkpointing_changes_nothing(toggle, idx):
         close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize('name', slow_but(
-    ('depth', 'smear', 'embedding', 'loop_depth', 'router_depth', 'exit', 'feedback_depth'),
-    ONE_EACH))
+@pytest.mark.parametrize('name', slow_but(('loop_depth', 'router_depth'), ONE_EACH))
 def test_compiled_blocks_change_nothing(name, idx, compiler):
     model = make(**{**few_sweeps(TOGGLES[name]), 'n_layer': 3}).train()
     texts = idx, (idx + 2) % 50
@@ -277,7 +278,8 @@ def test_compiled_blocks_change_nothing(name, idx, compiler):
     assert compiler.graphs > 0
 
 
-@pytest.mark.parametrize('name', ['plain', 'embedding', 'loop_depth', 'pause'])
+@pytest.mark.parametrize('name', slow_but(
+    ('loop_depth', 'pause'), ['plain', 'embedding', 'loop_depth', 'pause']))
 def test_one_graph_serves_all_blocks(name, idx, compiler):
     """One of what is in front of attention, and one of the MLP."""
     model = make(**TOGGLES[name])
@@ -327,22 +329,11 @@ def test_a_toggle_adds_no_parameters_but_its_own(name):
     assert {key: tuple(weight.shape) for key, weight in model.state_dict().items()} == want
 
 
-@pytest.mark.parametrize('ponder, halting', [
-    ('embedding', 'none'),
-    ('latent', 'none'),
-    ('feedback', 'none'),
-    ('chain', 'none'),
-    ('loop', 'none'),
-    ('pause', 'none'),
-    ('embedding', 'gate'),
-    ('latent', 'mask'),
-    ('chain', 'router'),
-    ('loop', 'exit'),
-])
+@pytest.mark.parametrize('ponder', ['embedding', 'latent', 'feedback', 'chain', 'loop', 'pause'])
 @pytest.mark.parametrize('depth_attn', slow_but([False], [False, True]))
-def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx):
+def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, depth_attn, idx):
     shared = dict(depth_attn=depth_attn, n_layer=3)
-    model = make(ponder=ponder, halting=halting, ponder_steps=0, **shared)
+    model = make(ponder=ponder, ponder_steps=0, **shared)
     plain = make(embed_scale=model.config.embed_scale, **shared)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(idx)[0], plain(idx)[0])
@@ -353,3 +344,9 @@ def test_no_steps_is_the_plain_gpt_bit_for_bit(ponder, halting, depth_attn, idx)
     loss = model.train()(idx, targets(idx))[1]
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize('halting', HALTING)
+def test_without_steps_nothing_halts(halting):
+    ponder = HALTING[halting].works_on
+    assert type(make(ponder=ponder, halting=halting, ponder_steps=0).mechanism) is PONDER[ponder]

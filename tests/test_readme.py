@@ -8,6 +8,7 @@ import re
 import shutil
 from statistics import mean, median
 
+import engine
 import prepare_data
 import pytest
 import released
@@ -259,7 +260,7 @@ def test_commands_run(page, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize('page', PAGES)
 def test_every_link_to_a_file_exists(page):
-    for link in re.findall(r'\]\(([^)]+)\)', read_text(page)):
+    for link in re.findall(r'(?:\]\(|src=")([^)"]+)', read_text(page)):
         if link.startswith('http'):
             continue
         path, _, part = link.partition('#')
@@ -324,6 +325,23 @@ def test_names_in_tables_are_in_the_model(page):
     assert len(names) > 5
     missing = names - defined('model.py')
     assert not missing
+
+
+def test_every_mechanism_and_rule_has_its_file_and_its_row():
+    rows = cells_under('setting', 'README.md')
+    for setting, prefix, names in (('ponder', '', PONDER), ('halting', 'halting_', HALTING)):
+        for name in names.keys() - {'none'}:
+            path = os.path.join(ROOT, 'config', f'{prefix}{name}.py')
+            given, _ = read([path], '', Settings, GPTConfig)
+            assert given[setting] == name
+            assert f"`{setting}='{name}'`" in rows
+
+
+def test_the_first_page_of_the_engine_lists_all_its_files():
+    listed = re.findall(r'^ {4}[\w ]{12}(\w+\.py) ', engine.__doc__, re.M)
+    files = os.listdir(os.path.join(ROOT, 'engine'))
+    assert sorted(listed) == sorted(name for name in files
+                                    if name.endswith('.py') and name != '__init__.py')
 
 
 # ---- numbers of docs/runs
@@ -675,9 +693,9 @@ def test_the_table_of_costs_says_what_is_counted(request):
             toggle['exit_loss'] = 'ramp'    # its file's
         model = without_numbers(build(GPTConfig, {**paper, **toggle}))
 
-        if slow or setting.startswith(("`depth", "`ponder='smear", "`ponder='loop`")):
+        if slow or setting.startswith(("`depth", "`ponder='smear", "`ponder='loop'")):
             assert f'{flops_per_token(model) / flops_of_plain:.{decimals(cost)}f}' == cost, setting
-        if not halting and (slow or setting.startswith("`ponder='loop`")):
+        if not halting and (slow or setting.startswith("`ponder='loop'")):
             ratio = flops_of_new_token(model) / new_token_of_plain
             assert f'{ratio:.{decimals(new_token)}f}' == new_token, setting
 
