@@ -7,6 +7,8 @@ import select
 import shutil
 import subprocess
 
+import pytest
+
 NAMES = ('chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable')
 
 
@@ -14,6 +16,22 @@ def find_browser():
     """The path of a Chromium on this machine, or None."""
     paths = [shutil.which(name) for name in NAMES]
     return next((path for path in paths if path), None)
+
+
+needs_browser = pytest.mark.skipif(find_browser() is None, reason='no Chromium on this machine')
+
+
+@pytest.fixture(scope='module')
+def shared_browser(tmp_path_factory):
+    """One Browser for a module; no page's own scripts may fail."""
+    with Browser(find_browser(), tmp_path_factory.mktemp('profile')) as browser:
+        yield browser
+        assert not browser.failures()
+
+
+def texts(browser, selector):
+    """The text of each element that a selector finds."""
+    return browser.run(f"[...document.querySelectorAll('{selector}')].map(e => e.innerText)")
 
 
 class Browser:

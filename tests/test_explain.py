@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from browser import Browser, find_browser
+from browser import needs_browser, shared_browser, texts
 from conftest import ONE_EACH, TOGGLES, make, save
 
 import prepare_data
@@ -288,18 +288,7 @@ def test_text_never_becomes_markup():
 
 # ---- the page in a browser -----------------------------------------------------------------------
 
-needs_browser = pytest.mark.skipif(find_browser() is None, reason='no Chromium on this machine')
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    with Browser(find_browser(), tmp_path_factory.mktemp('profile')) as browser:
-        yield browser
-
-
-def texts(browser, selector):
-    """The text of each element that a selector finds."""
-    return browser.run(f"[...document.querySelectorAll('{selector}')].map(e => e.innerText)")
+browser = shared_browser    # the fixture
 
 
 def token(t):

@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
-from browser import Browser, find_browser
-from conftest import ONE_EACH, ROOT, TOGGLES, make, save
+from browser import needs_browser, shared_browser, texts
+from conftest import ONE_EACH, ROOT, TOGGLES, make, save, slow_but
 
 import prepare_data
 import sample
@@ -195,7 +195,8 @@ def test_a_road_stands_still_after_some_rounds():
     assert traffic.verdict([*b'99999999999999999999:>>..|..>>']) == '..>> is right'
 
 
-@pytest.mark.parametrize('name', ONE_EACH)
+@pytest.mark.parametrize('name', slow_but(
+    ('plain', 'latent2_depth', 'loop_depth', 'feedback_depth', 'router_depth'), ONE_EACH))
 def test_looking_changes_no_answer(monkeypatch, name):
     """`look` uses the model between two tokens."""
     times = iter(10.0 ** n for n in range(200))     # each wait is long: it looks at every token
@@ -424,16 +425,7 @@ def test_a_taken_port_is_one_line(server, capsys):
 
 # ---- in a browser --------------------------------------------------------------------------------
 
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    with Browser(find_browser(), tmp_path_factory.mktemp('profile')) as browser:
-        yield browser
-        assert not browser.failures()
-
-
-def texts(browser, selector):
-    """The text of each element that a selector finds."""
-    return browser.run(f"[...document.querySelectorAll('{selector}')].map(e => e.innerText)")
+browser = shared_browser    # the fixture
 
 
 def wait_for(browser, condition):
@@ -459,9 +451,6 @@ def type_in(browser, selector, text):
 def enter(browser):
     for kind in ('keyDown', 'keyUp'):
         browser.send('Input.dispatchKeyEvent', type=kind, key='Enter', code='Enter', text='\r')
-
-
-needs_browser = pytest.mark.skipif(find_browser() is None, reason='no Chromium on this machine')
 
 
 @needs_browser
