@@ -28,6 +28,7 @@ from engine.files import UserError, on_disk
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.USub: operator.neg}
 CALLED = {bool: 'True or False', str: 'text', float: 'a number', int: 'a whole number'}
+PATHS = ('data_dir', 'out_dir', 'init_from', 'out', 'html', 'json', 'against')     # of all programs
 FIELD = re.compile(r'^    (\w+): .*? = (.*?) *# (.*)$', re.MULTILINE)  # name, default, comment
 
 
@@ -116,9 +117,9 @@ def value_of(name, tree, where, kinds):
         value = convert(calculate(tree), kinds[name])
     except (ValueError, ArithmeticError) as error:
         raise UserError(f"{where}: {name} {error}") from None
-    if isinstance(value, str) and value.startswith('~/'):
-        raise UserError(f"{where}: a shell leaves this ~ as it is, and it would be a folder of "
-                        "that name: write $HOME, or the whole path")
+    if name in PATHS and value is not None and value.removeprefix('hf:').split('/')[0] == '~':
+        raise UserError(f"{where}: ~ stays as it is here, and would be a folder of that name: "
+                        "write the whole path")
     return value
 
 

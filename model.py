@@ -709,7 +709,7 @@ WEIGHT_CHANNELS = 8     # fast kernels want multiples of 8
 
 
 def log_weight(is_read, log_w=None):
-    """log_w, logs of keys' weights (None: all weigh 1); log 0 where not is_read, of its shape."""
+    """log_w, the logs of keys' weights (None: all weigh 1); LOG_ZERO where not is_read."""
     return torch.where(is_read, 0.0 if log_w is None else log_w, LOG_ZERO)
 
 
@@ -886,7 +886,7 @@ class Embedding(Mechanism):
             p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
             mean = p @ table.to(p.dtype)
             return mean * config.embed_scale        # cheaper than to scale the table
-        # embedding_bag wants two axes: (n, ponder_topk), where n is B T
+        # embedding_bag wants two axes: (n, ponder_topk), of the n rows of h
         top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
         p = top.values.softmax(-1).to(table.dtype)
         mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)

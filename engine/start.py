@@ -332,8 +332,9 @@ def say_unsaved(state, given, folder, ranks):
             if name in kept and kept[name] != value and name not in given
             and name not in ('out_dir', 'init_from')]
     if lost and ranks.rank == 0:
-        print(f"warning: {folder}/settings.json says {' '.join(lost)}, but the checkpoint does not "
-              "and is what counts: give again what is to hold", file=sys.stderr)
+        print(f"warning: {folder}/settings.json says {typed(*lost)}, but the last checkpoint was "
+              "saved without it, and the run goes on without: give it again if it is to hold",
+              file=sys.stderr)
 
 
 # ---- what is in the folders, before ranks wait for each other ------------------------------------

@@ -73,8 +73,8 @@ class Tracker(contextlib.AbstractContextManager):
             settings=wandb.Settings(init_timeout=PATIENCE, finish_timeout=PATIENCE,
                                     finish_timeout_raises=True, console='off', silent=True))
         if run.step > self.step + 1:
-            self.say(f"track=wandb: it has this run up to step {run.step - 1}, and takes no step "
-                     "before that again; log.jsonl has them as they are now")
+            self.say(f"track=wandb: it has this run up to step {run.step - 1}, and takes none of "
+                     "these steps again; log.jsonl has them as they are now")
         later = typed('wandb', 'sync', os.path.dirname(run.dir))
         return 'disabled' if run.disabled else later if run.offline else run.url
 

@@ -157,13 +157,21 @@ def test_a_run_that_another_program_has_finished_meanwhile_stands_there_once(
     assert [(r['name'], r['seed']) for r in records_in(tmp_path)] == [('plain', 1)]
 
 
-def test_who_may_stand_beside(tmp_path):
+def test_who_may_stand_beside(tmp_path, small_data, monkeypatch):
+    def check(names, beside, path='nowhere', data_dir=small_data):
+        chosen = compare.CompareSettings(names=names, beside=beside)
+        compare.check_beside(chosen, str(path), str(data_dir))
+
     made = tmp_path / 'runs.jsonl'
     made.write_text(json.dumps({'name': 'chain@3e-3'}) + '\n')
     for names, beside in ('plain@3e-3', 'plain'), ('loop', 'loop@1e-3'), ('loop', 'chain'):
-        compare.check_beside(compare.CompareSettings(names=names, beside=beside), str(made))
-    with pytest.raises(UserError, match='beside=chain'):
-        compare.check_beside(compare.CompareSettings(names='loop', beside='chain'), 'nowhere')
+        check(names, beside, made)
+    with pytest.raises(UserError, match='beside=chain: no such run'):
+        check('loop', 'chain')
+    monkeypatch.chdir(tmp_path)
+    prepare_data.prepare(DataSettings(problems=100), ['addition'])
+    with pytest.raises(UserError, match='beside=loop: a table of right answers'):
+        check('loop', 'loop', data_dir='data/addition')
 
 
 @pytest.mark.parametrize('args, words', [

@@ -27,6 +27,7 @@ class Block:
     flag: bool = False                  # yes or no
     limit: Optional[int] = None         # a whole number, or none
     label: Optional[str] = None         # text, or none
+    out_dir: str = 'out'                # a folder
 
 
 def parse(*argv):
@@ -39,7 +40,8 @@ def parse(*argv):
     ('--rate=1', 'rate', 1.0),
     ('--name=a b=c#d', 'name', 'a b=c#d'),
     ('--name=3', 'name', '3'),
-    ('--name=a~/b', 'name', 'a~/b'),
+    ('--name=~/b', 'name', '~/b'),
+    ('--out_dir=a/~', 'out_dir', 'a/~'),
     ('--name=', 'name', ''),
     ('--flag=True', 'flag', True),
     ('--flag', 'flag', True),
@@ -62,7 +64,8 @@ def test_options(arg, name, value):
     ('--rate=1e999', ['number', 'inf']),
     ('--flag=true', ['should be True or False', "'true'"]),
     ('--name=None', ['text']),
-    ('--name=~/a', ['$HOME']),
+    ('--out_dir=~/a', ['the whole path']),
+    ('--out_dir=~', ['the whole path']),
     ('--count=1/0', ['zero']),
     ('--count=9**9**9', ['+ - * /']),
     ("--count='a'*9", ['numbers']),

@@ -96,6 +96,13 @@ def test_feedback_is_exact_up_to_place_K_and_nearer_with_each_pass(idx):
     assert off[3] < 0.2 * off[0] and off[12] < 1e-12
 
 
+def test_feedback_without_steps_is_the_plain_model_in_pieces_too(idx):
+    model = make(ponder='feedback', ponder_steps=0)
+    plain = make(n_layer=3, embed_scale=model.config.embed_scale)
+    plain.load_state_dict(model.state_dict())
+    close(token_by_token(model, idx), plain.hidden(idx))
+
+
 def test_each_step_of_feedback_feeds_something_back():
     for K, draws in (3, [3, 2]), (2, [2, 1]), (1, [1]), (0, [0]):
         assert make(ponder='feedback', ponder_steps=K).mechanism.draws() == draws

@@ -209,7 +209,7 @@ def test_wandb_takes_no_step_twice_and_the_run_says_so(tmp_path, monkeypatch):
         with track.Tracker('wandb', str(tmp_path), said.append, {}, step):
             pass
     assert [line for line in said if 'up to step' in line] == [
-        'track=wandb: it has this run up to step 8, and takes no step before that again; '
+        'track=wandb: it has this run up to step 8, and takes none of these steps again; '
         'log.jsonl has them as they are now']
 
 

@@ -393,6 +393,8 @@ def bench_against(own, argv):
             rows.append([title, name, f"{statistics.median(here):.4g} ms",
                          f"{statistics.median(there):.4g} ms", f"{statistics.median(ratios):.3f}",
                          f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
+    for title, name in found['there'].keys() - found['here'].keys():
+        print(f"left out: {title}, {name}, as this side has no such row")
     print(table(['measured', 'of', 'here', 'there', 'here / there', 'lowest to highest'], rows))
 
 

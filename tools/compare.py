@@ -141,7 +141,7 @@ def start_of(name):
         file, *options = RUNS[base]
         given, _ = read([config_file(file), *options], '', Settings, GPTConfig)
         ponder = given.get('ponder', 'none')
-    scale = PONDER.get(ponder, PONDER['loop']).default_embed_scale(4)
+    scale = PONDER.get(ponder, PONDER['loop']).default_embed_scale(4)   # 1, 4^0.5 or (2.5 x 4)^0.5
     return {1.0: 'plain', 2.0: 'plain_ponderlm'}.get(scale, 'plain_scaled')
 
 
@@ -197,6 +197,7 @@ OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # of train.py, 
 LOSS = 'val_nats_per_byte'
 EXACT = 'exact_nats_per_byte'   # read token by token, of a model that else reads by iteration
 LEARNED = 0.9       # of the answers right: this seed has learned the task
+NO_DIFFERENCES = "a table of right answers has no differences; leave it out"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -217,14 +218,14 @@ def make_plan(name, common):
     if '@' in (like or ''):
         raise UserError(f"--names={name}: a rate belongs to what is trained, as in "
                         "plain_scaled@3e-3_as_loop")
+    if name != base and name in RUNS:
+        raise UserError(f"RUNS has {name}, but this means {base} with other layers, another rate "
+                        "or another length: give that line another name")
     if base not in RUNS:
         raise UserError(f"--names={name}: choose from {', '.join(RUNS)}, and NAME_2x such as "
                         "plain_scaled_2x, NAME@3e-3, and NAME_as_OTHER such as "
                         "plain_scaled_as_loop; a run of your own is one more line of RUNS in "
                         "tools/compare.py")
-    if name != base and name in RUNS:
-        raise UserError(f"RUNS has {name}, which means {base} with other layers, another rate or "
-                        "another length: give that line another name")
     file, *options = RUNS[base]
     path = config_file(file)
     for setting in read([path], '', Settings, GPTConfig)[0]:
@@ -623,8 +624,7 @@ def table_of(records, beside=None):
     base = base or [*runs][0]
     if all('right' in r for r in records):
         if beside:
-            raise UserError(f"beside={beside}: a table of right answers has no differences; leave "
-                            "it out")
+            raise UserError(f"beside={beside}: {NO_DIFFERENCES}")
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
         rows = [answers_row(name, runs) for name in runs]
     else:
@@ -783,8 +783,13 @@ def plain_of_equal_flops(name, runs, base):
 # -------------------------------------------------------------------------------------------------
 
 
-def check_beside(compare, path):
-    """UserError if no run is to be made, or is made (path: their records), to compare with."""
+def check_beside(compare, path, data_dir):
+    """
+    UserError if no run is to be made, or is made (path: their records), to compare with, or if the
+    data is a made task.
+    """
+    if compare.beside and task_of(read_meta(data_dir)):
+        raise UserError(f"beside={compare.beside}: {NO_DIFFERENCES}")
     asked = names_of(compare)
     made = [r['name'] for r in read_lines(path) if 'name' in r]
     names = {without_rate(name) for name in (*asked, *made)}
@@ -836,8 +841,9 @@ def main(argv):
         raise UserError(f"{idle[0]}: does nothing for a file of runs that are made; leave it out")
     if not named:
         files = [os.path.join(compare.out, 'runs.jsonl')]
-        check_beside(compare, files[0])
-        prepare_data.prepare_builtin(build(Settings, asked).data_dir)
+        data_dir = build(Settings, asked).data_dir
+        prepare_data.prepare_builtin(data_dir)
+        check_beside(compare, files[0], data_dir)
         failed = make_all(compare, common, files[0])
     for path in files:
         records = [r for r in read_lines(path) if 'name' in r and LOSS in r]

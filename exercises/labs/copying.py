@@ -34,6 +34,8 @@ on an AMD EPYC, 2026-11-28; Muon on an Intel Xeon, 2026-11-30):
     plain_scaled, Muon, seed 2    0.940     1.179    0.184      2.162   0.857   0.607
       with Depth-Attention        0.955     1.193    0.192      2.209   0.875   0.641
 
+Left out here are places 0 to 127, and `once`. "to 255" begins at 128.
+
 With AdamW and Depth-Attention the model copies, and seven tenths of the gain come from bytes that
 follow as they did the last time. Without Depth-Attention it hardly copies, nor with an average of
 the same values. So does a plain model never learn it? In the paper those of two layers and more do,
