@@ -489,7 +489,8 @@ def test_tables_of_the_results():
             assert cell == told, (label, task)
         medians[name] = [training, new_token, *(cell.partition(' ')[0] for cell in cells)]
     table = rows('README.md', '| model | weights')
-    of_rows = ('plain_scaled', 'plain_scaled_as_loop', 'loop_2', 'loop', 'plain_scaled_4x')
+    of_rows = ('plain_scaled', 'plain', 'plain_scaled_as_loop', 'loop_2', 'loop',
+               'plain_scaled_4x')
     assert [[cell.removesuffix(' x') for cell in row[2:]] for row in table] == [
         medians[name] for name in of_rows]
 
