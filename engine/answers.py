@@ -37,7 +37,7 @@ class Outcome:
     text: str           # what the model wrote
     difficulty: int
     right: bool         # the whole answer, and the end of the text behind it
-    passes: list        # of each character written, up to the answer's length, and of an early end
+    passes: list        # of each byte written, up to the answer's length, and of an early end
 
 
 def exam_of_data(folder, count=KEPT):

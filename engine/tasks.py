@@ -29,7 +29,7 @@ class Task:
         form                    a regular expression that every question matches
         answer(question)        its answer
         difficulty(question)    how much work it is, one step after the other
-        longest(size)           characters of the longest problem
+        longest(size)           bytes of the longest problem
     """
     largest_size = 1
     default_size = 1
