@@ -506,6 +506,18 @@ def test_one_layer_of_twice_the_width():
     assert f'gets {sums} of the sums, {traffic} of traffic and {trees} of the game trees' in words
 
 
+def test_other_rates_in_traffic():
+    right = {(r['name'], r['seed']): f"{100 * r['right']:.3g}"
+             for r in [*records_of('traffic'), *records_of('traffic-rates')]}
+    rates, seeds = ('2e-3', '4e-3', '8e-3'), (1, 2, 3)
+    listed = [right[f'plain_scaled@{rate}_as_loop', 0] for rate in rates]
+    listed += [right[f'loop@{rate}', 0] for rate in rates]
+    for name in 'plain_scaled@2e-3_as_loop', 'plain_scaled_as_loop', 'loop@4e-3':
+        listed += [right[name, seed] for seed in seeds]
+    told = read_text('docs/runs/LOG.md').partition('**Another rate changes little')[2]
+    assert re.findall(r'\d+\.\d|100', told.partition('One thread')[0]) == listed
+
+
 def test_game_trees_of_feedback():
     made = {}
     names = ('plain_scaled', 'smear', 'feedback', 'loop')
