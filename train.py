@@ -178,9 +178,6 @@ class Trainer:
         kept = state.get('precision') if state and not s.eval_only else None
         own, self.why = pick_dtype(s.dtype or kept, device)     # a run keeps what it had
         self.dtype = ranks.first(own, device)
-        new_gpu = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
-        if new_gpu and self.dtype == torch.float32:
-            self.why += ', products in TF32'    # see engine/prepare.py
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite

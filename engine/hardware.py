@@ -87,11 +87,12 @@ def pick_dtype(name, device):
     as fp32 on some CPUs and half as fast on others: hence the clock. What is close is fp32, so that
     two runs on one machine agree.
     """
+    new_gpu = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
     if name is not None:
-        return getattr(torch, name), 'as set, or as before'
+        in_tf32 = ', products in TF32' if new_gpu and name == 'float32' else ''     # prepare.py
+        return getattr(torch, name), f'as set, or as before{in_tf32}'
     if device.type == 'cuda':
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if has_bf16 else torch.float16, 'what this GPU computes in'
+        return torch.bfloat16 if new_gpu else torch.float16, 'what this GPU computes in'
     can = torch.cpu.get_capabilities() if hasattr(torch.cpu, 'get_capabilities') else {}
     if device.type != 'cpu' or not (can.get('avx512_bf16') or can.get('amx_bf16')):
         return torch.float32, '16 bits are no quicker here'

@@ -263,7 +263,6 @@ REFUSED = [
     (dict(text='a', max_new_tokens=0, sides=TEXT), 'between 1 and 512'),
     (dict(text='a', max_new_tokens='many', sides=TEXT), 'whole number'),
     (dict(text='a', temperature=float('nan'), sides=TEXT), 'a number'),
-    (dict(text='a', temperature='no number', sides=TEXT), 'a number'),
     (dict(text='a', temperature=-1, sides=TEXT), 'between 0 and 100'),
     (dict(text='a', seed=-1, sides=TEXT), 'seed=-1'),
     (dict(text='a', sides=[dict(model='text', ponder_steps=101)]), 'between 0 and 100'),

@@ -1017,6 +1017,8 @@ def test_device_and_precision_are_the_best_there_are(monkeypatch, cuda, mps, cpu
     device = hardware.pick_device(None, local_rank=1)
     dtype, _ = hardware.pick_dtype(None, device)
     assert (str(device), dtype, hardware.pick_compile(None, device)) == want
+    in_tf32 = 'TF32' in hardware.pick_dtype('float32', device)[1]
+    assert in_tf32 == (device.type == 'cuda' and dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize('can, wide, narrow, want', [

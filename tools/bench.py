@@ -384,17 +384,15 @@ def bench_against(own, argv):
             for row, ms in medians_printed(*commands[side]).items():
                 found[side][row].append(ms)
     rows = []
+    for title, name in sorted(found['here'].keys() ^ found['there'].keys()):
+        print(f"left out: {title}, {name}, which one side alone has")
     for (title, name), here in found['here'].items():
         there = found['there'].get((title, name))
-        if there is None:
-            print(f"left out: {title}, {name}, as the other side has no such row")
-        else:
+        if there:
             ratios = sorted(a / b for a, b in zip(here, there))
             rows.append([title, name, f"{statistics.median(here):.4g} ms",
                          f"{statistics.median(there):.4g} ms", f"{statistics.median(ratios):.3f}",
                          f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
-    for title, name in found['there'].keys() - found['here'].keys():
-        print(f"left out: {title}, {name}, as this side has no such row")
     print(table(['measured', 'of', 'here', 'there', 'here / there', 'lowest to highest'], rows))
 
 

@@ -488,12 +488,11 @@ def make_runs(runs, compare, common, results):
     """Make those of `runs`, pairs of name and seed, that are not finished; how many failed."""
     plans = {name: make_plan(name, common) for name, _ in runs}     # what is wrong shows first
     data_dir = plans[runs[0][0]].settings['data_dir']   # the same for all
-    for name, seed in runs:
+    made = [r for r in read_lines(results) if r['name'] in plans]
+    of_rows = [*runs, *((r['name'], r['seed']) for r in made)]  # all seeds of a name share a row
+    for name, seed in dict.fromkeys(of_rows):
         check_made(folder_of(compare, name, seed), plans[name].settings)
-    for r in read_lines(results):
-        if r['name'] not in plans:
-            continue
-        check_made(folder_of(compare, r['name'], r['seed']), plans[r['name']].settings)
+    for r in made:
         if not has_flops(r, plans[r['name']].flops):
             raise UserError(f"{results} has {r['name']}, seed {r['seed']}, with other settings or "
                             "another model.py: choose another --out")

@@ -367,10 +367,14 @@ def runs_of(records):
     return runs
 
 
+def timing_in(records):
+    """The record of those that took turns last, in a list; an empty one if none did."""
+    return [r for r in records if isinstance(r.get('ms'), dict)][-1:]
+
+
 def timed_in(records):
-    """{(name, optimizer): ms a step} of those that took turns last."""
-    together = [r['ms'] for r in records if isinstance(r.get('ms'), dict)]
-    return {tuple(pair.split()): ms for pair, ms in together[-1].items()} if together else {}
+    """{(name, optimizer): ms a step} of that record."""
+    return {tuple(pair.split()): ms for r in timing_in(records) for pair, ms in r['ms'].items()}
 
 
 def table_of(records):
@@ -398,8 +402,8 @@ def table_of(records):
     header = ['model', 'optimizer', 'weights', 'rate', 'of seeds that pick',
               'of each other seed', 'mean', f"steps to {goal:.3f}" if goal else 'steps',
               'ms a step']
-    timing = [r for r in records if isinstance(r.get('ms'), dict)][-1:]    # perhaps elsewhere
-    return f"{table(header, lines)}\n\nNats per token. {where_made([*runs, *timing])}"
+    made = where_made([*runs, *timing_in(records)])     # perhaps timed elsewhere
+    return f"{table(header, lines)}\n\nNats per token. {made}"
 
 
 def at_best_rate(made):
