@@ -155,8 +155,8 @@ def print_plan(settings, given, builtin, state):
     # GPUs are planned without one
     on_gpu = (settings.device or 'cuda').startswith('cuda')
     device = None if on_gpu else pick_device(settings.device)
-    dtype = torch.bfloat16  # what GPUs of today compute in
-    if settings.dtype is not None or device is not None:
+    dtype = getattr(torch, settings.dtype or 'bfloat16')    # what GPUs of today compute in
+    if device is not None:
         dtype, _ = pick_dtype(settings.dtype, device)
     if settings.device == 'cpu':
         tune_cpu()  # rules which attention runs
