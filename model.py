@@ -35,7 +35,8 @@ To train with this file alone:
 
     gpt = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))
     optimizer = torch.optim.AdamW(gpt.parameters())
-    for step, (idx, targets) in enumerate(batches):     # tokens (B,T), and their next ones (B,T)
+    # batches: all of the run, tokens (B,T) and their next ones (B,T)
+    for step, (idx, targets) in enumerate(batches):
         gpt.mechanism.begin_step(step, len(batches))    # parts 4, 5: schedules, random choices
         _, loss = gpt(idx, targets)
         loss.backward()
@@ -112,7 +113,7 @@ class GPTConfig:
     # (Where nothing is to be predicted, as in the question of a made task, targets are negative.
     # Exit's halt_lambda, and Ouro's halt_start and halt_full, are for such tokens alone.)
     halting: str = 'none'                # gate, mask, router, exit or ouro
-    halt_tau: float = 1e-4               # a token stops once its score (part 5) is below this
+    halt_tau: float = 1e-4               # tokens stop below it (part 5; Exit: try 0.02, Ouro 0.5)
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
     halt_start: Optional[float] = None   # share of the run where `onset` (part 5) begins (likewise)
     halt_full: Optional[float] = None    # share of the run from which it is 1 (likewise)
@@ -266,17 +267,16 @@ class Attention(nn.Module):
         if self.config.depth_attn:                                      # part 3
             sources = depth_sources(self.config, self.layer, memory, x.size(1))
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
-        # (B, nkv, N, hd); in part 4 there may be several keys for each slot (ChainMemory), and 8
-        # more channels (WeightedMemory)
+        # (B, nkv, n_keys, hd): in part 4 there may be several keys for each slot (ChainMemory), and
+        # 8 more channels (WeightedMemory)
         keys, values = memory.update(self.layer, k, v)
         y = self.attend(q, keys, values, memory.keys_per_slot)          # (B, nh, S, hd)
         return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
 
     def project(self, x, rope):
         """x (B,S,C) -> q (B, nh, S, hd), k and v (B, nkv, S, hd); q and k normed and rotated."""
-        B, S, _ = x.shape
         nh, nkv, hd = self.config.n_head, self.config.n_kv_head, self.config.head_dim
-        qkv = self.c_attn(x).view(B, S, nh + 2 * nkv, hd)
+        qkv = self.c_attn(x).unflatten(-1, (nh + 2 * nkv, hd))          # (B, S, heads, hd)
         q, k, v = qkv.split((nh, nkv, nkv), dim=2)
         q = apply_rope(self.q_norm(q), *rope)
         k = apply_rope(self.k_norm(k), *rope)
@@ -400,7 +400,7 @@ class GPT(nn.Module):
         """
         Tokens (B,T) -> (logits, loss), one of which is None. targets (B,T) are the next tokens,
         negative where none is to be predicted, as in a question (part 5: Exit and Ouro teach such
-        tokens to take every pass).
+        tokens, padding too, to take every pass).
 
             without targets             (logits (B,T,V), None)
             with targets, in eval mode  (None, the mean cross-entropy in nats)
@@ -472,10 +472,11 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """
-        Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`. The
-        model should be in eval mode. ValueError once it would have to read more than block_size
-        tokens; sample.py's `stream` (engine/generate.py) has no such limit.
+        Append tokens, one by one, to idx (B,T); the other arguments are those of `sample`.
+        ValueError in training mode, and once it would have to read more than block_size tokens;
+        sample.py's `stream` (engine/generate.py) has no such limit.
         """
+        require(not self.training, "to generate, call gpt.eval() first")
         memory = self.new_memory()
         new = idx
         for _ in range(max_new_tokens):
@@ -510,11 +511,12 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         sorted_p, order = logits.softmax(-1).sort(descending=True)
         mass_before = sorted_p.cumsum(-1) - sorted_p    # the probability of all that are likelier
         beyond = mass_before >= max(top_p, 1e-30)       # the likeliest of all has 0: it stays
-        beyond = torch.empty_like(beyond).scatter(1, order, beyond)     # in the table's order again
+        beyond = beyond.scatter(1, order, beyond)       # in the table's order again
         logits = logits.masked_fill(beyond, -math.inf)
     p = logits.softmax(-1)
     # torch.multinomial looks for NaN, so the CPU would wait for the GPU. The same draw without it:
     # if each token i draws its own e_i from Exp(1), p_i / e_i is the largest with probability p_i.
+    # (From NaN it draws token 0; engine/generate.py looks for that.)
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
@@ -599,8 +601,9 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 # times as large. Before each pass a SlotMemory wants next_pass called, and part 5's memories want
 # begin_pass. Keys can have weights: those of padding weigh 0, and part 5 uses weights for more.
 #
-# k counts passes and slots from 0. x_k, E_k and Latent's z_{t,k} go into pass or slot k; h_k, or of
-# token t h_{t,k}, comes out of it. (In some papers k is a superscript.)
+# k counts passes and slots from 0. E_k, a loop's x_k and Latent's z_{t,k} go into pass or slot k;
+# h_k, or of token t h_{t,k}, comes out of it. (In some papers k is a superscript.) Elsewhere x_t is
+# the embedding of token t.
 #
 # To add a mechanism: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in
 # PONDER; its settings in GPTConfig. Smear is the simplest.
@@ -638,9 +641,9 @@ class Mechanism(nn.Module):
 
     def draws(self):
         """
-        Skip it until Latent. The values that begin_step chooses from, equally likely: Latent's R,
-        Feedback's last pass; [None] if there is nothing to choose. The first is the one used
-        outside of training. It must be the costliest: engine/plan.py counts on that.
+        Skip it, and this_draw, until Latent. The values that begin_step chooses from, equally
+        likely: Latent's R, Feedback's last pass; [None] if there is nothing to choose. The first is
+        the one used outside of training. It must be the costliest: engine/plan.py counts on that.
         """
         return [None]
 
@@ -950,9 +953,9 @@ class SlotMemory(WeightedMemory):
     """
 
     def begin(self, x):
-        n_before = self.N           # slots of earlier tokens
+        self.N_before = self.N      # slots of earlier tokens
         super().begin(x)            # which sets N to the number of tokens
-        self.N = self.N_before = n_before   # here it counts slots; next_pass adds the newest
+        self.N = self.N_before      # here N counts slots; next_pass adds the newest
         self.token_pos = self.pos   # (T,); next_pass makes pos (T n,)
 
     def next_pass(self, n=1, log_w=None):
@@ -1090,8 +1093,8 @@ class Feedback(Mechanism):
         h_{t,k} = trunk(x_t + h_{t-1,k-1})                                              k = 1 .. K
 
     h_{t,k} is exact once k >= t, where t counts from the first of the new tokens. The loss reads
-    the last pass; each optimizer step draws whether that is K or K - 1: trained with K alone,
-    models generated badly (docs/results.md).
+    the last pass; each optimizer step draws whether that is K or K - 1: trained with K = 3 alone,
+    a model generated badly (docs/results.md). K = 1 is always 1.
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
     P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
@@ -1164,8 +1167,8 @@ class Halting(Mechanism):
         kept.scores     the scores that decide who takes pass (or slot) 1, 2, ..: (B,T) each
         kept            also has what this class's loss reads: its `forward` says what
 
-    There are two exceptions in training: Mask takes all slots, so its `taken` says who would take
-    them; and Exit has no scores before halt_full.
+    In training it may be otherwise. Ouro's scores stop nobody, nor do Gate's before halt_start, and
+    Exit has none before halt_full. Mask takes all slots: its `taken` says who would take them.
 
     Gate takes `mixture` from Embedding, and Mask the sweeps from Latent, so they inherit these; the
     others need nothing that Chain and Loop define.
@@ -1336,8 +1339,8 @@ class Gate(Halting, Embedding):
         lowest_first = s.flatten().sort().values                        # (K B T,)
         share = self.onset() * self.config.halt_share                   # (14)
         n = (share * self.K * is_target.sum()).floor()  # a tensor: an int would wait for CUDA
-        counts = torch.arange(len(lowest_first), device=s.device) < n
-        mean = lowest_first.where(counts, 0.0).sum() / n.clamp(min=1)   # (13)
+        is_lowest = torch.arange(len(lowest_first), device=s.device) < n
+        mean = lowest_first.where(is_lowest, 0.0).sum() / n.clamp(min=1)   # (13)
         return self.config.halt_lambda * mean
 
 
@@ -1510,10 +1513,10 @@ class Router(Halting):
         """halt_lambda * onset * the mean over tokens of sum_k g_k (right_k)^beta."""
         total = 0.0                                                     # later (B,T)
         # zip ends before the last pass: taken has one more than h and g
-        for h, g, taken in zip(self.kept.h, self.kept.g, self.taken):
+        for h, g, takes in zip(self.kept.h, self.kept.g, self.taken):
             with torch.no_grad():
                 right = gpt.token_losses(h, targets).neg().exp()        # (B,T)
-            total = total + taken * g * right ** self.config.halt_beta
+            total = total + takes * g * right ** self.config.halt_beta
         return self.config.halt_lambda * self.onset() * mean_where(targets >= 0, total)  # (9), (10)
 
 
@@ -1632,14 +1635,14 @@ class Exit(LoopExit):
         that took pass k.
         """
         question = targets < 0                                          # (B,T)
-        weight = self.config.halt_lambda * self.onset()
-        if weight == 0 or not question.any():
+        factor = self.config.halt_lambda * self.onset()
+        if factor == 0 or not question.any():
             return 0.0      # any() waits for the GPU; but where there are none, K heads are saved
         total = 0.0
-        for h, taken in zip(self.kept.h[:self.K], self.taken):
+        for h, takes in zip(self.kept.h[:self.K], self.taken):
             U = self.cross_entropy_with_uniform(gpt, h)                 # (B,T), U_k
-            total = total + mean_where(question & taken, U)
-        return weight * total / self.K
+            total = total + mean_where(question & takes, U)
+        return factor * total / self.K
 
     @staticmethod
     @some_rows_at_once
@@ -1654,8 +1657,8 @@ class Ouro(LoopExit):
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
     Language Models (arXiv 2510.25741)
 
-        lam_k   = sigmoid(w h_k + b)            k < K: the gate, probability of leaving after pass k
-                                                for a token that took it; one w, b for all passes
+        lam_k   = sigmoid(Linear(h_k))          k < K: the gate, probability of leaving after pass k
+                                                for a token that took it; the same in all passes
         stay_k  = (1 - lam_0) .. (1 - lam_k)    probability of taking pass k + 1, too; a token stops
                                                 once it is below tau
         p_k     = stay_{k-1} - stay_k           probability that pass k is the last, where

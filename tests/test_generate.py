@@ -231,6 +231,13 @@ def test_a_text_above_block_size_is_refused():
     assert make().generate(text[:, :5], 20).shape == (1, 25)
 
 
+def test_in_training_mode_nothing_is_generated():
+    model = make(ponder='loop', halting='exit').train()
+    model.mechanism.begin_step(0, 10)
+    with pytest.raises(ValueError, match='gpt.eval()'):
+        model.generate(torch.tensor([[1, 2]]), 3)
+
+
 def test_a_full_prompt_and_no_new_tokens():
     model = make(block_size=6)
     full = torch.tensor([[1, 2, 3, 4, 5, 6]])

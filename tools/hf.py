@@ -33,7 +33,7 @@ WRITTEN = {
     'apply_rope': '239985695722',
     'joined': '84a2a020f33a',
     'Memory': '32a9ce2bdf94',
-    'Attention': 'f235d96cbf95',
+    'Attention': '1db6bfa8abff',
     'MLP': 'b31626d0680e',
     'Block': '5da5201dffb9',
     'GPT.__init__': '631886c8e279',
