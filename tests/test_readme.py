@@ -667,9 +667,9 @@ def test_the_sums_to_expect_are_those_of_the_results():
     of_feedback = {re.match(r'`(\w+)`', name)[1]: sums
                    for name, _, sums, *_ in rows('docs/results.md', '## Feedback')}
     page = ' '.join(read_text('docs/modify.md').split())
-    for name, words in (('loop', ' % right. A model of one pass'), ('plain_scaled', ' % with five')):
+    for name, words in (('loop', '% right. A model of one pass'), ('plain_scaled', '% with five')):
         lowest, highest = map(float, re.findall(r'[\d.]+', of_tasks[name])[1:])
-        assert f'got {lowest:.0f} to {highest:.0f}{words}' in page
+        assert f'got {lowest:.0f} to {highest:.0f} {words}' in page
     assert f"{of_feedback['smear']} % right in the median of several seeds" in page
 
 
