@@ -344,14 +344,20 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
         say_replaced(folder, source, tokenizer.name)
         train = ShardWriter(work, 'train')
         val = ShardWriter(work, 'val')
-        no_utf8 = 0
+        no_utf8, windows = 0, 0     # documents
         for text, tokens in encode_all(tokenizer, texts):
             writer = val if position(text) < val_fraction else train
             writer.add(tokens, len(text))
-            no_utf8 += tokenizer.name != 'byte' and not is_utf8(text)
+            no_utf8 += not is_utf8(text)
+            windows += b'\r\n' in text
         if no_utf8:
-            print(f"warning: no UTF-8 in {no_utf8} documents, and {tokenizer.name} reads nothing "
-                  "else: they have U+FFFD in places; convert them, as with iconv", file=sys.stderr)
+            so = ("kept as they are, but prompts are UTF-8" if tokenizer.name == 'byte' else
+                  f"{tokenizer.name} reads U+FFFD in places")
+            print(f"warning: {no_utf8} documents are no UTF-8 ({so}): convert them, as with iconv",
+                  file=sys.stderr)
+        if windows:
+            print(f"warning: lines end as on Windows in {windows} documents, and the model will "
+                  "write such lines, too: convert them, as with dos2unix", file=sys.stderr)
         if not 0 < val.bytes < train.bytes:
             other = 'larger' if val.bytes == 0 else 'smaller'
             advice = f"give more text, or a {other} --val_fraction"

@@ -75,16 +75,16 @@ def override(model, s):
 
 def encode_prompt(start, tokenizer, block_size):
     """
-    The tokens to go on from; without `start` the end-of-text token, which documents follow, and
-    which may stand in front of it, as <|endoftext|>. UserError if they are none, more than the
-    model's context, or in a file that cannot be read.
+    The tokens to go on from; without `start` the end-of-text token, which documents follow. In it
+    <|endoftext|> stands for that token. UserError if they are none, more than the model's context,
+    or in a file that cannot be read.
     """
     if start is None:
         return [tokenizer.eot_token]
-    text = read_start(start)
-    document = text.removeprefix(b'<|endoftext|>')
-    tokens = [tokenizer.eot_token] * (document != text)
-    tokens += encode(tokenizer, document).tolist()[:-1]             # without the end of the text
+    tokens = []
+    for document in read_start(start).split(b'<|endoftext|>'):
+        tokens += encode(tokenizer, document).tolist()              # an end-of-text token behind it
+    tokens.pop()                                                    # but not behind the last
     if not tokens:
         raise UserError("--start is empty: give at least one character, or leave it out to start "
                         "a new document")
@@ -108,6 +108,9 @@ def as_question(prompt, exam):
     text = bytes(token for token in prompt if token != exam['eot'])
     question, _, answer = text.decode('utf-8', 'replace').strip().partition(end)
     answer_to(question + end, exam['task'])
+    if '\n' in answer:
+        raise UserError("--start has several lines, and a model of a made task reads one problem "
+                        "at a time")
     return list((question + end + answer).encode())
 
 

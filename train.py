@@ -431,10 +431,14 @@ def main(argv):
     settings = build(Settings, {**before, **given})
     if os.environ.get('RANK', '0') == '0':      # torchrun sets it
         for i, path in enumerate(argv):
-            if path.endswith('.json') and not path.startswith('--'):
-                filed, _ = read([path], '', Settings, GPTConfig)
-                earlier, _ = read(argv[:i], '', Settings, GPTConfig)
-                say_overruled(path, filed, earlier, given)
+            if path.startswith('--'):
+                continue
+            filed, _ = read([path], '', Settings, GPTConfig)
+            has_all = path.endswith('.json')    # a .py file may overrule another, but no option
+            before_it = [word for word in argv[:i] if has_all or word.startswith('--')]
+            earlier, _ = read(before_it, '', Settings, GPTConfig)
+            say_overruled(path, filed, earlier, given)
+            if has_all:
                 say_kept_numbers(path, filed, given, settings)
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second

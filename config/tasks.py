@@ -12,7 +12,6 @@ data_dir = 'data/addition'
 n_layer = 1
 n_head = 4
 n_embd = 64
-mlp_hidden = 192
 block_size = 128
 batch_tokens = 8 * 128
 micro_batch = 8

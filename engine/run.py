@@ -366,5 +366,5 @@ def print_answers(outcomes):
     """Print some problems of a made task, and what the model answered."""
     print('-' * 40, 'problems, and what the model answers', '-' * 40)
     for outcome in outcomes[::max(1, len(outcomes) // 8)]:
-        mark = 'right' if outcome.right else f'wrong: {for_terminal(outcome.answer)}'
-        print(f"{outcome.question}{outcome.text}   {mark}")
+        mark = 'right' if outcome.right else f'wrong: {outcome.answer}'
+        print(f"{outcome.question}{for_terminal(outcome.text)}   {mark}")

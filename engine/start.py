@@ -109,8 +109,8 @@ def start_config(settings, asked, n_tokens, old):
 
 def say_overruled(path, filed, earlier, given):
     """
-    A warning where a settings.json (path, which sets what is `filed`) takes back what stands before
-    it in the command: it names every setting. earlier: {name: value} of what stands before it.
+    A warning where a config file or settings.json (path, which sets what is `filed`) takes back
+    what stands before it in the command. earlier: {name: value} of what it should not take back.
     """
     lost = [name for name in earlier if name in filed and earlier[name] != filed[name]
             and given[name] == filed[name]]

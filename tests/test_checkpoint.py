@@ -10,7 +10,7 @@ import shutil
 import pytest
 import test_train
 import torch
-from conftest import TOGGLES, Evil, make, program, save
+from conftest import ROOT, TOGGLES, Evil, make, program, save
 from test_train import QUICK, SHAPE, log_of, same_weights
 
 import sample
@@ -425,6 +425,10 @@ def test_a_settings_json_that_takes_back_what_stands_before_it_is_told(out, tmp_
     told = capsys.readouterr()
     assert f'warning: {file} stands behind what sets ponder, and sets it anew' in told.err
     assert '\nponder=none: ' in '\n' + told.out
+    # a config file takes back an option, and is meant to take back a file
+    loop = os.path.join(ROOT, 'config', 'loop.py')
+    train.main([file, '--ponder_steps=1', loop, f'--out_dir={tmp_path / "third"}', '--max_steps=1'])
+    assert f'{loop} stands behind what sets ponder_steps, and' in capsys.readouterr().err
 
 
 def test_weights_that_start_a_run_on_their_own_data_made_anew_are_named(

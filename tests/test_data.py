@@ -134,6 +134,8 @@ def test_your_own_files_through_the_command_line(tmp_path):
     said = program(*command, cwd=tmp_path).stderr
     assert '1 of 124 files are left out' in said and 'texts/picture.bin' in said
     assert 'warning: texts/gone is left out: a link to nothing' in said
+    assert '1 documents are no UTF-8 (kept as they are' in said
+    assert 'as on Windows in 120 documents' in said
     refused(program(PROGRAM, 'texts/pipe', cwd=tmp_path, ok=False), 'texts/pipe: a pipe')
     meta = read_meta(tmp_path / 'data' / 'mine')
     assert meta['train']['bytes'] + meta['val']['bytes'] == sum(map(len, texts.values()))
@@ -225,7 +227,7 @@ def test_tokens_are_tiktokens(tmp_path, capsys):
             expected += [words.eot_token]
     assert open_shard(tmp_path / 'train_000000.bin').tolist() == expected
     assert meta['n_tokens'] == 266
-    assert 'no UTF-8 in 1 documents' in capsys.readouterr().err
+    assert '1 documents are no UTF-8 (' in capsys.readouterr().err
 
 
 def test_half_a_character_of_a_record_is_kept(tmp_path):

@@ -101,7 +101,8 @@ def test_nanogpts_way_to_ask_for_a_new_document(folder, capsys):
     assert texts[0] == texts[1]
     assert texts[2].startswith('<|endoftext|>def ')
     assert texts[2].removeprefix('<|endoftext|>') != texts[3], "the model reads the token"
-    for prompt, tokens in (('<|endoftext|>a', [256, ord('a')]), ('<|endoftext|>', [256])):
+    for prompt, tokens in (('<|endoftext|>a', [256, 97]), ('<|endoftext|>', [256]),
+                           ('a<|endoftext|>b', [97, 256, 98])):
         assert encode_prompt(prompt, get_tokenizer('byte'), 9) == tokens
 
 
@@ -152,6 +153,8 @@ def test_a_question_of_a_made_task_is_asked_as_in_training(tmp_path, monkeypatch
     for start in ('hello', '74+67,19+80', '74 + 67'):
         with pytest.raises(UserError, match='no problem of addition'):
             sample.main([folder, f'--start={start}', '--device=cpu'])
+    with pytest.raises(UserError, match='reads one problem at a time'):
+        sample.main([folder, '--start=1999+8001=\n7420+6779=', '--device=cpu'])
     asked.clear()       # a text that leaves no room for them
     long = '1' * 63 + '+' + '1' * 63 + '='
     sample.main([folder, f'--start={long}', '--max_new_tokens=1', '--device=cpu'])

@@ -2,7 +2,6 @@
 n_layer = 8
 n_head = 8
 n_embd = 512
-mlp_hidden = 1408
 block_size = 1024
 batch_tokens = 32 * 1024
 micro_batch = 8

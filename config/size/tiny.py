@@ -5,7 +5,6 @@ Small batches and many steps learn most per minute here.
 n_layer = 6
 n_head = 3
 n_embd = 192
-mlp_hidden = 512
 block_size = 256
 batch_tokens = 4 * 256
 micro_batch = 4
