@@ -152,12 +152,9 @@ def print_plan(settings, given, builtin, state):
     config = start_config(settings, asked, n_tokens, old)
     if not settings.eval_only:      # which may ask for other passes
         check_asked(config, asked)
-    # GPUs are planned without one
-    on_gpu = (settings.device or 'cuda').startswith('cuda')
-    device = None if on_gpu else pick_device(settings.device)
     dtype = getattr(torch, settings.dtype or 'bfloat16')    # what GPUs of today compute in
-    if device is not None:
-        dtype, _ = pick_dtype(settings.dtype, device)
+    if not (settings.device or 'cuda').startswith('cuda'):  # they are planned without one
+        dtype, _ = pick_dtype(settings.dtype, pick_device(settings.device))
     if settings.device == 'cpu':
         tune_cpu()  # rules which attention runs
     _, at_once = settings.micro_batches(config.block_size, 1)   # UserError if one GPU could not

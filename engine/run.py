@@ -242,7 +242,7 @@ class Log:
             f"{seconds * 1e3:.0f} ms",
             f"{rate:,.0f} tokens/s",
             f"MFU {mfu:.1%}" if mfu else '',
-            describe(shares) if shares else '',
+            f"{sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)})" if shares else '',
             f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left",
         ]
         self.say(' | '.join(word for word in words if word), step=step, tokens=tokens,
@@ -324,11 +324,6 @@ class Log:
         if self.tracker and text:
             self.tracker.show('sample', ('validation text <|model|> what it makes of it',),
                               [(text,)])
-
-
-def describe(shares):
-    """The mean number of passes, and the share of tokens in each."""
-    return f"{sum(shares):.2f} passes ({' '.join(f'{p:.2f}' for p in shares)})"
 
 
 def end_torn_line(file):

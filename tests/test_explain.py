@@ -202,7 +202,7 @@ def test_refusals(tmp_path):
     for args, words in [(['--against=x'], 'against needs a page'),
                         ([], 'no validation set'),
                         (['--start=' + 'a' * 9, f'--against={short}', '--html=a.html'],
-                         'context .* of --against is 8')]:
+                         'for --against=.* has 9 tokens, .* is 8')]:
         with pytest.raises(UserError, match=words):
             explain.main([folder, *args])
 

@@ -39,7 +39,7 @@ from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, answer_to
 from engine.trained import data_dir_of, exam_for_prompt, load_model, only, open_as
 from model import Feedback, SlotMemory, Smear, depth_attention, depth_sources, source_layers
-from sample import encode_prompt, read_start
+from sample import check_length, encode_prompt, read_start
 from tools.evaluate import token_arrays
 from tools.serve import Served, serve
 
@@ -294,9 +294,7 @@ def problem_tokens(start, exam, block_size):
             raise UserError(f"--start={problem}: the answer is {truth}, as this model is trained "
                             "to write it")
         asked += [exam['eot'], *(question + end + (answer or truth)).encode()]
-    if len(asked) > block_size:
-        raise UserError(f"--start has {len(asked)} tokens, the model's context (block_size) is "
-                        f"{block_size}: give fewer problems")
+    check_length(asked, block_size, '--start')
     tokens = behind_solved(asked, exam, block_size)
     return tokens, len(tokens) - len(asked)
 
@@ -328,9 +326,7 @@ def second_model(s, tokenizer, idx):
     if not one_tokenizer(identity(other), identity(tokenizer)):
         raise UserError(f"--against={s.against}: its tokenizer is {other.name}, the first model's "
                         f"is {tokenizer.name}; name one with the same")
-    if len(idx) > model.config.block_size:
-        raise UserError(f"the text has {len(idx)} tokens, the context (block_size) of --against is "
-                        f"{model.config.block_size}: shorten it")
+    check_length(idx, model.config.block_size, f"the text, for --against={s.against},")
     return model
 
 
