@@ -125,7 +125,11 @@ def read_start(start):
         return start.encode('utf-8', 'surrogateescape')     # so Python holds what is no UTF-8
     path = start.removeprefix('FILE:')
     with on_disk(path, 'read'), open(path, 'rb') as f:
-        return f.read()
+        text = f.read()
+    if b'\0' in text or b'\r\n' in text:
+        print(f"warning: {path} has NUL bytes (as UTF-16 has) or lines that end as on Windows, and "
+              "the model may know neither: convert it", file=sys.stderr)
+    return text
 
 
 # ---- sampling ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ for what the user can mend, and an exit status that says so.
     with whole(path) as f:          a file that becomes `path` when all of it is written
     with alone(folder):             keeps other processes out of a folder
     with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
+    append_line(path, record)       a line of a .jsonl file
     checksum(path)                  SHA-256
     typed(word, ..)                 words of a command, as a shell takes them
     table(header, rows)             for a terminal, or a page
@@ -15,6 +16,7 @@ for what the user can mend, and an exit status that says so.
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shlex
 import subprocess
@@ -165,6 +167,20 @@ def checksum(path):
         while block := f.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def append_line(path, record):
+    """Add an object to a .jsonl file, as a line of its own."""
+    with open(path, 'a+', encoding='utf-8') as f:
+        end_torn_line(f)
+        f.write(json.dumps(record) + '\n')
+
+
+def end_torn_line(file):
+    """End the last line of an open .jsonl file, if a full disk or a kill cut it short."""
+    file.seek(max(0, file.tell() - 1))
+    if file.read(1) not in ('', '\n'):
+        file.write('\n')
 
 
 def same_folder(a, b):

@@ -19,7 +19,7 @@ from statistics import fmean
 import torch
 
 from engine.answers import answer_problems
-from engine.files import UserError, alone, for_terminal, one_line, whole
+from engine.files import UserError, alone, end_torn_line, for_terminal, one_line, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces, generate
 from engine.hardware import expect_new_lengths, peak_flops
@@ -324,13 +324,6 @@ class Log:
         if self.tracker and text:
             self.tracker.show('sample', ('validation text <|model|> what it makes of it',),
                               [(text,)])
-
-
-def end_torn_line(file):
-    """End the last line of a log, if a full disk or a kill cut it short."""
-    file.seek(max(0, file.tell() - 1))
-    if file.read(1) not in ('', '\n'):
-        file.write('\n')
 
 
 def print_sample(model, data, tokenizer, settings):

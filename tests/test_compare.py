@@ -16,7 +16,7 @@ import prepare_data
 import train
 from configurator import build, read
 from engine.checkpoint import load_checkpoint
-from engine.files import UserError
+from engine.files import UserError, append_line
 from engine.flops import flops_per_token
 from engine.shards import get_tokenizer
 from model import GPT, GPTConfig
@@ -155,6 +155,14 @@ def test_a_run_that_another_program_has_finished_meanwhile_stands_there_once(
     monkeypatch.setattr(compare, 'record_of', finished_by_both)
     compare.main([*common, '--names=plain', '--seeds=1', f'--out={tmp_path}'])
     assert [(r['name'], r['seed']) for r in records_in(tmp_path)] == [('plain', 1)]
+
+
+def test_a_line_behind_half_a_line_is_one_of_its_own(tmp_path):
+    path = tmp_path / 'runs.jsonl'
+    path.write_text('{"name": "cut sh')
+    append_line(path, {'name': 'whole'})
+    append_line(path, {'name': 'next'})
+    assert compare.read_lines(path) == [{'name': 'whole'}, {'name': 'next'}]
 
 
 def test_who_may_stand_beside(tmp_path, small_data, monkeypatch):

@@ -234,11 +234,40 @@ def test_a_shard_in_the_place_of_another_is_refused(folder, small_data, tmp_path
         evaluate.main([folder, str(tmp_path / 'd'), '--device=cpu'])
 
 
+def evaluated(model, tokenizer, path, settings):
+    arrays = evaluate.token_arrays(path, tokenizer)
+    return evaluate.evaluate_text(model, tokenizer, path, arrays, settings)
+
+
+def test_what_is_wrong_shows_before_anything_is_computed_and_what_is_done_stays(
+        folder, tmp_path, monkeypatch, capsys):
+    for name in 'ab':
+        (tmp_path / name).write_text('def f(x): return x\n')
+    (tmp_path / 'c.json').write_text('{}')
+    texts = [str(tmp_path / name) for name in ('a', 'b', 'c.json')]
+    calls = []
+
+    def stopped(model, tokens, *args, nats=evaluate.nats, **options):
+        calls.append(tokens)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return nats(model, tokens, *args, **options)
+
+    monkeypatch.setattr(evaluate, 'nats', stopped)
+    with pytest.raises(UserError, match='c.json: records or JSON'):
+        evaluate.main([folder, *texts, '--device=cpu'])
+    assert not calls
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main([folder, *texts[:2], '--device=cpu'])
+    told = capsys.readouterr().out
+    assert texts[0] in told and texts[1] not in told
+
+
 def test_a_file_of_utf_16_is_no_text(model, tmp_path, capsys):
     for encoding in ('utf-8', 'utf-16'):
         path = tmp_path / 'text.txt'
         path.write_text('def f(x): return x\n', encoding=encoding)
-        evaluate.evaluate_text(model, get_tokenizer('byte'), str(path), evaluate.EvaluateSettings())
+        evaluate.read_text(str(path), get_tokenizer('byte'))
         assert ('text.txt has NUL bytes' in capsys.readouterr().err) == (encoding == 'utf-16')
 
 
@@ -252,7 +281,7 @@ def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path, capsys):
     prepare_data.write_dataset(data, texts, Mangling(), 0.3, 'test')
     settings = evaluate.EvaluateSettings()
 
-    count, per_token, per_byte = evaluate.evaluate_text(model, Mangling(), str(path), settings)
+    count, per_token, per_byte = evaluated(model, Mangling(), str(path), settings)
     assert count == len(text) + 1 - 1
     assert 'text.txt is no UTF-8' in capsys.readouterr().err
     assert per_byte == pytest.approx(per_token)         # a token is a byte of the file
@@ -260,9 +289,9 @@ def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path, capsys):
     shard = os.path.join(data, 'val_000000.bin')
     for limit in (None, 99):
         settings = evaluate.EvaluateSettings(tokens=limit)
-        _, per_token, per_byte = evaluate.evaluate_text(model, Mangling(), data, settings)
+        _, per_token, per_byte = evaluated(model, Mangling(), data, settings)
         assert per_byte == pytest.approx(per_token * val['tokens'] / val['bytes'], rel=0.02)
-    assert evaluate.evaluate_text(model, Mangling(), shard, settings)[2] is None
+    assert evaluated(model, Mangling(), shard, settings)[2] is None
 
 
 def test_tokens_are_counted_over_all_shards(model, tmp_path, monkeypatch):
@@ -273,7 +302,7 @@ def test_tokens_are_counted_over_all_shards(model, tmp_path, monkeypatch):
     assert len(read_meta(data)['val']['shards']) > 2
 
     settings = evaluate.EvaluateSettings(tokens=1500)
-    n, *_ = evaluate.evaluate_text(model, BYTE, data, settings)
+    n, *_ = evaluated(model, BYTE, data, settings)
     assert 1490 < n <= 1500
 
 

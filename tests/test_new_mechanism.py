@@ -96,12 +96,13 @@ def test_flops_of_all_layers_follow_from_those_of_three():
     assert flops_per_token(model) == pytest.approx(counted_flops(model))
 
 
-def test_flops_where_some_layers_run_more_often(monkeypatch):
+@pytest.mark.parametrize('first', [None, 3])
+def test_flops_where_some_layers_run_more_often(first, monkeypatch):
     class Upper(Mechanism):
-        """The upper half of the layers runs once more."""
+        """The upper half of the layers runs once more (or those from number `first` on)."""
 
         def forward(self, gpt, x, memory):
-            for blocks in gpt.h, gpt.h[len(gpt.h) // 2:]:
+            for blocks in gpt.h, gpt.h[first or len(gpt.h) // 2:]:
                 memory = Memory()
                 memory.begin(x)
                 rope = rope_table(memory.pos, gpt.config.head_dim, 10_000.0, x.dtype)

@@ -27,7 +27,6 @@ characters and the end behind it are; passes are those of its characters, and de
 """
 
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -41,7 +40,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 from configurator import check_range
 from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps
-from engine.files import UserError, run, table
+from engine.files import UserError, append_line, run, table
 from engine.mechanisms import halts, slots_per_token
 from engine.shards import read_meta
 from engine.start import is_own_data, say_other_data
@@ -334,8 +333,7 @@ def main(argv):
         record = {'checkpoint': folder, 'halting': config.halting,
                   'data': s.data_dir or settings['data_dir'],
                   'answers': text.answers, 'taus': found, 'everyone': rows, 'oracle': oracle}
-        with open(s.json, 'a', encoding='utf-8') as f:
-            f.write(json.dumps(record) + '\n')
+        append_line(s.json, record)
 
 
 if __name__ == '__main__':

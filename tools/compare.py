@@ -44,7 +44,7 @@ from engine import muon
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS, load_checkpoint
 from engine.build import without_numbers
-from engine.files import UserError, checksum, run, table
+from engine.files import UserError, append_line, checksum, run, table
 from engine.flops import flops_per_token
 from engine.hardware import pick_device
 from engine.mechanisms import iterates
@@ -577,8 +577,7 @@ def make_run(name, seed, plan, compare, results):
     r = record_of(name, seed, args, folder, plan, compare)
     if is_made(name, seed, results):    # by another compare.py, meanwhile
         return
-    with open(results, 'a', encoding='utf-8') as f:
-        f.write(json.dumps(r) + '\n')
+    append_line(results, r)
     right = f"{r['right']:.1%} right, " if 'right' in r else ''
     print(f"{label}: {right}{loss_of(r):.4f} nats per byte, {r['steps']} steps, "
           f"{r['seconds']:.0f} s", flush=True)

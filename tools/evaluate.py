@@ -101,7 +101,7 @@ def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=Fals
     window of block_size. counts: which of them count, (n - 1,) bool (None: all). exact: read token
     by token.
     """
-    T = model.config.block_size
+    T = min(model.config.block_size, len(tokens) - 1)
     total = 0.0
     for first in range(0, len(tokens) - 1, T * batch_size):
         part = torch.from_numpy(tokens[first:first + T * batch_size + 1].astype(np.int64))
@@ -166,6 +166,9 @@ def read_text(path, tokenizer):
         text = f.read()
     if b'\0' in text[:8192]:
         print(f"warning: {path} has NUL bytes: it is UTF-16, or no text", file=sys.stderr)
+    if b'\r\n' in text:
+        print(f"warning: {path}: lines end as on Windows, and the model may not know such ends; "
+              "convert them, as with dos2unix", file=sys.stderr)
     if tokenizer.name != 'byte' and not is_utf8(text):
         print(f"warning: {path} is no UTF-8: where it is not, U+FFFD is read", file=sys.stderr)
     tokens = encode(tokenizer, text)
@@ -183,13 +186,12 @@ def about(path):
     return meta['val']['bytes'] if folder == path else None, made and made[0]
 
 
-def evaluate_text(model, tokenizer, path, s):
+def evaluate_text(model, tokenizer, path, arrays, s):
     """
-    (tokens predicted, nats per token, nats per byte) of a text. End-of-text tokens count as tokens
-    of no bytes. Bytes are the text's own, in proportion: a tokenizer may have read others (U+FFFD,
-    NFC). None if they are not known.
+    (tokens predicted, nats per token, nats per byte) of a text, from its token arrays. End-of-text
+    tokens count as tokens of no bytes. Bytes are the text's own, in proportion: a tokenizer may
+    have read others (U+FFFD, NFC). None if they are not known.
     """
-    arrays = token_arrays(path, tokenizer)
     text_bytes, task = about(path)
     lengths = token_lengths(tokenizer).astype(np.int16)
     total, count, read, size, whole = 0.0, 0, 0, 0, 0
@@ -218,23 +220,28 @@ def evaluate_text(model, tokenizer, path, s):
 
 
 def print_texts(model, tokenizer, paths, s):
-    """A table of the loss on each text."""
+    """A table of the loss on each text, of what is done if it is stopped."""
     for path in paths:
         if not os.path.exists(path):
             raise UserError(f"{path}: there is no such file or folder")
-    rows = []
-    for name, value in each_setting(model, s):
-        for path in paths:
-            count, per_token, per_byte = evaluate_text(model, tokenizer, path, s)
-            bits = '?' if per_byte is None else f'{per_byte / math.log(2):.4f}'
-            rows.append([path, f'{value:g}', f'{count:,}', f'{per_token:.4f}',
-                         f'{math.exp(per_token):.3f}', bits])
+    texts = {path: token_arrays(path, tokenizer) for path in paths}
     for path in filter(lambda path: about(path)[1], paths):
         print(f"{path} is a made task: only the characters of answers count, as in training")
-    if any('?' in row for row in rows):
-        print("?: how many bytes of text are in a shard, or a pipe, alone is not known; name the "
-              "folder, or a file")
-    print(table(['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte'], rows))
+    rows = []
+    try:
+        for name, value in each_setting(model, s):
+            for path, arrays in texts.items():
+                count, per_token, per_byte = evaluate_text(model, tokenizer, path, arrays, s)
+                bits = '?' if per_byte is None else f'{per_byte / math.log(2):.4f}'
+                rows.append([path, f'{value:g}', f'{count:,}', f'{per_token:.4f}',
+                             f'{math.exp(per_token):.3f}', bits])
+    finally:
+        if any('?' in row for row in rows):
+            print("?: how many bytes of text are in a shard, or a pipe, alone is not known; name "
+                  "the folder, or a file")
+        if rows:
+            print(table(['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte'],
+                        rows))
 
 
 # ---- right answers ------------------------------------------------------------------------------

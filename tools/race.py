@@ -39,7 +39,7 @@ sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 from configurator import build, read
 from engine.build import new_model
-from engine.files import UserError, checksum, run, table
+from engine.files import UserError, append_line, checksum, run, table
 from engine.hardware import pick_device, pick_dtype
 from engine.prepare import prepare
 from engine.shards import read_meta
@@ -315,12 +315,11 @@ class Race:
         with open(os.path.join(folder, 'log.jsonl'), 'w', encoding='utf-8') as log:
             curve = contender.to_the_end(log, label)
         loss = curve[settings.max_steps]
-        with open(self.results, 'a', encoding='utf-8') as f:
-            write(f, name=name, optimizer=optimizer, learning_rate=rate, seed=seed,
-                  picks=seed in seeds_that_pick(self.chosen),
-                  steps=settings.max_steps,
-                  parameters=sum(p.numel() for p in contender.model.parameters()),
-                  val_loss=loss, curve=curve, **self.about())
+        append_line(self.results, dict(
+            name=name, optimizer=optimizer, learning_rate=rate, seed=seed,
+            picks=seed in seeds_that_pick(self.chosen), steps=settings.max_steps,
+            parameters=sum(p.numel() for p in contender.model.parameters()),
+            val_loss=loss, curve=curve, **self.about()))
         return loss
 
     def about(self):
@@ -346,8 +345,7 @@ class Race:
                 if turn:    # the first is a warm-up
                     took[pair].append(1e3 * (time.perf_counter() - began) / STEPS)
         ms = {' '.join(pair): statistics.median(times) for pair, times in took.items()}
-        with open(self.results, 'a', encoding='utf-8') as f:
-            write(f, ms=ms, **self.about())
+        append_line(self.results, dict(ms=ms, **self.about()))
 
 
 def key_of(record):
