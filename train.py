@@ -13,9 +13,9 @@ Train a GPT on a laptop CPU, one GPU, or many.
         go on after an interruption
 
 Config files and --name=value apply from left to right. What none of them sets has its default,
-which is the same on every machine: that of config/size/tiny.py. Ctrl-C, SIGTERM, SIGHUP,
-max_seconds or a log that cannot be written saves and stops at the next step; a second signal stops
-at once. The exit status after a signal is not 0.
+that of config/size/tiny.py; device, dtype, compile and threads are the machine's. Ctrl-C, SIGTERM,
+SIGHUP, max_seconds or a log that cannot be written saves and stops after the step; a second signal
+stops at once. The exit status after a signal is not 0.
 Writes OUT_DIR/ckpt.pt (the one before it is ckpt_prev.pt), settings.json (every setting but
 max_seconds, derived ones too: a config file for the same mechanism and size) and log.jsonl (a JSON
 object for each line of steps or evaluation in training).
@@ -82,7 +82,7 @@ class Settings:
     device: Optional[str] = None        # 'cpu', 'cuda', 'cuda:1', 'mps' (None: the best there is)
     dtype: Optional[str] = None         # 'float32', 'bfloat16', 'float16' (None: the quick one)
     threads: Optional[int] = None       # on a CPU (None: PyTorch's choice, one per core)
-    compile: Optional[bool] = None      # torch.compile each block (None: on CUDA only)
+    compile: Optional[bool] = None      # torch.compile parts of blocks (None: on CUDA only)
     checkpoint_activations: bool = False # recompute blocks: less memory, a third more compute
     shard_optimizer: bool = False       # ranks share out AdamW's state: less memory, same result
     dry_run: bool = False               # print what it would take, and stop; needs no data or GPU
@@ -183,8 +183,8 @@ class Trainer:
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         self.stamps = state['files'] if state and s.init_from == 'resume' else {}
         self.newest = os.path.join(s.out_dir, CHECKPOINTS[0])
-        self.left = self.stamps.get(self.newest)    # as this run found the checkpoint, or left it
-        # where the weights first came from: never 'resume'
+        self.left = self.stamps.get(self.newest)    # its stamp, as this run found or left it
+        # init_from of this run's first call: never 'resume'
         self.origin = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
         # the data (a built-in set is made when it is missing), the model, and the step it is at
@@ -216,7 +216,7 @@ class Trainer:
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
             for p in self.model.parameters():
-                if p.requires_grad:     # made by a first backward, they would lie beside DDP's
+                if p.requires_grad:     # gradients that a first backward makes lie beside DDP's
                     p.grad = torch.zeros_like(p)
             self.net = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
@@ -232,9 +232,9 @@ class Trainer:
             group['lr'] = learning_rate(s, self.step)
 
         # forward and backward, in micro-batches whose gradients add up
-        total = torch.zeros(2, device=self.device)      # of losses, and of targets that count
+        total = torch.zeros((), device=self.device)     # of losses
         batches = [self.batch(micro) for micro in range(self.accumulation)]
-        divisors = self.by_targets(batches)
+        divisors, n_targets = self.by_targets(batches)  # of text: the number of micro-batches
         for micro, (x, y) in enumerate(batches):                        # each (micro_batch, T)
             # DDP.no_sync without a `with`: in the last backward ranks average what was added up
             self.net.require_backward_grad_sync = micro == self.accumulation - 1
@@ -242,18 +242,18 @@ class Trainer:
                 _, loss = self.net(x, y)
             loss = loss / divisors[micro]
             self.scaler.scale(loss).backward()
-            total[0] += loss.detach()
-            total[1] += (y >= 0).sum()
+            total += loss.detach()
             self.log.add_passes(self.model.mechanism.passes)
-            self.log.alive(f"step {self.step + 1}: micro-batch {micro + 1} of {self.accumulation}")
+            if micro + 1 < self.accumulation:   # else the step itself is said
+                self.log.alive(f"step {self.step + 1}: micro-batch {micro + 1} of "
+                               f"{self.accumulation}")
 
         # the update, unless the gradient is not finite
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         norm = float(norm)                  # waits for the GPU
-        loss, targets = self.ranks.sum(total).tolist()
-        loss = loss / self.ranks.world if targets else math.nan     # see by_targets
-        if not targets:
+        loss = self.ranks.mean(total) if n_targets else math.nan
+        if not n_targets:
             self.log.say(f"step {self.step + 1}: no answer in its windows counts; step skipped "
                          "(raise block_size or batch_tokens)")
         elif self.may_update(loss, norm):
@@ -265,13 +265,15 @@ class Trainer:
 
     def by_targets(self, batches):
         """
-        Divisors of the micro-batches' mean losses that make their sum, averaged over ranks, the
-        mean over all targets of the step. Of text each has as many, and they are the number of
-        micro-batches; a made task has more in some windows than in others.
+        (divisors of the micro-batches' mean losses, the number of targets in the step on all
+        ranks). Divided so, the losses add up to one that, averaged over ranks, is the mean over all
+        targets. A micro-batch of text has as many targets as any other, but of a made task some
+        windows have more than others.
         """
         counts = torch.stack([(y >= 0).sum() for _, y in batches]).float()
-        of_all = self.ranks.sum(counts.sum()).clamp(min=1)
-        return of_all / (counts * self.ranks.world)     # infinite where nothing counts
+        n_targets = self.ranks.sum(counts.sum())
+        # infinite where nothing counts
+        return n_targets.clamp(min=1) / (counts * self.ranks.world), n_targets
 
     def batch(self, micro):
         """
@@ -309,7 +311,7 @@ class Trainer:
     # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self):
-        """Steps until max_steps or a signal; what is due is saved before it is said."""
+        """Steps until max_steps, or `stop` is asked; what is due is saved before it is said."""
         s = self.settings
         self.model.train()
         self.log.start(self.accumulation, self.micro_batch, f"{self.precision} ({self.why})",
@@ -361,7 +363,7 @@ class Trainer:
             total[1] += targets
             if halts(self.model):
                 total[2] += self.model.mechanism.passes.float().mean() * len(some)
-            self.log.alive(f"evaluation: {world * (i + len(some))} of {n} windows")
+            self.log.alive(f"evaluation: {min(n, world * (i + len(some)))} of {n} windows")
         total = self.ranks.sum(total)
         if not total[1]:
             raise UserError("no answer in the windows evaluated counts: raise block_size or "
@@ -378,7 +380,7 @@ class Trainer:
         optimizer = optimizer_state(self.optimizer)  # on all ranks
         if self.ranks.rank > 0:
             return
-        if stamp(self.newest) not in (None, self.left):     # on another machine, or Windows
+        if stamp(self.newest) not in (None, self.left):     # where no lock keeps it out
             self.log.say(f"warning: another run writes to {self.settings.out_dir}, too: give each "
                          "a folder of its own, or the last one to save is what stays")
         save_checkpoint(self.settings.out_dir, dict(
@@ -400,7 +402,7 @@ class Trainer:
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self):
-        """Evaluate only, or train to max_steps; ends early on a signal, or when the log is lost."""
+        """Evaluate only, or train to max_steps; ends early if `stop` is asked."""
         s = self.settings
         if s.eval_only:
             self.log.say(f"evaluation in {self.precision} ({self.why})")
@@ -434,7 +436,7 @@ def main(argv):
             if path.startswith('--'):
                 continue
             filed, _ = read([path], '', Settings, GPTConfig)
-            has_all = path.endswith('.json')    # a .py file may overrule another, but no option
+            has_all = path.endswith('.json')    # a .py file may overrule another file, no --option
             before_it = [word for word in argv[:i] if has_all or word.startswith('--')]
             earlier, _ = read(before_it, '', Settings, GPTConfig)
             say_overruled(path, filed, earlier, given)

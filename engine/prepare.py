@@ -1,6 +1,6 @@
 """
-A model made ready for training: on its device, tuned, with what train.py's settings ask for. Each
-is a function around model.py's own code.
+A model made ready for training: on its device, tuned, with what train.py's settings ask for, by
+functions around model.py's own code.
 """
 
 import copy
@@ -33,8 +33,8 @@ def prepare(model, settings, device):
 
 def compile_blocks(model):
     """
-    torch.compile what a block does between attention and attention; the code of one serves all, so
-    compile time does not grow with depth. Memories and attention's own kernel stay outside.
+    torch.compile each block's q, k and v, and its MLP; the code of one serves all, so compile time
+    does not grow with depth. All else stays outside.
     """
     torch._dynamo.config.recompile_limit = 128      # variants of shapes
     # where training skips tokens that stopped, shapes change from step to step

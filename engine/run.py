@@ -41,13 +41,13 @@ class Stop:
         self.ranks = ranks
         self.device = device
         self.deadline = time.monotonic() + (max_seconds or math.inf)
-        self.since = 0.0            # when this rank was told to stop; 0: it was not
+        self.since = 0.0            # when this rank heard a signal; 0: it did not
         self.status = 0             # what the program ends with: 128 and the signal's number
         self.error = None           # why a line of the log is lost: what the program ends with
 
     def asked(self):
         """Whether any rank was told to stop, or is out of time; all ranks get the same answer."""
-        stop = self.since > 0 or time.monotonic() > self.deadline
+        stop = self.since > 0 or self.error is not None or time.monotonic() > self.deadline
         if self.ranks.world == 1:
             return stop
         return self.ranks.mean(torch.tensor([float(stop)], device=self.device)) > 0
@@ -58,7 +58,6 @@ class Stop:
             error = UserError(f"a line of the log cannot be written ({error.strerror}): see to it, "
                               "then go on with --init_from=resume")
         self.error = self.error or error
-        self.since = self.since or time.monotonic()
 
     def hear(self, number, frame):
         """
@@ -217,8 +216,9 @@ class Log:
 
     def step(self, step, loss, norm, lr, last):
         """
-        Count a step that is done. Of every log_interval-th say so, of the last, and of the first in
-        this process, whose time is another one: it compiles. last: no more come.
+        Count a step that is done. Of every log_interval-th say so, of the last, of one after long
+        silence, and of the first in this process, whose time is another one: it compiles. last: no
+        more come.
         """
         self.losses.append(loss)
         s = self.settings

@@ -171,7 +171,10 @@ def check_memory(config, settings, ranks, device):
         return
     model = without_numbers(config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    kept = model.num_params() + (0 if settings.eval_only else 3 * trained)
+    moments = 1 if settings.optimizer == 'muon' else 2      # of Muon's, AdamW's part has more
+    if settings.shard_optimizer:
+        moments /= ranks.world
+    kept = model.num_params() + (0 if settings.eval_only else (1 + moments) * trained)
     on_this_machine = int(os.environ.get('LOCAL_WORLD_SIZE', ranks.world))     # torchrun sets it
     needs = on_this_machine * 4 * kept
     with open('/proc/meminfo', encoding='ascii') as f:

@@ -89,7 +89,7 @@ class Windows:
         both = torch.from_numpy(np.stack((x, y)))
         cuda = device.type == 'cuda'
         if cuda:
-            both = both.pin_memory()    # from there it is copied while the GPU computes
+            both = both.pin_memory()    # the copy is queued, and the CPU does not wait
         x, y = both.to(device, non_blocking=cuda)
         return x, y
 

@@ -368,9 +368,10 @@ def test_micro_batches_do_not_matter(run_train, traffic, tmp_path, toggle):
 def test_a_micro_batch_without_targets_counts_for_nothing(make_trainer):
     trainer = make_trainer()
     y = torch.tensor([[3, -1, 4], [-1, -1, -1], [-1, 5, -1]])
-    divisors = trainer.by_targets([(None, row) for row in y])
-    assert divisors.tolist() == [1.5, math.inf, 3.0]
-    assert trainer.by_targets([(None, y[1])]).tolist() == [math.inf]
+    divisors, n_targets = trainer.by_targets([(None, row) for row in y])
+    assert divisors.tolist() == [1.5, math.inf, 3.0] and n_targets == 3
+    divisors, n_targets = trainer.by_targets([(None, y[1])])
+    assert divisors.tolist() == [math.inf] and n_targets == 0
 
 
 def test_the_last_step_is_at_the_lowest_rate():
@@ -650,6 +651,7 @@ def test_no_run_is_silent_for_long(run_train, monkeypatch, capsys):
     out = capsys.readouterr().out
     for words in ('step     2/3', 'step 2: micro-batch 1 of 2', 'evaluation: 4 of 16 windows'):
         assert words in out
+    assert 'micro-batch 2 of 2' not in out, "it would take the place of the step's own line"
 
 
 def test_passes_of_all_micro_batches_are_logged(run_train, make_trainer, tmp_path, capsys):
@@ -1444,6 +1446,11 @@ def test_a_second_signal_ends_at_once_unless_torchrun_passed_it_on(monkeypatch, 
     now[0] = 101.0
     stop.hear(signal.SIGTERM, None)
     assert raised == [signal.SIG_DFL, signal.SIGTERM]
+    lost = Stop(ALONE, CPU)     # a log's lost line is no signal: the first one is the first
+    lost.because(BrokenPipeError())
+    now[0] = 102.0
+    lost.hear(signal.SIGINT, None)
+    assert lost.asked() and len(raised) == 2
 
 
 @posix
