@@ -171,7 +171,7 @@ def check_memory(config, settings, ranks, device):
         return
     model = without_numbers(config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    moments = 1 if settings.optimizer == 'muon' else 2      # of Muon's, AdamW's part has more
+    moments = 1 if settings.optimizer == 'muon' else 2      # at least: AdamW does Muon's rest
     if settings.shard_optimizer:
         moments /= ranks.world
     kept = model.num_params() + (0 if settings.eval_only else (1 + moments) * trained)

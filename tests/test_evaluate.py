@@ -63,6 +63,7 @@ def test_equals_the_plain_loop(ponder, n):
         assert got == pytest.approx(want, abs=1e-9)
     got = evaluate.nats(model.float(), tokens, 4) / (n - 1)
     assert got == pytest.approx(want, rel=1e-6)
+    assert evaluate.nats(model, tokens[:1], 4) == 0.0
 
 
 def run(capsys, *args):

@@ -101,7 +101,7 @@ def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=Fals
     window of block_size. counts: which of them count, (n - 1,) bool (None: all). exact: read token
     by token.
     """
-    T = min(model.config.block_size, len(tokens) - 1)
+    T = min(model.config.block_size, max(1, len(tokens) - 1))   # no longer than the text
     total = 0.0
     for first in range(0, len(tokens) - 1, T * batch_size):
         part = torch.from_numpy(tokens[first:first + T * batch_size + 1].astype(np.int64))
