@@ -32,9 +32,7 @@ The fields of c, a GPTConfig: n_layer, n_embd (C), n_head (nh), n_kv_head (nkv),
 mlp_hidden, vocab_size (V), ponder_steps (K). You are compared with engine/flops.py, which runs the
 model on shapes alone and adds up each matmul that it sees, by PyTorch's own formulas.
 """
-# This line finds the project's files. If you keep your answer in a folder of your own, check it by
-# python exercises/check.py FOLDER
-import check
+import check    # finds the project's files
 
 
 def forward_flops(c, T):
@@ -78,7 +76,7 @@ HINTS = (
     "the one whose token costs less gets more of them, by the ratio of the two costs.",
 )
 TINY = dict(  # config/size/tiny.py with bytes
-    vocab_size=320, n_layer=6, n_head=3, n_embd=192, mlp_hidden=512, block_size=256)
+    vocab_size=320, n_tokens=257, n_layer=6, n_head=3, n_embd=192, mlp_hidden=512, block_size=256)
 SMALL = {**TINY, 'n_layer': 3}
 GROUPED = dict(
     vocab_size=448, n_layer=3, n_head=8, n_kv_head=2, n_embd=128, head_dim=24, mlp_hidden=384)

@@ -26,17 +26,14 @@ tokens go on reading:
 
 In training all passes run on all tokens, and `where` keeps what a halted token had: its keys, its
 values and its readout. In generation a halted token really stops, and costs nothing more. Both must
-give the same numbers. (The paper leaves open what becomes of the readout. Frozen, as here, it is
-the same in both.) The check compares you with such a generation, token by token, with caches and a
-`break` when the gate says so, and your gradients with model.py's. Afterwards, think about this:
-with these three frozen, would it matter if a halted token's E moved on?
+give the same numbers. The check compares you with such a generation, token by token, with caches
+and a `break` when the gate says so, and your gradients with model.py's. Afterwards, think about
+this: with these three frozen, would it matter if a halted token's E moved on?
 
     shape letters    B rows    T positions    C width of the model
                      nkv key/value heads    hd width of a head
 """
-# This line finds the project's files. If you keep your answer in a folder of your own, check it by
-# python exercises/check.py FOLDER
-import check
+import check    # finds the project's files
 import torch
 
 from model import Embedding
@@ -67,7 +64,8 @@ class Frozen:
 
 def think(gpt, gates, x, tau):
     """
-    x (B, T, C) -> (readout (B, T, C), passes (B, T): how many passes each token took).
+    x (B, T, C), the first E -> (readout (B, T, C), passes (B, T): how many each token took, whole
+    numbers).
     gates: K functions from (B, T, C) to (B, T, 1).
     gpt.trunk(x, Frozen(T, ...)) is one pass.
     """
@@ -220,7 +218,7 @@ def gate_at(z):
 
 
 def gate_that_looks():
-    """A gate that gives every token a z of its own: 12 tokens take from 1 to 4 passes."""
+    """A gate that gives every token a z of its own: 12 tokens take unlike numbers of passes."""
     w = torch.randn(32, 1)
     return lambda h: h @ w / 2 + 1
 
@@ -341,7 +339,9 @@ def check_cases():
     x = gpt.embed(idx)
     for case in cases(gpt, idx):
         check_think(gpt, x, case)
-    check_think(gpt, x, looking(draw(0.3, 0.4, 0.7)))
+    case = looking(draw(0.3, 0.4, 0.7))
+    case.gates.append(gate_that_looks())    # four: elsewhere there are three
+    check_think(gpt, x, case)
 
 
 def conclusion():

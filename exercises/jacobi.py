@@ -29,13 +29,10 @@ Part 3: a thought or a result is exact if it is the one of part 1. z_0 is exact 
 on, since x_0 has nothing before it. If z_0 .. z_{n-1} are exact, then one more iteration makes z_n
 exact. How many iterations make every result exact, whatever the weights?
 
-You are compared with `Latent` of model.py. x (B, T, C) are embeddings. gpt.trunk(x) runs all blocks
-and the final norm over a text, at the positions 0, 1, 2, .. With thoughts in between, these would
-be wrong; so there is `read`, which asks for them.
+You are compared with `Latent` of model.py. x (B, T, C) are embeddings, C wide. gpt.trunk(x) runs
+all blocks and the final norm over a text, at the positions 0, 1, 2, .. `read` takes other ones.
 """
-# This line finds the project's files. If you keep your answer in a folder of your own, check it by
-# python exercises/check.py FOLDER
-import check
+import check    # finds the project's files
 import torch
 
 from model import Memory
@@ -61,7 +58,7 @@ def sequential(gpt, x):
 
 
 def jacobi(gpt, x, iterations):
-    """x (B, T, C) -> the same by Jacobi iteration, `iterations` + 2 passes in all."""
+    """x (B, T, C) -> the results after so many iterations, (B, T, C): `iterations` + 2 passes."""
     raise NotImplementedError(
         "jacobi() is still empty: write it in place of this line")
 
@@ -86,9 +83,9 @@ from check import (NotYet, call, causal, difference, draw, expect, gradients, re
 
 GIVEN = ('Memory',)  # what may be imported from the project
 HINTS = (
-    "sequential: keep a list of slots. For each t, append x[:, t], read torch.stack(slots, 1), "
-    "append the last output (that is z_t), read again, and keep the last output as the result. pos "
-    "is 0 0 1 1 2 2 .., with as many numbers as there are slots so far.",
+    "sequential: keep a list of slots. Each token adds two, and after each of them you read the "
+    "whole list, torch.stack(slots, 1). pos is 0 0 1 1 2 2 .., with as many numbers as there are "
+    "slots so far.",
 
     "jacobi: torch.stack((x, z), 2).flatten(1, 2) interleaves to x_0 z_0 x_1 z_1 .., and "
     "pos.repeat_interleave(2) goes with it. In the output h, h[:, 0::2] are the token slots and "
@@ -268,7 +265,8 @@ def check_iterations():
 def check_gradients():
     gpt, x = model_and_input()
     gpt.requires_grad_(True)
-    gradients("jacobi()", gpt, jacobi(gpt, x, 2), library(gpt, x, 2))
+    idx = torch.randint(0, 30, x.shape[:2])     # embedded twice, as a backward frees its graph
+    gradients("jacobi()", gpt, jacobi(gpt, gpt.embed(idx), 2), library(gpt, gpt.embed(idx), 2))
 
 
 def check_count():

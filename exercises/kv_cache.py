@@ -31,10 +31,10 @@ cached keys came earlier. So generation, where this matters most, needs no mask.
 Write the cache, then the mask, then the loop that generates. You are compared with the model
 without a cache, and with GPT.generate. Afterwards, think about this: how many bytes does your
 cache hold after T tokens, and what do grouped queries (exercise 1) change about it?
+
+    shape letters    B rows    nkv key/value heads    hd width of a head    C width of the model
 """
-# This line finds the project's files. If you keep your answer in a folder of your own, check it by
-# python exercises/check.py FOLDER
-import check
+import check    # finds the project's files
 import torch
 
 
@@ -73,9 +73,9 @@ def mask(S, N, device):
 
 def generate(gpt, prompt, n):
     """
-    prompt (B, T) -> (B, T + n): append the likeliest token n times. Each token may go through
-    gpt.trunk only once. gpt.embed(tokens) gives x, gpt.trunk(x, cache) hidden states h, after
-    cache.begin(x), and gpt.head(h) logits.
+    prompt (B, T) -> (B, T + n): append the likeliest token n times. Each position may go through
+    gpt.trunk only once, for all rows together. gpt.embed(tokens) gives x, gpt.trunk(x, cache)
+    hidden states h, after cache.begin(x), and gpt.head(h) logits.
     """
     raise NotImplementedError(
         "generate() is still empty: write it in place of this line")
@@ -93,17 +93,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from model import Attention
 
 HINTS = (
-    "begin: x.size(1) new tokens stand behind the self.tokens of before: torch.arange(first, end, "
-    "device=x.device), and end is the new self.tokens. update: if the layer is not in self.keys "
-    "yet, the new ones are all there are; otherwise torch.cat along the axis of positions, 2. "
-    "Store the result before you return it.",
+    "begin: x.size(1) tokens are new, and self.tokens stood before them; torch.arange, on x's "
+    "device. update: the first time there is nothing to append to, later torch.cat along the axis "
+    "of positions. Store the result before you return it.",
 
     "mask: N - S tokens are old. torch.ones(S, N, dtype=torch.bool, device=device).tril(N - S) "
     "moves the diagonal so many places to the right.",
 
-    "generate: first the whole prompt, then in turn: take h[:, -1], head, argmax(-1), append, and "
-    "run the trunk on that one token. In front of each call of the trunk, cache.begin with the "
-    "same embeddings.",
+    "generate: first the whole prompt, then in turn: take h[:, -1:], head, argmax(-1), which is "
+    "(B, 1), append, and run the trunk on that one token. In front of each call of the trunk, "
+    "cache.begin with the same embeddings.",
 )
 AXES = ('row', 'head', 'position', 'channel')
 

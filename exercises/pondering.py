@@ -23,9 +23,7 @@ gpt.config.embed_scale. Do not call Embedding.mixture or gpt.hidden: you are com
 Afterwards, think about this: to generate with caches (exercise 3), how many caches does a model
 with K steps need?
 """
-# This line finds the project's files. If you keep your answer in a folder of your own, check it by
-# python exercises/check.py FOLDER
-import check
+import check    # finds the project's files
 import torch
 import torch.nn.functional as F
 

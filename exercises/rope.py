@@ -24,9 +24,7 @@ whole text.
 You are compared with rope_table and apply_rope of model.py. Afterwards, think about this: what
 would change in the model's output if every position were 100 larger?
 """
-# This line finds the project's files. If you keep your answer in a folder of your own, check it by
-# python exercises/check.py FOLDER
-import check
+import check    # finds the project's files
 import torch
 
 

@@ -212,6 +212,7 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('range(iterations + 1)', 'range(20)', 'is the exact result'),
         ('    z = gpt.trunk(x)', '    z = 0 * x', r'passes of \[10\] .* for are \[5, 10\]'),
         ('        z = h[:, 0::2]', '        z = h[:, 0::2].detach()', 'gradient is lost'),
+        ('    z = gpt.trunk(x)', '    x = x.detach()\n    z = gpt.trunk(x)', 'gradient is lost'),
         ('return T - 1', 'return T', 'more than it takes'),
         ('return T - 1', 'return min(T - 1, 3)', 'is not exact yet, after them it is still off by'),
         ('return T - 1', 'return T - 1.0', 'should be a whole number'),
@@ -242,6 +243,7 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('Frozen(x.size(1), m, memory)', 'Frozen(x.size(1))',
          'should read the frozen keys and values'),
         ('gate(h).sigmoid()', 'gate(h).detach().sigmoid()', 'gradient is lost'),
+        ('for gate in gates:', 'for gate in gates[:3]:', ANY),
     ],
     'flops': [
         ('3 * c.n_embd * c.mlp_hidden', '2 * c.n_embd * c.mlp_hidden', 'two matrices'),
@@ -255,6 +257,7 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
          'all heads, in attention too'),
         ('(width + 2 * kv_width)', '3 * width', 'as many heads as the queries have'),
         ('(width + 2 * kv_width)', '(width + kv_width)', 'leaves out the queries, or the keys'),
+        ('c.n_embd * c.vocab_size', 'c.n_embd * c.n_tokens', ANY),
         ('return trunk + head\n', 'return trunk\n', 'leaves out the head'),
         ('return trunk + head\n', 'return trunk + c.n_layer * head\n', 'head in every layer'),
         ('return trunk + head\n', 'return trunk + 2 * head\n', 'it is a look-up'),
