@@ -31,12 +31,11 @@ skip what is marked with a later part.
                             (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
     6  checks               which settings make sense
 
-To train with this file alone:
+To train with this file alone (`batches` are those of the whole run):
 
     gpt = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))
     optimizer = torch.optim.AdamW(gpt.parameters())
-    # batches: all of the run, tokens (B,T) and their next ones (B,T)
-    for step, (idx, targets) in enumerate(batches):
+    for step, (idx, targets) in enumerate(batches):     # tokens (B,T), and their next ones (B,T)
         gpt.mechanism.begin_step(step, len(batches))    # parts 4, 5: schedules, random choices
         _, loss = gpt(idx, targets)
         loss.backward()
