@@ -31,7 +31,7 @@ skip what is marked with a later part.
                             (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
     6  checks               which settings make sense
 
-To train with this file alone (`batches` are those of the whole run):
+To train with this file alone, where `batches` are those of the whole run:
 
     gpt = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))
     optimizer = torch.optim.AdamW(gpt.parameters())

@@ -34,7 +34,7 @@ def test_it_imports_pytorch_and_the_standard_library_alone():
 
 def lines_on_top():
     """The code in model.py's docstring."""
-    lines = library.__doc__.split('To train with this file alone:')[1].splitlines()
+    lines = library.__doc__.split('To train with this file alone')[1].splitlines()
     code = [line[4:] for line in lines if line.startswith('    ')]
     assert len(code) == 9
     return '\n'.join(code)
