@@ -126,10 +126,17 @@ def read_start(start):
     path = start.removeprefix('FILE:')
     with on_disk(path, 'read'), open(path, 'rb') as f:
         text = f.read()
-    if b'\0' in text or b'\r\n' in text:
-        print(f"warning: {path} has NUL bytes (as UTF-16 has) or lines that end as on Windows, and "
-              "the model may know neither: convert it", file=sys.stderr)
+    warn_of_text(path, text)
     return text
+
+
+def warn_of_text(path, text):
+    """A warning of bytes in a text file that hardly any model was trained on."""
+    if b'\0' in text:
+        print(f"warning: {path} has NUL bytes: it is UTF-16, or no text", file=sys.stderr)
+    if b'\r\n' in text:
+        print(f"warning: {path}: lines end as on Windows, and the model may not know such ends; "
+              "convert them, as with dos2unix", file=sys.stderr)
 
 
 # ---- sampling ------------------------------------------------------------------------------------

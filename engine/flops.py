@@ -9,7 +9,6 @@ import contextlib
 import math
 import sys
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -40,31 +39,30 @@ def flops_per_token(gpt, T=None, training=True, texts=1):
 
 def run_equally_often(gpt):
     """Whether a forward pass runs all blocks the same number of times."""
-    with shapes_only():
-        twin = new_model(gpt.config).train()        # where nobody halts
-        idx = torch.zeros(1, min(8, gpt.config.block_size), dtype=torch.long)
-    twin.mechanism.begin_step(-1, 1)
-    calls = [0] * len(twin.h)
-
-    def count(i, *_):
-        calls[i] += 1
-
-    for i, block in enumerate(twin.h):
-        block.register_forward_pre_hook(partial(count, i))
+    twin, idx = on_shapes(gpt.config)
+    calls = []
+    for block in twin.h:
+        block.register_forward_pre_hook(lambda block, _: calls.append(block))
     with counted(), torch.no_grad():
         twin(idx)
-    return len(set(calls)) == 1
+    return len({calls.count(block) for block in twin.h}) == 1
+
+
+def on_shapes(config, texts=1):
+    """(a model in training, before any token halts; texts of block_size tokens), without numbers"""
+    with shapes_only():
+        twin = new_model(config).train()
+        idx = torch.zeros(texts, config.block_size, dtype=torch.long)
+    twin.mechanism.begin_step(-1, 1)    # whatever halt_start is
+    return twin, idx
 
 
 def counted_flops(gpt, T=None, training=True, texts=1, n_layer=None):
     """flops_per_token, with so many layers (None: the model's)."""
     T = T or gpt.config.block_size
     config = replace(gpt.config, block_size=T, n_layer=n_layer or gpt.config.n_layer)
-    with shapes_only():
-        twin = new_model(config).train()        # where nobody halts
-        idx = torch.zeros(texts, T, dtype=torch.long)
+    twin, idx = on_shapes(config, texts)
     mechanism = twin.mechanism
-    mechanism.begin_step(-1, 1)     # before any token halts, whatever halt_start is
     draws = mechanism.draws() if training else mechanism.draws()[:1]
     total = 0
     for mechanism.drawn in draws:

@@ -122,7 +122,7 @@ def test_prompts(tmp_path, capsys):
     raw = b'a\r\ncaf\xe9\n'
     (tmp_path / 'prompt.txt').write_bytes(raw)      # as the model saw such files in training
     assert encode_prompt(f'FILE:{tmp_path}/prompt.txt', byte, 99) == list(raw)
-    assert 'lines that end as on Windows' in capsys.readouterr().err
+    assert 'lines end as on Windows' in capsys.readouterr().err
     assert encode_prompt('caf\udce9', byte, 99) == list(b'caf\xe9')    # from a shell
     assert encode_prompt(None, byte, 4) == [256]
     assert encode_prompt('é', byte, 4) == [195, 169]

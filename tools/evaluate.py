@@ -43,7 +43,7 @@ from engine.start import is_own_data, say_other_data
 from engine.tasks import TASKS, in_answers, task_of
 from engine.trained import data_dir_of, exam_of_run, load_model
 from prepare_data import is_jsonl, is_utf8
-from sample import SampleSettings, override
+from sample import SampleSettings, override, warn_of_text
 
 
 @dataclass
@@ -164,11 +164,7 @@ def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
     with open(path, 'rb') as f:
         text = f.read()
-    if b'\0' in text[:8192]:
-        print(f"warning: {path} has NUL bytes: it is UTF-16, or no text", file=sys.stderr)
-    if b'\r\n' in text:
-        print(f"warning: {path}: lines end as on Windows, and the model may not know such ends; "
-              "convert them, as with dos2unix", file=sys.stderr)
+    warn_of_text(path, text)
     if tokenizer.name != 'byte' and not is_utf8(text):
         print(f"warning: {path} is no UTF-8: where it is not, U+FFFD is read", file=sys.stderr)
     tokens = encode(tokenizer, text)
