@@ -150,8 +150,8 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------------------
 # 2  The plain GPT
 #
-# GPT.mechanism belongs to parts 4 and 5. Here it does three things: it makes a Memory, calls
-# GPT.trunk, and calls GPT.loss.
+# GPT.mechanism belongs to parts 4 and 5. Here it does four things: it makes a Memory, calls
+# GPT.trunk, calls GPT.loss, and leaves the initial weights as they are.
 
 
 def at_least_fp32(x):
@@ -649,7 +649,7 @@ class Mechanism(nn.Module):
     @staticmethod
     def default_embed_scale(C):
         """The default embed_scale: with the default init_std, embeddings begin with RMS 1."""
-        return math.sqrt(2.5 * C)       # 1 / init_std
+        return math.sqrt(2.5 * C)       # 1 / the default init_std
 
     @property
     def K(self):
@@ -658,8 +658,8 @@ class Mechanism(nn.Module):
     def init_weights(self, gpt):
         """
         Each c_proj is divided by sqrt(2 n_layer), as in GPT-2 and in PonderLM's and PonderLM-2's
-        Llama code; the mechanism's own biases begin at 0. The plain GPT of this file does not
-        divide, nor scale its embeddings. So compare a mechanism with ponder='loop' and
+        Llama code; the mechanism's own biases begin at 0. Plain, with depth_attn or without, does
+        not divide, nor scale its embeddings. So compare a mechanism with ponder='loop' and
         ponder_steps=0, but Embedding, Gate and Pause with ponder='embedding' and ponder_steps=0.
         """
         for block in gpt.h:
@@ -940,9 +940,10 @@ class Chain(Mechanism):
         return Memories(ChainMemory, self.K + 1, pad)                   # (Eq. 2)
 
     def forward(self, gpt, x, memory):
+        h = x
         for k in range(self.K + 1):
-            x = gpt.trunk(x, memory[k])                                 # h_k
-        return x
+            h = gpt.trunk(h, memory[k])                                 # h_k
+        return h
 
 
 class SlotMemory(WeightedMemory):
@@ -1209,7 +1210,7 @@ class Halting(Mechanism):
         return gpt.loss(h, targets)
 
     def penalty(self, gpt, targets):
-        """What the loss of predictions gains; targets (B,T) as in GPT.forward."""
+        """What is added to the loss of predictions; targets (B,T) as in GPT.forward."""
         raise NotImplementedError
 
 
@@ -1362,8 +1363,8 @@ class Mask(Halting, Latent):
     the output; s is not scaled back to a sum of 1. A hidden thought is computed all the same, since
     a later sweep may need it. A single new token takes slot after slot, while one is needed.
 
-    The loss gains halt_lambda * onset * the mean of the expected number of thoughts; this term is
-    ours.
+    halt_lambda * onset * the mean of the expected number of thoughts is added to the loss; this
+    term is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
@@ -1417,8 +1418,8 @@ class Mask(Halting, Latent):
 
         self.taken = needed.unbind(-1)              # (B,T) each
         self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
-        weight = s if self.training else s * needed
-        out = sum(weight[..., k, None] * h_k for k, h_k in enumerate(outs))     # (B,T,C)
+        share = s if self.training else s * needed
+        out = sum(share[..., k, None] * h_k for k, h_k in enumerate(outs))     # (B,T,C)
         return out.to(x.dtype)
 
     def penalty(self, gpt, targets):
@@ -1460,7 +1461,7 @@ class Router(Halting):
         loss     += halt_lambda onset mean_t sum_{k <= K*, k < K} g_k (right_k)^beta       (9), (10)
                     right_k: the right token's probability after pass k, for gradients a constant
 
-    Tokens stop from the first optimizer step on, as in the paper. So the loss gains its term from
+    Tokens stop from the first optimizer step on, as in the paper. So the loss has this term from
     then on, too: onset is 1 at once, unless halt_start and halt_full are set.
 
     Cost: the passes of Chain that are taken (in training with engine/skip.py), and in training a
@@ -1683,7 +1684,7 @@ class Ouro(LoopExit):
     Two things are ours:
 
     1. Tokens of questions (with negative targets) learn to stay, for the reason that Exit has. In
-       stage 1 the loss gains
+       stage 1 the loss has one more term,
 
            halt_lambda onset 1/K sum_{k<K} mean of -log(1 - lam_k)      over these tokens
 
@@ -1691,7 +1692,8 @@ class Ouro(LoopExit):
     2. gain_k is what pass k + 1 gains, because lam_k decides about that pass. The paper compares
        lam_k with the gain of pass k itself.
 
-    Router has the same numbers by other names: stay_k is its reach_{k+1}, p_k its weight_k.
+    As long as no token stops, Router has the same numbers by other names: stay_k is its
+    reach_{k+1}, p_k its weight_k.
 
     Cost: K + 1 passes, in generation those that are taken; in training a head after each.
     """
@@ -1716,14 +1718,9 @@ class Ouro(LoopExit):
         self.kept.scores.append(stay)       # in training too: predictions_loss reads it
         return takes if self.training else takes & self.goes_on(stay)
 
-    def loss(self, gpt, h, targets):
-        if self.config.ouro_stage == 1:
-            return super().loss(gpt, h, targets)
-        loss = self.gate_loss(gpt, targets)
-        self.kept = None    # as Halting.loss
-        return loss
-
     def predictions_loss(self, gpt, h, targets):
+        if self.config.ouro_stage == 2:
+            return self.gate_loss(gpt, targets)
         stay = self.kept.scores                                         # stay_0 .. stay_{K-1}
         p = [before - after for before, after in zip([1.0, *stay], [*stay, 0.0])]           # (3)
         expected = sum(p_k * gpt.token_losses(h_k, targets)
@@ -1733,7 +1730,9 @@ class Ouro(LoopExit):
         return mean_where(targets >= 0, expected - self.config.halt_lambda * entropy)   # (4)
 
     def penalty(self, gpt, targets):
-        """What stage 1 gains for questions: see above, the first of what is ours."""
+        """Stage 1's term for questions: see above, the first of what is ours."""
+        if self.config.ouro_stage == 2:
+            return 0.0          # gate_loss has it in wanted_k
         pull = sum(F.softplus(self.logit(h)) for h in self.kept.h[:self.K])     # -log(1 - lam_k)
         return self.config.halt_lambda * self.onset() * mean_where(targets < 0, pull) / self.K
 
