@@ -40,7 +40,7 @@ from engine.prepare import prepare
 from engine.files import UserError, run, stamp
 from engine.hardware import check_causal, pick_dtype, process_group
 from engine.muon import MuonAndAdamW, matrices_of_blocks
-from engine.run import Log, Stop
+from engine.run import Log, Stop, lacks_evaluation
 from engine.shards import read_meta
 from engine.start import (
     check_ranks, check_unused, checkpoint_of, say_kept_numbers, say_overruled, start_model)
@@ -408,7 +408,8 @@ class Trainer:
             self.log.say(f"evaluation in {self.precision} ({self.why})")
             self.evaluate()
             return
-        if self.step >= s.max_steps:
+        ended_early = self.step == s.max_steps and lacks_evaluation(s.out_dir, self.step)
+        if self.step >= s.max_steps and not ended_early:
             raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise "
                             "max_steps (which stretches schedules), or add --eval_only=True")
         # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint
@@ -417,7 +418,10 @@ class Trainer:
         settings.pop('max_seconds')     # of this call
         with self.log.open(settings, self.stamps, self.step):
             with self.stop.on_signals():
-                self.loop()
+                if self.step < s.max_steps:
+                    self.loop()
+                else:
+                    self.evaluate()     # the run was killed in its last evaluation
             if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
                 self.log.sample(self.val_data, self.meta, self.autocast)
 

@@ -112,8 +112,9 @@ def optimizer_state(optimizer):
 def load_checkpoint(folder, mapped=False):
     """
     The newest readable checkpoint of a folder: what train.py saved, a dict of step, config,
-    settings, tokenizer, model, optimizer and so on. A damaged one is reported and the one before
-    it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see engine/released.py.
+    settings, tokenizer, model, optimizer and so on. A damaged or missing one is reported and the
+    one before it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see
+    engine/released.py.
 
     mapped (hf: always): tensors lie in the file, of which many processes share one copy, and which
     others may write over: copy them at once, then call check_whole with `files`.
@@ -125,8 +126,12 @@ def load_checkpoint(folder, mapped=False):
         raise UserError(f"{folder} is a file: name the folder it is in, {where}")
     problems = []
     files = {path: stamp(path) for path in (os.path.join(folder, name) for name in CHECKPOINTS)}
+    if not any(files.values()):
+        command = typed('train.py', f'--out_dir={folder}')
+        raise UserError(f"{folder}: no checkpoint here; make one with {command}")
     for path, there in files.items():
-        if there is None:
+        if there is None:   # a run was killed between the renames of save_checkpoint
+            problems.append(f"{path}: missing")
             continue
         try:
             state = read_checkpoint(path, mapped)
@@ -138,9 +143,7 @@ def load_checkpoint(folder, mapped=False):
             print(f"warning: {problem}; using {path}", file=sys.stderr)
         warn_of_unknown(state['config'], path)
         return {**state, 'files': files} if mapped else state
-    command = typed('train.py', f'--out_dir={folder}')
-    nothing = f"{folder}: no checkpoint here; make one with {command}"
-    raise UserError('; '.join(problems) or nothing)
+    raise UserError('; '.join(problems))
 
 
 def warn_of_unknown(config, path):

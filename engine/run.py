@@ -326,6 +326,16 @@ class Log:
                               [(text,)])
 
 
+def lacks_evaluation(folder, step):
+    """Whether log.jsonl does not end with the evaluation after this step: the run was killed."""
+    line = {}
+    with contextlib.suppress(OSError), open(os.path.join(folder, 'log.jsonl'), 'rb') as f:
+        for text in f:
+            with contextlib.suppress(ValueError):   # half a line
+                line = json.loads(text)
+    return line.get('step') != step or 'val_loss' not in line
+
+
 def print_sample(model, data, tokenizer, settings):
     """
     Print a piece of the validation text, from its Windows, and how the model goes on; returns both

@@ -142,6 +142,10 @@ def test_refusals(tmp_path, monkeypatch):
         bench.main(['--depth_attn'])
     with pytest.raises(UserError, match='halt_tau: chosen here for each row, by --toggles'):
         bench.main(['--toggles=exit', '--halt_tau=0.5'])
+    with pytest.raises(UserError, match='batches=0: give whole numbers from 1'):
+        bench.main(['--batches=0'])
+    with pytest.raises(UserError, match='block_size=8: a prompt alone has 8 tokens'):
+        bench.main([*SMALL, '--block_size=8'])
     with pytest.raises(UserError, match='nowhere: there is no tools/bench.py'):
         bench.main(['--against=nowhere'])
     monkeypatch.setattr(bench, 'ROOT', str(tmp_path))

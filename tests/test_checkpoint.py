@@ -94,8 +94,11 @@ def test_a_damaged_one_does_not_take_the_place_of_the_one_before(out, damage):
     assert load_checkpoint(str(out))['step'] == 2
 
 
-def test_a_run_killed_between_the_two_renames(run_train, out):
+def test_a_run_killed_between_the_two_renames(run_train, out, capsys):
     os.remove(out / 'ckpt.pt')
+    assert load_checkpoint(str(out))['step'] == 2
+    told = capsys.readouterr().err
+    assert 'ckpt.pt: missing; using' in told and told.count('\n') == 1
     straight = run_train('straight', '--max_steps=4')
     with pytest.raises(UserError, match='--init_from=resume'):
         run_train('out', '--max_steps=4')

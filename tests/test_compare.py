@@ -291,6 +291,23 @@ def test_a_config_file_edited_while_runs_go_on_ends_them(common, tmp_path, monke
     assert records_in(tmp_path) == []
 
 
+def test_data_prepared_anew_while_runs_go_on_ends_them(in_process, tmp_path, monkeypatch, capsys):
+    data, out = tmp_path / 'data', tmp_path / 'out'
+    write_dataset(str(data), texts(1), get_tokenizer('byte'), 0.3, 'test')
+    quick = compare.train
+
+    def prepared_anew_after(label, *args):
+        quick(label, *args)
+        if label == 'loop, seed 1':
+            write_dataset(str(data), texts(2), get_tokenizer('byte'), 0.3, 'test')
+    monkeypatch.setattr(compare, 'train', prepared_anew_after)
+    with pytest.raises(UserError, match='2 runs failed'):
+        compare.main([*RECIPE, f'--data_dir={data}', '--names=plain,loop,chain', '--seeds=1',
+                      f'--out={out}'])
+    assert capsys.readouterr().err.count('prepared anew since this command began') == 2
+    assert [r['name'] for r in records_in(out)] == ['plain'] and in_process[-1] == 'loop-s1'
+
+
 def test_all_of_a_run_is_of_one_model_py(common, in_process, tmp_path, monkeypatch, capsys):
     args = [*common, '--names=plain', '--seeds=1', f'--out={tmp_path}']
     begun = compare.source_of_model()
@@ -377,13 +394,14 @@ def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(com
         GPT(GPTConfig(**load_checkpoint(str(folder))['config'])))
     assert r['hardware'].endswith(', 1 threads, float32')   # the run's, not compare.py's
     assert 'resume' not in r['command']
+    with pytest.raises(UserError, match='is at step 4 of max_steps=4'):
+        train.main(['--init_from=resume', f'--out_dir={folder}'])
     assert r['command'].startswith('python train.py config/loop.py --n_layer=2')
     assert (folder / 'output.txt').stat().st_size > 0
 
-    # its seconds: of steps 1 and 2 as first taken, of steps 3 and 4 as taken again
-    ms = {line['step']: line['ms'] for line in compare.read_lines(folder / 'log.jsonl')
-          if 'ms' in line}
-    assert r['seconds'] == pytest.approx(sum(ms.values()) / 1e3)
+    # its steps are not taken again
+    ms = [line['ms'] for line in compare.read_lines(folder / 'log.jsonl') if 'ms' in line]
+    assert len(ms) == 4 and r['seconds'] == pytest.approx(sum(ms) / 1e3)
 
 
 def test_ended_by_sigterm_its_run_saves(common, tmp_path):
@@ -412,9 +430,21 @@ def test_on_a_made_task_right_answers_are_counted(in_process, tmp_path, monkeypa
     prepare_data.prepare(DataSettings(problems=300), ['addition'])
     compare.main([*RECIPE, '--data_dir=data/addition', '--out=out', '--names=plain,loop',
                   '--seeds=1', '--answers=10'])
-    [loop] = [row for row in cells(capsys.readouterr().out) if row[0] == 'loop']
+    told = capsys.readouterr().out
+    [loop] = [row for row in cells(told) if row[0] == 'loop']
     assert loop[:5] == ['loop', '0 of 1', '0.0%', '0.0% to 0.0%', '4.00']
+    assert 'Right answers are of 10 problems.' in told
     assert [r['problems'] for r in compare.read_lines('out/runs.jsonl')] == [10, 10]
+
+
+def test_the_flops_are_those_of_the_sequences_that_a_step_has(common):
+    """The head of a large vocabulary takes some rows at once, so their number counts."""
+    def flops(size):
+        args = ['config/vanilla.py', *common, '--vocab_size=50304', '--block_size=512',
+                '--batch_tokens=1024', f'--micro_batch={size}']
+        s, config = compare.configs_of(args)
+        return compare.flops_of(config, s)
+    assert flops(64) == flops(2) != flops(1)        # a step has two
 
 
 # -------------------------------------------------------------------------------------------------

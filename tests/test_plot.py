@@ -211,12 +211,13 @@ def test_the_seed_that_chose_the_rates_is_not_drawn(tmp_path):
 
 def record_of(name, seed, loss, *options, **more):
     """A line of tools/compare.py, of a run on small_data."""
-    config = os.path.join(ROOT, 'config', 'loop.py')
+    file = os.path.join(ROOT, 'config', 'loop.py')
     settings = [f'--{key}={value}' for key, value in SIZE.items()]
-    command = ['python', 'train.py', config, *settings, *options, f'--seed={seed}']
-    _, shape = plot.configs_of(command[2:])
+    command = ['python', 'train.py', file, *settings, '--batch_tokens=96', *options,
+               f'--seed={seed}']
+    s, config = plot.configs_of(command[2:])
     return dict(name=name, seed=seed, val_nats_per_byte=loss, command=shlex.join(command),
-                tokens=9, flops=9 * compare.flops_of(shape, 4), **more)
+                tokens=9, flops=9 * compare.flops_of(config, s), **more)
 
 
 def test_loss_against_what_a_new_token_costs(tmp_path, small_data):

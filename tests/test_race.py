@@ -9,10 +9,10 @@ from conftest import ROOT, cells
 import prepare_data
 import train
 from engine.build import new_model
-from engine.files import UserError
+from engine.files import UserError, alone
 from model import GPTConfig
 from prepare_data import DataSettings
-from tools import race
+from tools import compare, race
 from tools.compare import read_log
 
 RECIPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--mlp_hidden=32', '--block_size=32',
@@ -221,6 +221,20 @@ def test_the_step_at_which_a_curve_has_a_loss():
 def test_refusals(started, args, words):
     with pytest.raises(UserError, match=words):
         started(*args)
+
+
+def test_data_prepared_anew_ends_the_race(started, tmp_path, monkeypatch):
+    sums = iter('aaaab')    # the recipe's, at first, before a run, after it, before the next
+    monkeypatch.setattr(race, 'sum_of_data', lambda folder: next(sums))
+    monkeypatch.setattr(compare, 'sum_of_data', lambda folder: next(sums))
+    with pytest.raises(UserError, match='prepared anew since this command began'):
+        started('--names=ours,gelu', '--optimizers=adamw', '--lrs=1e-3', '--seeds=1')
+    assert len(compare.read_lines(tmp_path / 'race' / 'runs.jsonl')) == 1
+
+
+def test_two_races_do_not_share_a_folder(started, tmp_path):
+    with alone(tmp_path / 'race'), pytest.raises(UserError, match='another process writes here'):
+        started('--names=ours', '--optimizers=adamw', '--lrs=1e-3', '--seeds=1')
 
 
 def test_a_race_is_on_text(started, tmp_path, monkeypatch):

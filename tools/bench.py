@@ -77,8 +77,8 @@ class BenchSettings:
         for name in self.toggles.split(','):
             if name not in TOGGLES:
                 raise ValueError(f"toggles={name}: choose from {', '.join(TOGGLES)}")
-        if not all(rows.isdecimal() for rows in self.batches.split(',')):
-            raise ValueError(f"batches={self.batches}: give whole numbers, such as 1,8")
+        if not all(rows.isdecimal() and int(rows) for rows in self.batches.split(',')):
+            raise ValueError(f"batches={self.batches}: give whole numbers from 1 on, such as 1,8")
         check_range(self, 1, math.inf, 'repeats', 'new_tokens', 'rounds')
 
 
@@ -226,6 +226,14 @@ def bench_steps(setup, configs, flops):
     print_times(f'step, {shape[0]} x {shape[1]} tokens', take_turns(steps, setup.own.repeats), work)
 
 
+def new_tokens(setup, config):
+    """How many tokens a turn decodes; UserError if the context has no room for one."""
+    if config.block_size <= PROMPT:
+        raise UserError(f"block_size={config.block_size}: a prompt alone has {PROMPT} tokens; "
+                        "raise it")
+    return min(setup.own.new_tokens, config.block_size - PROMPT)
+
+
 def bench_decoding(setup, configs, bandwidth):
     """Decoding by models {name: config}, each against the first. bandwidth: the machine's."""
     expect_new_lengths()    # not before: steps have one length
@@ -233,7 +241,7 @@ def bench_decoding(setup, configs, bandwidth):
     dtype = setup.dtype if asked else torch.float32     # in which a CPU decodes
     models, read = {}, {}
     for name, config in configs.items():
-        new = min(setup.own.new_tokens, config.block_size - PROMPT)     # the same for all
+        new = new_tokens(setup, config)     # the same for all
         model = models[name] = new_model(config).to(setup.device, dtype).eval()
         if pick_compile(setup.train.compile, setup.device):
             compile_decoding(model, PROMPT + new)
@@ -280,7 +288,7 @@ def bench_halting(setup, name, config):
     models = {'all': new_model(replace(config, halting='none')).to(setup.device)}
     for depth in DEPTHS:
         models[depth] = drawn(config, depth, setup.device)
-    new = min(setup.own.new_tokens, config.block_size - PROMPT)
+    new = new_tokens(setup, config)
     for batch in map(int, setup.own.batches.split(',')):
         turns = {depth: partial(decode, model.eval(), batch, new, setup.device)
                  for depth, model in models.items()}

@@ -42,7 +42,7 @@ import train as train_py
 from configurator import build, check_range, read
 from engine import muon
 from engine.answers import Progress, summary
-from engine.checkpoint import CHECKPOINTS, load_checkpoint
+from engine.checkpoint import CHECKPOINTS
 from engine.build import without_numbers
 from engine.files import UserError, append_line, checksum, run, table
 from engine.flops import flops_per_token
@@ -209,7 +209,8 @@ class Plan:
     """All runs of a name, whatever their seed."""
     args: list        # train.py's arguments, but for seed and folder
     settings: dict    # all settings of train.py and of the model
-    flops: float      # of training, per token
+    flops: float      # of training, per token, without the optimizer's
+    data: str         # sum_of_data, before the first run
 
 
 def make_plan(name, common):
@@ -241,13 +242,13 @@ def make_plan(name, common):
         args.append(f'--n_layer={int(times) * config.n_layer}')
         s, config = configs_of(args)
     settings = {**asdict(s), **asdict(config)}
-    flops = flops_of(config, s.micro_batch)
+    flops = flops_of(config, s)
     if like:
         other = make_plan(like, common)
         total = other.flops * other.settings['max_steps'] * other.settings['batch_tokens']
         settings['max_steps'] = round(total / (flops * s.batch_tokens))
         args.append(f"--max_steps={settings['max_steps']}")
-    return Plan(args, settings, flops)
+    return Plan(args, settings, flops, sum_of_data(s.data_dir))
 
 
 def has_flops(record, per_token):
@@ -261,8 +262,9 @@ def has_flops(record, per_token):
 COUNTED = {}    # {a config and texts, as text: FLOPs of a token}, as many names share one
 
 
-def flops_of(config, texts):
-    """FLOPs of a token in training with so many texts at once."""
+def flops_of(config, s):
+    """FLOPs of a token in training with train.py's Settings s, on one device."""
+    _, texts = s.micro_batches(config.block_size, 1)
     model = repr((config, texts))
     if model not in COUNTED:
         COUNTED[model] = flops_per_token(without_numbers(config), texts=texts)
@@ -327,13 +329,8 @@ def final_loss(folder, settings):
 
 def train(label, args, folder, settings):
     """Run train.py to its end, from where it is; UserError if it fails."""
-    paths = [os.path.join(folder, name) for name in CHECKPOINTS]
-    checkpoints = [path for path in paths if os.path.exists(path)]
-    if checkpoints and load_checkpoint(folder, mapped=True)['step'] >= settings['max_steps']:
-        # killed in the last evaluation: the steps since the checkpoint before come out equal
-        os.remove(checkpoints.pop(0))
     command = [sys.executable, '-u', os.path.join(ROOT, 'train.py'), *args]
-    if checkpoints:
+    if any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):
         command.append('--init_from=resume')
     os.makedirs(folder, exist_ok=True)
     group = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # with --track=wandb
@@ -552,8 +549,7 @@ def keep_recipe(out, common, data_dir):
     another recipe.
     """
     path = os.path.join(out, 'recipe.txt')
-    data = checksum(os.path.join(data_dir, 'meta.json'))[:12]
-    recipe = shlex.join([*common, f'data={data}'])
+    recipe = shlex.join([*common, f'data={sum_of_data(data_dir)}'])
     os.makedirs(out, exist_ok=True)
     if not os.path.exists(path):
         with open(path, 'w', encoding='utf-8') as f:
@@ -564,17 +560,31 @@ def keep_recipe(out, common, data_dir):
         raise UserError(f"{out} has runs with {before!r}, not {recipe!r}: choose another --out")
 
 
+def sum_of_data(data_dir):
+    """A short sum of a data set, whose meta.json has the sums of its tokens."""
+    return checksum(os.path.join(data_dir, 'meta.json'))[:12]
+
+
+def check_data(data_dir, before):
+    """UserError if the data set was prepared anew since this sum_of_data."""
+    if sum_of_data(data_dir) != before:
+        raise UserError(f"{data_dir} was prepared anew since this command began: start it again "
+                        "with another --out")
+
+
 def make_run(name, seed, plan, compare, results):
     """Make a run, if it is not finished, and add its line to the results; UserError if it fails."""
     folder = folder_of(compare, name, seed)
     args = [*plan.args, f'--seed={seed}', f'--out_dir={folder}']
     label = f"{name}, seed {seed}"
     check_code(label, folder)
+    check_data(plan.settings['data_dir'], plan.data)
     if final_loss(folder, plan.settings) is None:
         train(label, args, folder, plan.settings)
         check_code(label, folder)
         check_made(folder, plan.settings)       # a config file may have been edited meanwhile
     r = record_of(name, seed, args, folder, plan, compare)
+    check_data(plan.settings['data_dir'], plan.data)
     if is_made(name, seed, results):    # by another compare.py, meanwhile
         return
     append_line(results, r)
@@ -636,6 +646,11 @@ def table_of(records, beside=None):
     text += (f"\n\nMedians; differences: means; x: of {base}, before any token stops (exit then "
              f"costs more, router less); learned it: {LEARNED:.0%} right or more; equal FLOPs: "
              f"within 5 %. {where_made(records)}")
+    if any(r.get('optimizer') == 'muon' for r in records):
+        text += "\nFLOPs are those of the model, without Muon's own, which come with every step."
+    asked = sorted({r['problems'] for r in records if 'problems' in r})
+    if asked:
+        text += f"\nRight answers are of {' or '.join(f'{n:,}' for n in asked)} problems."
     if tried:
         text += "\nTried with other seeds: " + ', '.join(
             f"{r['name']} (seed {r['seed']}) {loss_of(r):.4f}" for r in tried) + '.'

@@ -199,7 +199,7 @@ def in_generation(panels):
         if halts(gpt) or (iterates(gpt) and EXACT not in record):
             raise UserError(f"x=generated: {name} halts, or its record has no {EXACT}: leave it "
                             "out of --names")
-        if not has_flops(record, flops_of(config, s.micro_batch)):
+        if not has_flops(record, flops_of(config, s)):
             raise UserError(f"x=generated: {name}'s command does not make the model of its record "
                             "here: leave it out of --names")
         runs.setdefault(name, []).append({**record, 'gpt': gpt})

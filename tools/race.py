@@ -39,7 +39,7 @@ sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 from configurator import build, read
 from engine.build import new_model
-from engine.files import UserError, append_line, checksum, run, table
+from engine.files import UserError, alone, append_line, checksum, run, table
 from engine.hardware import pick_device, pick_dtype
 from engine.prepare import prepare
 from engine.shards import read_meta
@@ -49,8 +49,8 @@ from engine.windows import Windows
 from model import Attention, GPTConfig
 from tools.bench import wait_for
 from tools.compare import (
-    CODE, OURS, check_role, check_seeds_and_rates, commit, configs_of, hardware, keep_recipe,
-    read_lines, seeds_that_pick, where_made)
+    CODE, OURS, check_data, check_role, check_seeds_and_rates, commit, configs_of, hardware,
+    keep_recipe, read_lines, seeds_that_pick, sum_of_data, where_made)
 from train import Settings, learning_rate, make_optimizer
 
 START = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0']   # plain_scaled's
@@ -277,6 +277,7 @@ class Race:
     s: Settings             # but for optimizer, rate and seed
     config: GPTConfig       # of `ours`
     results: str            # a file with a line per run
+    data: str               # sum_of_data, before the first run
 
     def make_all(self):
         """Make what is missing of the runs, then time all in turns."""
@@ -311,9 +312,11 @@ class Race:
         folder = os.path.join(self.chosen.out, label)
         os.makedirs(folder, exist_ok=True)
         settings = replace(self.s, optimizer=optimizer, learning_rate=rate, seed=seed)
+        check_data(self.s.data_dir, self.data)
         contender = Run(name, self.path, settings, self.config)
         with open(os.path.join(folder, 'log.jsonl'), 'w', encoding='utf-8') as log:
             curve = contender.to_the_end(log, label)
+        check_data(self.s.data_dir, self.data)
         loss = curve[settings.max_steps]
         append_line(self.results, dict(
             name=name, optimizer=optimizer, learning_rate=rate, seed=seed,
@@ -478,7 +481,8 @@ def main(argv):
                                  f'race={own}',
                                  f'settings={sum_of(repr((s, config)))}', f'dtype={s.dtype}'],
                     s.data_dir)
-        Race(path, chosen, s, config, results).make_all()
+        with alone(chosen.out):
+            Race(path, chosen, s, config, results, sum_of_data(s.data_dir)).make_all()
     records = read_lines(results)
     if not runs_of(records):
         raise UserError(f"{results}: no finished run here")
