@@ -12,6 +12,7 @@ Sample from a checkpoint, streaming to the terminal.
 import codecs
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -81,15 +82,20 @@ def encode_prompt(start, tokenizer, block_size):
     """
     if start is None:
         return [tokenizer.eot_token]
-    tokens = []
-    for document in read_start(start).split(b'<|endoftext|>'):
-        tokens += encode(tokenizer, document).tolist()              # an end-of-text token behind it
-    tokens.pop()                                                    # but not behind the last
+    tokens = tokens_of(read_start(start), tokenizer)
     if not tokens:
         raise UserError("--start is empty: give at least one character, or leave it out to start "
                         "a new document")
     check_length(tokens, block_size, '--start')
     return tokens
+
+
+def tokens_of(text, tokenizer):
+    """Those of a prompt's bytes, in which <|endoftext|> stands for that token."""
+    tokens = []
+    for document in text.split(b'<|endoftext|>'):
+        tokens += encode(tokenizer, document).tolist()              # an end-of-text token behind it
+    return tokens[:-1]                                              # but not behind the last
 
 
 def check_length(tokens, block_size, name):
@@ -108,9 +114,9 @@ def as_question(prompt, exam):
     text = bytes(token for token in prompt if token != exam['eot'])
     question, _, answer = text.decode('utf-8', 'replace').strip().partition(end)
     answer_to(question + end, exam['task'])
-    if '\n' in answer:
-        raise UserError("--start has several lines, and a model of a made task reads one problem "
-                        "at a time")
+    if re.search(r'[\s,]', answer):
+        raise UserError(f"{text.decode('utf-8', 'replace')!r}: a model of a made task reads one "
+                        "problem at a time")
     return list((question + end + answer).encode())
 
 

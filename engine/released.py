@@ -360,6 +360,9 @@ class FolderTokenizer:
         eos = read_config(folder).get('eos_token_id')   # ends a document; there may be a list
         eos = eos[0] if isinstance(eos, list) else eos
         self.eot_token = self.library.token_to_id('<|endoftext|>') if eos is None else eos
+        if self.eot_token is None:
+            raise UserError(f"{folder}/config.json: no eos_token_id, the token that ends a text: "
+                            "add it")
 
     def encode_ordinary(self, text):
         return self.library.encode(text, add_special_tokens=False).ids

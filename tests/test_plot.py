@@ -27,7 +27,8 @@ def write_run(folder, *losses, **settings):
     os.makedirs(folder)
     lines = [dict(step=2 * i, tokens=128 * i, flops=1e9 * i, loss=loss, ms=10)
              for i, loss in enumerate(losses, 1)]
-    lines.append(dict(step=2 * len(losses), tokens=128 * len(losses), val_loss=losses[-1] - 0.5))
+    lines.append(dict(step=2 * len(losses), tokens=128 * len(losses),
+                      val_loss=losses[-1] and losses[-1] - 0.5))
     (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, lines)))
     (folder / 'settings.json').write_text(json.dumps({**SIZE, **settings}))
     return str(folder)
@@ -91,6 +92,8 @@ def test_what_was_given_up_is_no_part_of_a_curve(tmp_path):
     with open(tmp_path / 'died' / 'log.jsonl', 'a') as f:
         f.write('\n' + '\n'.join(map(json.dumps, lines)))
     assert plot.read_run(path, 'tokens') == {'loss': [(128, 3), (256, 2)], 'val_loss': []}
+    with pytest.raises(UserError, match='nothing: no loss in its log is finite'):
+        plot.curves([write_run(tmp_path / 'nothing', None, None)], PlotSettings())
 
 
 def test_runs_of_two_places_are_not_one(tmp_path):
@@ -171,8 +174,8 @@ def test_halting_draws_what_all_seeds_have(tmp_path):
     def record(folder, right):
         taus = [dict(tau=tau, passes=2, chosen=share, random=[0.5]) for tau, share in right.items()]
         return dict(checkpoint=folder, halting='exit', data='data/sums', answers=9, taus=taus)
-    made = [record('out/exit-s1', {0.1: 0.75, 0.5: 1.0}),
-            record('out/exit-s1/', {0.1: 0.25, 0.5: 0.75}), record('out/exit-s2', {0.5: 0.25})]
+    made = [record('out/exit-s1', {0.1: 0.75, 0.5: 1.0}), record('out/exit-s1/', {0.5: 0.75}),
+            record('out/exit-s2', {0.5: 0.25}), record('out/exit-s2', {0.9: 0.0})]
     path = tmp_path / 'halting.jsonl'
     path.write_text(''.join(json.dumps(r) + '\n' for r in made))
     assert drawn(plot.halting([str(path)], PlotSettings()))[0] == ([2], [50])

@@ -580,3 +580,8 @@ def test_other_tokenizers(tmp_path):
     (tmp_path / 'tokenizer.json').write_text(json.dumps(TOKENIZER)[:-10])
     with pytest.raises(UserError, match='tokenizer.json: not readable'):
         FolderTokenizer(folder)
+    without_end = json.dumps(TOKENIZER).replace('<|endoftext|>', '<|end|>')
+    (tmp_path / 'tokenizer.json').write_text(without_end)
+    write_json(tmp_path / 'config.json', dict(LLAMA, eos_token_id=None))
+    with pytest.raises(UserError, match='config.json: no eos_token_id'):
+        FolderTokenizer(folder)

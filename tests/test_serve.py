@@ -188,6 +188,13 @@ def test_a_verdict():
     assert sums.verdict([*b'12+34=47']) == '47 is wrong: it is 046'
     with pytest.raises(UserError, match='hello=: no problem of addition'):
         sums.prompt('hello')
+    with pytest.raises(UserError, match='reads one problem at a time'):
+        sums.prompt('12+34=,56+78=')
+
+
+def test_the_end_of_a_text_is_one_token():
+    text = Served('text', make(**SIZE), BYTE, None)
+    assert text.prompt('a<|endoftext|>b') == ([*b'a', 256, *b'b'], 0)
 
 
 def test_a_road_stands_still_after_some_rounds():

@@ -273,13 +273,18 @@ def halting(paths, s):
     panels = {}     # {data set: {name: [record, ..]}}
     looks = {}      # of a name, in all panels
     found = {}      # of each data set
-    last = {}       # asked again, a run has its newest line
+    last = {}       # of each run, with its newest line for each threshold
     for record in read_all(paths):
         if not record.get('checkpoint') or 'data' not in record:    # not of choices.py
             continue
         folder = os.path.normpath(record['checkpoint'])
         record = {**record, 'checkpoint': folder, 'data': os.path.normpath(record['data'])}
-        last[folder, record.get('halting'), record['data']] = record
+        key = folder, record.get('halting'), record['data']
+        earlier = last.get(key)
+        if earlier and earlier['answers'] == record['answers']:
+            rows = {row['tau']: row for row in [*earlier['taus'], *record['taus']]}
+            record['taus'] = [*rows.values()]
+        last[key] = record
     s.check_names({name_of(folder) for folder, *_ in last})
     for record in last.values():
         if s.draws(name_of(record['checkpoint'])):
@@ -373,8 +378,11 @@ def read_run(folder, x):
     if not any('ms' in r for r in found):
         raise UserError(f"{folder}: no log.jsonl of train.py in it")
     at = places(found, x, folder)
-    return {key: [(place, r[key]) for place, r in zip(at, found) if r.get(key) is not None]
-            for key in ('loss', 'val_loss')}
+    run = {key: [(place, r[key]) for place, r in zip(at, found) if r.get(key) is not None]
+           for key in ('loss', 'val_loss')}
+    if not run['loss']:
+        raise UserError(f"{folder}: no loss in its log is finite: leave it out")
+    return run
 
 
 def places(found, x, folder):

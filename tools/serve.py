@@ -33,9 +33,8 @@ from engine.files import UserError, one_line
 from engine.generate import stream
 from engine.mechanisms import halts, slots_per_token
 from engine.page import END, MOST_TOKENS, as_script, fill_template, model_data, page_data
-from engine.shards import encode
 from engine.tasks import TASKS
-from sample import as_question, behind_examples, check_length, override
+from sample import as_question, behind_examples, check_length, override, tokens_of
 
 FRAGMENT = os.path.join(os.path.dirname(os.path.realpath(__file__)), 'serve.html')
 MOST_BYTES = 2 ** 16        # of a question
@@ -137,7 +136,7 @@ class Served:
         """(tokens to read, the first that is part of the question)."""
         block_size = self.model.config.block_size
         try:
-            tokens = encode(self.tokenizer, text.encode()).tolist()[:-1]
+            tokens = tokens_of(text.encode(), self.tokenizer)
         except UnicodeEncodeError:      # half of a pair, which JSON can hold
             raise UserError("the text has a character that is none") from None
         check_length(tokens, block_size, 'the text')
