@@ -24,7 +24,7 @@ skip what is marked with a later part.
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      values are mixed over layers
-    4  pondering            more for each token than one plain pass: Smear, Loop, Embedding
+    4  pondering            more work for each token than in part 2: Smear, Loop, Embedding
                             (PonderLM), Chain (latent chain of fixed length), Pause, Latent
                             (PonderLM-2), Feedback
     5  halting              each token takes as many passes as it needs: Gate (AdaPonderLM), Mask
@@ -98,7 +98,7 @@ class GPTConfig:
 
     # Depth-Attention
     depth_attn: bool = False             # mix each layer's values with those of earlier layers
-    depth_stride: Optional[int] = None   # sources: layers 0, stride, .. (None: n_layer // 2)
+    depth_stride: Optional[int] = None   # sources: layers 0, stride, .. (None: n_layer // 2, or 1)
     depth_mode: str = 'softmax'          # or 'uniform': a plain average, the paper's ablation
 
     # pondering
@@ -582,7 +582,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 
 # -------------------------------------------------------------------------------------------------
-# 4  Pondering: more for each token than one plain pass
+# 4  Pondering: more work for each token than in part 2
 #
 # A slot is one of the vectors that go through the blocks at once. In a pass there is one for each
 # token, and perhaps one for each of its thoughts: vectors that the model makes to think further. A
@@ -629,8 +629,8 @@ class Mechanism(nn.Module):
 
     def forward(self, gpt, x, memory):
         """
-        Embeddings x (B,T,C) -> the hidden states (B,T,C) that predict the next tokens. memory: from
-        new_memory; GPT.hidden has called its `begin`.
+        Embeddings x (B,T,C) -> the hidden states (B,T,C) that predict the next tokens. memory: what
+        new_memory made, one Memory or several; GPT.hidden has called its `begin`.
         """
         raise NotImplementedError
 
