@@ -512,16 +512,20 @@ def test_one_layer_of_twice_the_width():
     assert f'gets {sums} of the sums, {traffic} of traffic and {trees} of the game trees' in words
 
 
-def test_other_rates_in_traffic():
-    right = {(r['name'], r['seed']): f"{100 * r['right']:.3g}"
-             for r in [*records_of('traffic'), *records_of('traffic-rates')]}
-    rates, seeds = ('2e-3', '4e-3', '8e-3'), (1, 2, 3)
-    listed = [right[f'plain_scaled@{rate}_as_loop', 0] for rate in rates]
-    listed += [right[f'loop@{rate}', 0] for rate in rates]
-    for name in 'plain_scaled@2e-3_as_loop', 'plain_scaled_as_loop', 'loop@4e-3':
-        listed += [right[name, seed] for seed in seeds]
-    told = read_text('docs/runs/LOG.md').partition('**Another rate changes little')[2]
-    assert re.findall(r'\d+\.\d|100', told.partition('One thread')[0]) == listed
+def test_other_rates_of_the_tasks():
+    files = {'sums': 'addition-rates', 'traffic': 'traffic-rates', 'game trees': 'minimax-rates'}
+    table = rows('docs/runs/LOG.md', '### Other rates on tasks')
+    for label, *cells in table:
+        tried, judged = {}, {}      # {rate: {seed: right in per cent}}
+        for r in records_of(files[label.partition(',')[0]]):
+            if compare.without_rate(r['name']) == name_in(label):
+                rate = re.search(r'@([\d.e-]+)', r['name'])[1]
+                of_seeds = (tried if r['picks'] else judged).setdefault(rate, {})
+                of_seeds[r['seed']] = f"{100 * r['right']:.1f}"
+        [(chosen, seeds)] = judged.items()
+        assert cells == [*(tried[rate][0] for rate in ('2e-3', '4e-3', '8e-3')), chosen,
+                         *(seeds[seed] for seed in (1, 2, 3))], label
+    assert len(table) == 6
 
 
 def test_game_trees_of_feedback():
