@@ -408,8 +408,9 @@ class Trainer:
             self.log.say(f"evaluation in {self.precision} ({self.why})")
             self.evaluate()
             return
-        ended_early = self.step == s.max_steps and lacks_evaluation(s.out_dir, self.step)
-        if self.step >= s.max_steps and not ended_early:
+        unfinished = self.step < s.max_steps or (
+            self.step == s.max_steps and lacks_evaluation(s.out_dir, self.step))
+        if not unfinished:
             raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise "
                             "max_steps (which stretches schedules), or add --eval_only=True")
         # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint

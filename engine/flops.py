@@ -49,7 +49,7 @@ def run_equally_often(gpt):
 
 
 def on_shapes(config, texts=1):
-    """(a model in training, before any token halts; texts of block_size tokens), without numbers"""
+    """(a model in training, where no token halts yet; texts of its block_size), without numbers."""
     with shapes_only():
         twin = new_model(config).train()
         idx = torch.zeros(texts, config.block_size, dtype=torch.long)

@@ -171,13 +171,18 @@ def test_records_of_earlier_days(tmp_path, monkeypatch):
 
 def test_halting_draws_what_all_seeds_have(tmp_path):
     """And one folder, however it is spelled, once."""
-    def record(folder, right):
+    def record(folder, right, everyone=()):
         taus = [dict(tau=tau, passes=2, chosen=share, random=[0.5]) for tau, share in right.items()]
-        return dict(checkpoint=folder, halting='exit', data='data/sums', answers=9, taus=taus)
+        return dict(checkpoint=folder, halting='exit', data='data/sums', answers=9, taus=taus,
+                    everyone=everyone)
     made = [record('out/exit-s1', {0.1: 0.75, 0.5: 1.0}), record('out/exit-s1/', {0.5: 0.75}),
             record('out/exit-s2', {0.5: 0.25}), record('out/exit-s2', {0.9: 0.0})]
     path = tmp_path / 'halting.jsonl'
     path.write_text(''.join(json.dumps(r) + '\n' for r in made))
+    assert drawn(plot.halting([str(path)], PlotSettings()))[0] == ([2], [50])
+
+    made.append(record('out/exit-s2', {0.1: 0.25}, everyone=[dict(passes=4, result=0.5)]))
+    path.write_text(''.join(json.dumps(r) + '\n' for r in made))       # s2 was trained anew
     assert drawn(plot.halting([str(path)], PlotSettings()))[0] == ([2], [50])
 
 
@@ -280,7 +285,8 @@ def test_halting_draws_medians_and_the_same_passes_at_random(tmp_path):
         taus = [{'tau': tau, 'passes': 2 - tau, 'chosen': right - tau, 'random': lots}
                 for tau in (0.0, 0.5)]
         everyone = [{'passes': 1, 'result': 0.2}, {'passes': 2, 'result': right}]
-        lines.append(dict(checkpoint=f'out/exit-s{seed}', data='data/a', answers=True, taus=taus))
+        lines.append(dict(checkpoint=f'out/exit-s{seed}', data='data/a', answers=True, taus=taus,
+                          everyone=everyone))
         lines.append(dict(checkpoint=f'out/loop-s{seed}', data='data/a', answers=True, taus=[],
                           everyone=everyone))
     path = tmp_path / 'a.jsonl'

@@ -468,7 +468,7 @@ def test_an_evaluation_on_what_took_the_datas_place_says_so(sums, capsys):
 
 def test_only_tasks_have_answers(small_data, in_tmp):
     save('model', make(**SMALL), data_dir=str(small_data))
-    with pytest.raises(UserError, match='needs a task: name.*data/addition.*traffic, minimax'):
+    with pytest.raises(UserError, match='needs a made task: name its folder'):
         evaluate.main(['model', '--answers=50'])
     with pytest.raises(UserError, match="ponder='none'"):
         evaluate.main(['model', '--answers=50', '--ponder_steps=1'])

@@ -258,9 +258,8 @@ def print_answers(model, exam, s, folder):
     results = {}
     for name, value in each_setting(model, s):
         if exam is None:
-            raise UserError("this model was trained on a text, and --answers needs a task: name "
-                            "its data folder, such as data/addition (tasks: "
-                            f"{', '.join(TASKS)})")
+            raise UserError("this model was trained on a text, and --answers needs a made task: "
+                            "name its folder, such as data/addition")
         results[value] = summary(model, exam, s.answers, s.exact)
     first = next(iter(results.values()))
     task = TASKS[first['task']]

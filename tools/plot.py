@@ -281,7 +281,8 @@ def halting(paths, s):
         record = {**record, 'checkpoint': folder, 'data': os.path.normpath(record['data'])}
         key = folder, record.get('halting'), record['data']
         earlier = last.get(key)
-        if earlier and earlier['answers'] == record['answers']:
+        # the same model, asked the same: not one that was trained anew in the folder
+        if earlier and earlier['everyone'] == record['everyone']:
             rows = {row['tau']: row for row in [*earlier['taus'], *record['taus']]}
             record['taus'] = [*rows.values()]
         last[key] = record
