@@ -70,7 +70,7 @@ def read_option(arg, kinds):
     """The assignment of an argument --name=value. Text needs no quotes."""
     name, equals, text = arg[2:].partition('=')
     if not equals:
-        if bool not in kinds.get(name, ()):
+        if name in kinds and bool not in kinds[name]:
             raise UserError(f"{arg}: write it as --name=value")
         text = 'True'
     tree = ast.Constant(text)

@@ -24,9 +24,9 @@ skip what is marked with a later part.
     1  settings             GPTConfig
     2  the plain GPT        RMSNorm, rotary positions, Memory, Attention, MLP, Block, GPT
     3  Depth-Attention      values are mixed over layers
-    4  pondering            more work for each token than in part 2: Smear, Loop, Embedding
-                            (PonderLM), Chain (latent chain of fixed length), Pause, Latent
-                            (PonderLM-2), Feedback
+    4  pondering            other ways through the blocks, most of which do more work for each
+                            token: Smear, Loop, Embedding (PonderLM), Chain (latent chain of fixed
+                            length), Pause, Latent (PonderLM-2), Feedback
     5  halting              each token takes as many passes as it needs: Gate (AdaPonderLM), Mask
                             (PonderLM-3), Router (adaptive latent chain), Exit and Ouro (of loops)
     6  checks               which settings make sense
@@ -112,13 +112,14 @@ class GPTConfig:
     # (Where nothing is to be predicted, as in the question of a made task, targets are negative.
     # Exit's halt_lambda, and Ouro's halt_start and halt_full, are for such tokens alone.)
     halting: str = 'none'                # gate, mask, router, exit or ouro
-    halt_tau: float = 1e-4               # tokens stop below it (part 5; Exit: try 0.02, Ouro 0.5)
-    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the class's `defaults`)
-    halt_start: Optional[float] = None   # share of the run where `onset` (part 5) begins (likewise)
-    halt_full: Optional[float] = None    # share of the run from which it is 1 (likewise)
+    # None: see `defaults` of the rule's class in part 5
+    halt_tau: Optional[float] = None     # a token stops once its score is below it
+    halt_lambda: Optional[float] = None  # weight of the halting loss
+    halt_start: Optional[float] = None   # until this share of the run halting has no effect
+    halt_full: Optional[float] = None    # from this share of the run it has all of its effect
     halt_share: float = 0.1              # Gate: the share of gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
-    exit_loss: str = 'last'              # Exit: which passes must predict; or 'uniform', 'ramp'
+    exit_loss: str = 'ramp'              # Exit: which passes must predict; or 'uniform', 'last'
     ouro_stage: int = 1                  # Ouro: 1 trains all, 2 the gate alone
 
     def __post_init__(self):
@@ -140,7 +141,7 @@ class GPTConfig:
             self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)     # part 4
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
-        if self.halting != 'none':  # halt_lambda, halt_start and halt_full: part 5
+        if self.halting != 'none':  # halt_tau, halt_lambda, halt_start and halt_full: part 5
             for name, value in HALTING[self.halting].defaults.items():
                 if getattr(self, name) is None:
                     setattr(self, name, value)
@@ -222,14 +223,14 @@ class Memory:
         first = self.tokens
         self.tokens += x.size(1)
         self.pos = torch.arange(first, self.tokens, device=x.device)
-        self.N = self.tokens
+        self.N += x.size(1)
 
     def update(self, layer, k, v):
         """Keeps k and v (B, nkv, S, hd) of the newest slots; returns all, (B, nkv, N, hd)."""
         k = self.keys[layer] = joined(self.keys.get(layer), k)
         v = self.values[layer] = joined(self.values.get(layer), v)
         assert k.size(2) == self.N, (f"{k.size(2)} keys, not {self.N}: a memory goes through "
-                                     "gpt.trunk once after each begin (a SlotMemory: next_pass)")
+                                     "gpt.trunk once after each begin (a SlotMemory: begin_pass)")
         return k, v
 
     def newest(self, layer, S):
@@ -539,10 +540,11 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 # of config/size/360m.py. (Pass k of a Loop has k sources more.) No parameter. The KV cache holds v~
 # in the place of v: it does not grow.
 #
-# Three choices. Keys are normed before they are rotated, as in the paper (the authors' code: after
-# it), so that the weights a depend on no absolute position. The cache holds v~ (their code: v), so
-# that decoding reads what training reads. Sources are counted from layer 0, as in their code; a
-# sentence of the paper counts them back from layer l.
+# Three choices. Keys are normed before they are rotated, as in Qwen3, whose style the paper names
+# (the authors' code: after it), so that the weights a depend on no absolute position. The cache
+# holds v~, as in the paper (their code: v), so that decoding reads what training reads. Sources are
+# counted from layer 0, as in their code; a sentence of the paper's first version counts them back
+# from layer l.
 
 
 def source_layers(config, layer):
@@ -582,7 +584,7 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 
 
 # -------------------------------------------------------------------------------------------------
-# 4  Pondering: more work for each token than in part 2
+# 4  Pondering: other ways through the blocks, most of which do more work for each token
 #
 # A slot is one of the vectors that go through the blocks at once. In a pass there is one for each
 # token, and perhaps one for each of its thoughts: vectors that the model makes to think further. A
@@ -597,8 +599,8 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 #     Pause, Latent, Feedback     one SlotMemory: all slots of all tokens in a row
 #
 # So the KV cache of Smear and Feedback is as large as a plain one, and that of the others K + 1
-# times as large. Before each pass a SlotMemory wants next_pass called, and part 5's memories want
-# begin_pass. Keys can have weights: those of padding weigh 0, and part 5 uses weights for more.
+# times as large. Before each pass SlotMemory and part 5's memories want begin_pass called. Keys can
+# have weights: those of padding weigh 0, and part 5 uses weights for more.
 #
 # k counts passes and slots from 0. E_k, a loop's x_k and Latent's z_{t,k} go into pass or slot k;
 # h_k, or of token t h_{t,k}, comes out of it. (In some papers k is a superscript.) Elsewhere x_t is
@@ -719,24 +721,24 @@ class WeightedMemory(Memory):
     """
     The Memory of parts 4 and 5, which knows more:
 
-        is_token        (B,T): False for padding on the left
-        passes_before   the memories of the passes before, if each pass has one
-        carried         (B,1,C): what Smear and Feedback hand to the next token
-        log_w           (B,S): the log of the weights w of keys. It is added to all attention scores
-                        against a key, so that the softmax counts the key w times. Padding has
-                        weight 0, so no token reads it. (What comes out of padding is not used.) In
-                        part 4 nothing else has a weight: skip `weighted` at first.
+        is_token    (B,T): False for padding on the left
+        earlier     the memories of the passes before, if each pass has one
+        carried     (B,1,C): what Smear and Feedback hand to the next token
+        log_w       (B,S): the log of the weights w of keys. It is added to all attention scores
+                    against a key, so that the softmax counts the key w times. Padding has weight 0,
+                    so no token reads it. (What comes out of padding is not used.) In part 4 nothing
+                    else has a weight: skip `weighted` at first.
 
     No mask holds the weights, so the fastest kernels serve: they lie with the keys, in 8 more
     channels. There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its
     scores get 8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as the keys are.)
     """
 
-    def __init__(self, pad=None, passes_before=()):
+    def __init__(self, pad=None, earlier=()):
         """pad (B,): how many tokens on the left of each row are padding."""
         super().__init__()
         self.pad = pad
-        self.passes_before = passes_before
+        self.earlier = earlier
         self.is_token = None
         self.log_w = None           # of the next keys; None if no key here has a weight
         self.carried = None
@@ -773,10 +775,10 @@ class Memories(list):
     treats the list as a Memory; a mechanism gives memory[k] to the trunk in pass k.
     """
 
-    def __init__(self, kind, passes, pad):
+    def __init__(self, kind, n, pad):
         super().__init__()
-        for k in range(passes):
-            self.append(kind(pad, passes_before=self[:k]))
+        for k in range(n):
+            self.append(kind(pad, earlier=self[:k]))
 
     @property
     def tokens(self):
@@ -824,12 +826,13 @@ class LoopMemory(WeightedMemory):
 
     @property
     def depth_memories(self):
-        return self.passes_before
+        return self.earlier
 
 
 class Loop(Mechanism):
     """
-    The looped Transformer, a baseline of the papers: all blocks K + 1 times in a row.
+    The looped Transformer (Universal Transformers, arXiv 1807.03819), a baseline of the papers: all
+    blocks K + 1 times in a row.
 
         x_0     = x
         x_{k+1} = blocks(x_k)                   with loop_norm: norm(blocks(x_k))       k = 0 .. K
@@ -844,8 +847,7 @@ class Loop(Mechanism):
 
     def forward(self, gpt, x, memory):
         for k in range(self.K + 1):
-            last = k == self.K
-            x = gpt.trunk(x, memory[k], norm=last or self.config.loop_norm)
+            x = gpt.trunk(x, memory[k], norm=k == self.K or self.config.loop_norm)
         return x
 
 
@@ -853,7 +855,8 @@ class Embedding(Mechanism):
     """
     PonderLM: Pretraining Language Models to Ponder in Continuous Space (arXiv 2505.20674)
 
-    The mean embedding of the next token is added to the input, and the trunk runs again:
+    The mean embedding of the next token is added to the input, and the trunk runs again, as in the
+    paper's (3) to (7):
 
         P_k     = softmax(head(trunk(E_k)))     what the model would say after pass k       (B,T,V)
         E_{k+1} = E_k + P_k W,  E_0 = x         W: the table of embeddings, scaled          (B,T,C)
@@ -887,12 +890,11 @@ class Embedding(Mechanism):
         if config.ponder_topk is None:
             p = at_least_fp32(logits).softmax(-1).to(logits.dtype)
             mean = p @ table.to(p.dtype)
-            return mean * config.embed_scale        # cheaper than to scale the table
-        # embedding_bag wants two axes: (n, ponder_topk), of the n rows of h
-        top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
-        p = top.values.softmax(-1).to(table.dtype)
-        mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum')  # (n,C)
-        return mean.view_as(h) * config.embed_scale
+        else:       # embedding_bag wants two axes: (n, ponder_topk), of the n rows of h
+            top = at_least_fp32(logits).flatten(0, -2).topk(config.ponder_topk, -1)
+            p = top.values.softmax(-1).to(table.dtype)
+            mean = F.embedding_bag(top.indices, table, per_sample_weights=p, mode='sum').view_as(h)
+        return mean * config.embed_scale            # cheaper than to scale the table
 
 
 class ChainMemory(WeightedMemory):
@@ -901,15 +903,15 @@ class ChainMemory(WeightedMemory):
     order of tokens. As (token, pass): (0,0) .. (0,k)  (1,0) .. (1,k) ..
     """
 
-    def __init__(self, pad=None, passes_before=()):
-        super().__init__(pad, passes_before)
-        self.keys_per_slot = len(self.passes_before) + 1
+    def __init__(self, pad=None, earlier=()):
+        super().__init__(pad, earlier)
+        self.keys_per_slot = len(self.earlier) + 1
 
     def update(self, layer, k, v):
         k, v = super().update(layer, k, v)
-        if not self.passes_before:
+        if not self.earlier:
             return k, v
-        memories = [*self.passes_before, self]
+        memories = [*self.earlier, self]
         # (B, nkv, N, passes, hd)
         keys = torch.stack([memory.keys[layer] for memory in memories], dim=3)
         values = torch.stack([memory.values[layer] for memory in memories], dim=3)
@@ -924,7 +926,7 @@ class Chain(Mechanism):
     """
     Pretraining with Token-Level Adaptive Latent Chain-of-Thought (arXiv 2602.08220), its arm of
     fixed length; Router is the adaptive one. The paper counts k from 1: our h_{t,k} is its
-    z_t^(k+1).
+    z_t^(k+1), and our K + 1 passes are its K_max.
 
         h_{t,0}   = trunk of the embedding x_t
         h_{t,k+1} = trunk of h_{t,k}                                              k = 0 .. K - 1
@@ -953,12 +955,12 @@ class SlotMemory(WeightedMemory):
     """
 
     def begin(self, x):
+        super().begin(x)
+        self.N -= x.size(1)         # begin_pass counts the new slots
         self.N_before = self.N      # slots of earlier tokens
-        super().begin(x)            # which sets N to the number of tokens
-        self.N = self.N_before      # here N counts slots; next_pass adds the newest
-        self.token_pos = self.pos   # (T,); next_pass makes pos (T n,)
+        self.token_pos = self.pos   # (T,); begin_pass makes pos (T n,)
 
-    def next_pass(self, n=1, log_w=None):
+    def begin_pass(self, n=1, log_w=None):
         """
         Before a pass in which each of the newest tokens has n slots, side by side, which share its
         position. log_w (B, T n): of their keys (None: all weigh 1). Returns this memory.
@@ -986,9 +988,9 @@ def side_by_side(slots):
 
 class Pause(Mechanism):
     """
-    Pause tokens, a baseline of the papers: K copies of one learned embedding follow each token, at
-    its position, and the last of them predicts the next token. Cost: one pass of K + 1 slots per
-    token, each of which reads K + 1 times as many keys.
+    Pause tokens (arXiv 2310.02226), a baseline of the papers: K copies of one learned embedding
+    follow each token, at its position, and the last of them predicts the next token. Cost: one pass
+    of K + 1 slots per token, each of which reads K + 1 times as many keys.
     """
 
     def __init__(self, config):
@@ -1006,7 +1008,7 @@ class Pause(Mechanism):
     def forward(self, gpt, x, memory):
         n = self.K + 1
         pauses = [(self.pause * self.config.embed_scale).expand_as(x) for _ in range(self.K)]
-        h = gpt.trunk(side_by_side([x, *pauses]), memory.next_pass(n))
+        h = gpt.trunk(side_by_side([x, *pauses]), memory.begin_pass(n))
         return h[:, n - 1::n]                                           # (B,T,C)
 
 
@@ -1018,7 +1020,8 @@ class Latent(Mechanism):
 
         x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..          z_{t,k} = h_{t,k-1}, from the slot before
 
-    What comes out of a token's last slot predicts the next token. Attention is causal over this
+    What comes out of a token's last slot predicts the next token. (The paper takes one thought, as
+    config/latent.py does. Its K is our R.) Attention is causal over this
     row of slots, so a token's thoughts depend on all slots before them: the exact way is
     sequential. Training, and a text that is read at once, solve it by Jacobi iteration: guess all
     thoughts, run the trunk over all slots, take what comes out as the next guess. One such run is a
@@ -1049,7 +1052,7 @@ class Latent(Mechanism):
     def forward(self, gpt, x, memory):
         if x.size(1) == 1 and not self.training:    # a single token: slot after slot
             for _ in range(self.K + 1):
-                x = gpt.trunk(x, memory.next_pass())
+                x = gpt.trunk(x, memory.begin_pass())
             return x
 
         outs = ()                       # outs[k], out of slot k, is the next guess of z_{t,k+1}
@@ -1062,11 +1065,11 @@ class Latent(Mechanism):
     def sweep(gpt, slots, memory, log_w=None):
         """
         A pass over n slots of each token, (B,T,C) each -> what comes out of each. log_w (B, T n):
-        as in SlotMemory.next_pass.
+        as in SlotMemory.begin_pass.
         """
         n = len(slots)
         memory.rewind()                                 # what the sweep before left was a guess
-        h = gpt.trunk(side_by_side(slots), memory.next_pass(n, log_w))
+        h = gpt.trunk(side_by_side(slots), memory.begin_pass(n, log_w))
         return h.unflatten(1, (-1, n)).unbind(2)        # (B, T n, C) -> n times (B,T,C)
 
     def slots_of_sweeps(self):
@@ -1115,7 +1118,7 @@ class Feedback(Mechanism):
         h = torch.zeros_like(x)                             # of no pass yet
         for _ in range(min(last + 1, x.size(1))):           # T passes are exact: for a token, one
             memory.rewind()                                 # what the pass before left was a guess
-            h = gpt.trunk(x + shift(h, carried), memory.next_pass())
+            h = gpt.trunk(x + shift(h, carried), memory.begin_pass())
             h = h.where(is_token, 0.0)                      # padding carries nothing on
         memory.carried = h[:, -1:] if last > 0 else None    # K = 0: nothing is fed back
         return h
@@ -1150,7 +1153,7 @@ class Halting(Mechanism):
 
         takes = memory.is_token                 (B,T): who takes the pass
         for k in range(K + 1):
-            memory[k].begin_pass(takes)         the memory is told whose keys are to count
+            memory[k].begin_pass(takes)         the memory is told who makes new keys in it
             h = trunk(..)                       all tokens go through
             taken.append(takes)
             score = ..                          (B,T), after each pass but the last
@@ -1174,7 +1177,7 @@ class Halting(Mechanism):
     others need nothing that Chain and Loop define.
     """
     works_on = None         # the `ponder` whose tokens it stops
-    defaults = {}           # of its settings in GPTConfig
+    defaults = {}           # of halt_tau, halt_lambda, halt_start and halt_full
 
     def __init__(self, config):
         super().__init__(config)
@@ -1237,9 +1240,9 @@ def catch_up(memory):
     the same again (FrozenMemory), or keys of weight 0 (RouterMemory). memory[0] never lacks any,
     and memory[k - 1] has caught up when pass k begins.
     """
-    if not memory.passes_before:
+    if not memory.earlier:
         return
-    before = memory.passes_before[-1]
+    before = memory.earlier[-1]
     n_old = memory.tokens - len(memory.pos)         # tokens of earlier calls
     for layer, keys in before.keys.items():
         n_has = memory.keys[layer].size(2) if layer in memory.keys else 0
@@ -1260,8 +1263,8 @@ class FrozenMemory(WeightedMemory):
         return self
 
     def update(self, layer, k, v):
-        if self.passes_before:      # the last of which holds a stopped token's last keys and values
-            old_k, old_v = self.passes_before[-1].newest(layer, k.size(2))
+        if self.earlier:    # the last of which holds a stopped token's last keys and values
+            old_k, old_v = self.earlier[-1].newest(layer, k.size(2))
             k = torch.where(self.takes_pass, k, old_k)
             v = torch.where(self.takes_pass, v, old_v)
         return super().update(layer, k, v)
@@ -1277,14 +1280,14 @@ class Gate(Halting, Embedding):
     AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth (arXiv 2603.01914)
 
     PonderLM's passes, with a gate after each that scales what joins the input, or stops the token.
-    (The paper writes i for k. P_k and E_k are those of Embedding.)
+    (The paper writes i for k, and K for our K + 1. P_k and E_k are those of Embedding.)
 
         s_k     = sigmoid(MLP_k(h_k))            a gate after every pass but the last      (2), (3)
         m_{k+1} = m_k (s_k >= tau), m_0 = 1      who takes another pass: `takes`           (4), (5)
         E_{k+1} = E_k + m_{k+1} s_k P_k W        as in PonderLM, scaled by the gate      (6) to (9)
         a token with m_k = 0 keeps the keys and values of its last pass, in every layer        (10)
-        loss   += halt_lambda mean of the lowest s_k     of all k and tokens with a target      (13)
-                  lowest: the share onset halt_share of them                                    (14)
+        loss   += halt_lambda * (mean of the lowest s_k)       over k and tokens with a target  (13)
+                  lowest: a share of onset * halt_share of them                                 (14)
 
     Cost: that of Embedding in training, and 8 C^2 FLOPs per gate; in generation the passes taken.
     No public code. Where the paper is silent: before halt_start nobody stops in training, because
@@ -1293,7 +1296,7 @@ class Gate(Halting, Embedding):
     gates start near sigmoid(4) = 0.98, so that training begins nearly as PonderLM's.
     """
     works_on = 'embedding'
-    defaults = dict(halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
+    defaults = dict(halt_tau=1e-4, halt_lambda=0.1, halt_start=0.4, halt_full=0.48)
 
     def __init__(self, config):
         super().__init__(config)
@@ -1363,15 +1366,16 @@ class Mask(Halting, Latent):
     the output; s is not scaled back to a sum of 1. A hidden thought is computed all the same, since
     a later sweep may need it. A single new token takes slot after slot, while one is needed.
 
-    halt_lambda * onset * the mean of the expected number of thoughts is added to the loss; this
-    term is ours.
+    halt_lambda * onset * the mean of the expected number of thoughts is added to the loss. The
+    paper has a penalty, too, but we do not know its form: this one is ours.
 
     Cost: that of Latent in training; in decoding 1 + (the number of thoughts with w >= tau) slots.
     No public code, and the text of the paper was not available to us: the equations are those of
-    its figure and of a reader's notes.
+    its figure and of a reader's notes. Ours are also the linear router, R, and that s is not scaled
+    back.
     """
     works_on = 'latent'
-    defaults = dict(halt_lambda=0.01, halt_start=0.4, halt_full=0.48)
+    defaults = dict(halt_tau=1e-4, halt_lambda=0.01, halt_start=0.4, halt_full=0.48)
 
     def __init__(self, config):
         super().__init__(config)
@@ -1399,18 +1403,19 @@ class Mask(Halting, Latent):
 
     def forward(self, gpt, x, memory):
         is_token = memory.is_token                                      # (B,T)
-        # at first all weigh 1; not None, as the keys of a cached text may have the 8 channels
+        # at first all weigh 1. (Not None: the keys of a text may be in the cache, with 8 channels.)
         log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))    # (B,T,K+1)
         if x.size(1) == 1 and not self.training:    # a single token: slot after slot
-            h = gpt.trunk(x, memory.next_pass(log_w=log_w[..., 0]))
+            h = gpt.trunk(x, memory.begin_pass(log_w=log_w[..., 0]))
             s, w, needed, log_w = self.route(h, is_token)               # (B,1,K+1) each
             outs = [h]                              # outs[k] comes out of slot k
             for k in range(1, self.K + 1):
                 if not needed[..., k].any():
                     break
-                h = gpt.trunk(h, memory.next_pass(log_w=log_w[..., k]))
+                h = gpt.trunk(h, memory.begin_pass(log_w=log_w[..., k]))
                 outs.append(h)
-        else:                                       # a text: sweeps of n slots, as in Latent
+
+        else:       # a text: sweeps of n slots, as in Latent
             outs = ()
             for n in self.slots_of_sweeps():
                 outs = self.sweep(gpt, [x, *outs[:n - 1]], memory, log_w[..., :n].flatten(1))
@@ -1418,8 +1423,8 @@ class Mask(Halting, Latent):
 
         self.taken = needed.unbind(-1)              # (B,T) each
         self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
-        share = s if self.training else s * needed
-        out = sum(share[..., k, None] * h_k for k, h_k in enumerate(outs))     # (B,T,C)
+        kept_s = s if self.training else s * needed
+        out = sum(kept_s[..., k, None] * h_k for k, h_k in enumerate(outs))    # (B,T,C)
         return out.to(x.dtype)
 
     def penalty(self, gpt, targets):
@@ -1458,7 +1463,7 @@ class Router(Halting):
         K*        = the last pass with reach >= tau                    later ones do not happen  (6)
         weight_k  = reach_k (1 - g_k) before K*, reach_k at K*                            (5), (7)
         output    = sum_k weight_k h_k                                                           (8)
-        loss     += halt_lambda onset mean_t sum_{k <= K*, k < K} g_k (right_k)^beta       (9), (10)
+        loss     += halt_lambda * onset * mean_t sum_{k <= K*, k < K} g_k (right_k)^beta   (9), (10)
                     right_k: the right token's probability after pass k, for gradients a constant
 
     Tokens stop from the first optimizer step on, as in the paper. So the loss has this term from
@@ -1469,7 +1474,7 @@ class Router(Halting):
     embeddings are scaled as in PonderLM-2, the router starts around 1/2, and we average over t.
     """
     works_on = 'chain'
-    defaults = dict(halt_lambda=0.4, halt_start=0.0, halt_full=0.0)     # the whole run
+    defaults = dict(halt_tau=1e-4, halt_lambda=0.4, halt_start=0.0, halt_full=0.0)   # at once
 
     def __init__(self, config):
         super().__init__(config)
@@ -1535,7 +1540,7 @@ class LoopExit(Halting):
     Loop, earlier passes are no sources of Depth-Attention.
     """
     works_on = 'loop'
-    defaults = dict(halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
+    defaults = dict(halt_tau=0.02, halt_lambda=0.1, halt_start=0.5, halt_full=0.7)
 
     def new_memory(self, pad):
         return Memories(FrozenMemory, self.K + 1, pad)
@@ -1591,15 +1596,15 @@ class Exit(LoopExit):
     3. Tokens of questions learn to stay. A negative target marks such a token: nothing is to be
        predicted there, but all that follows reads it, so it should take every pass. Therefore
 
-           loss += halt_lambda onset 1/K sum_{k<K} mean U_k     over such tokens that took pass k
+           loss += halt_lambda * onset / K * sum_{k<K} (mean of U_k)
+                   the mean is over such tokens that took pass k
            U_k   = cross-entropy of P_k with equal probabilities for all tokens
 
        This pulls P_k towards equal probabilities. There doubt is high, so the token goes on.
 
     Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
     there are heads after earlier passes, too: from halt_start on for uniform and ramp, and for
-    questions if there are any; from halt_full on to know who stops. The authors' code takes all
-    passes and then picks one.
+    questions if there are any; from halt_full on to know who stops.
     """
 
     def who_takes_next(self, gpt, h, takes):
@@ -1619,11 +1624,12 @@ class Exit(LoopExit):
     def prior(self):
         """[prior_0, .., prior_K] at this point of the run."""
         n = self.K + 1
-        last = [0] * self.K + [1]
-        chosen = {'last': last, 'uniform': [1] * n, 'ramp': range(1, n + 1)}[self.config.exit_loss]
+        only_last = [0] * self.K + [1]
+        chosen = {'last': only_last, 'uniform': [1] * n,
+                  'ramp': range(1, n + 1)}[self.config.exit_loss]
         onset = self.onset()
         total = sum(chosen)
-        return [(1 - onset) * old + onset * new / total for old, new in zip(last, chosen)]
+        return [(1 - onset) * old + onset * new / total for old, new in zip(only_last, chosen)]
 
     def predictions_loss(self, gpt, h, targets):
         return sum(prior_k * gpt.loss(h_k, targets)
@@ -1677,7 +1683,7 @@ class Ouro(LoopExit):
 
     2. The gate alone learns whether the next pass gains. The loss is the mean, over all tokens, of
 
-           1/(K+1) sum_{k<K} cross-entropy of 1 - lam_k with wanted_k                            (6)
+           1 / (K+1) * sum_{k<K} (cross-entropy of 1 - lam_k with wanted_k)                      (6)
            wanted_k = sigmoid(50 (gain_k - 0.005))
            gain_k = max(0, L_k - L_{k+1})       so wanted_k > 1/2 if this is above 0.005         (5)
 
@@ -1686,7 +1692,7 @@ class Ouro(LoopExit):
     1. Tokens of questions (with negative targets) learn to stay, for the reason that Exit has. In
        stage 1 the loss has one more term,
 
-           halt_lambda onset 1/K sum_{k<K} mean of -log(1 - lam_k)      over these tokens
+           halt_lambda * onset / K * sum_{k<K} (mean of -log(1 - lam_k) over these tokens)
 
        and in stage 2 their wanted_k is 1. Both pull lam_k to 0.
     2. gain_k is what pass k + 1 gains, because lam_k decides about that pass. The paper compares
@@ -1695,8 +1701,10 @@ class Ouro(LoopExit):
     As long as no token stops, Router has the same numbers by other names: stay_k is its
     reach_{k+1}, p_k its weight_k.
 
-    Cost: K + 1 passes, in generation those that are taken; in training a head after each.
+    Cost: K + 1 passes, in generation those that are taken; in training a head after each. (The
+    authors' code runs all passes, and then picks one.)
     """
+    defaults = dict(LoopExit.defaults, halt_tau=0.5)
 
     def __init__(self, config):
         super().__init__(config)

@@ -43,7 +43,7 @@ from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop, lacks_evaluation
 from engine.shards import read_meta
 from engine.start import (
-    check_ranks, check_unused, checkpoint_of, say_kept_numbers, say_overruled, start_model)
+    check_ranks, check_unused, checkpoint_of, say_order, start_model)
 from engine.track import MODULES, package_of
 from engine.windows import Windows
 from model import GPTConfig
@@ -110,9 +110,9 @@ class Settings:
 
     def micro_batches(self, T, world):
         """
-        (how many micro-batches each of `world` ranks adds up per step, sequences of T tokens in
-        each): micro_batch of them, or all that a rank has, if these are fewer. UserError if that is
-        no whole number.
+        (how many micro-batches each of `world` ranks adds up in a step, how many sequences of T
+        tokens each of these has). A micro-batch has `micro_batch` sequences, or what a rank has in
+        a step, if that is less. UserError if batch_tokens cannot be split so.
         """
         windows, rest = divmod(self.batch_tokens, T * world)    # of each rank
         size = self.micro_batch if rest else min(self.micro_batch, windows)
@@ -166,9 +166,9 @@ class Trainer:
 
     def __init__(self, settings, given, state, ranks, device):
         """
-        given: what the user set, of the run and of the model. state: the checkpoint to go on from
-        or to evaluate, else None (with --init_from=FOLDER start_model loads the weights). ranks:
-        this process among those of the run. device: what it computes on.
+        given: what the user set, of the run and of the model. state: the checkpoint of ours to go
+        on from or to evaluate, else None (with --init_from=FOLDER start_model loads the weights).
+        ranks: this process among those of the run. device: what it computes on.
         """
         s = self.settings = settings
         self.ranks = ranks
@@ -181,11 +181,13 @@ class Trainer:
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
+        # Of the files that it goes on from, and of ckpt.pt as this run found or saved it: where no
+        # lock keeps a second run out of the folder, other stamps tell of it.
         self.stamps = state['files'] if state and s.init_from == 'resume' else {}
         self.newest = os.path.join(s.out_dir, CHECKPOINTS[0])
-        self.left = self.stamps.get(self.newest)    # its stamp, as this run found or left it
-        # init_from of this run's first call: never 'resume'
-        self.origin = state['settings'].get('init_from', 'scratch') if state else s.init_from
+        self.saved = self.stamps.get(self.newest)
+        # what the run began from, which checkpoints and settings.json keep: never 'resume'
+        self.began_from = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
         # the data (a built-in set is made when it is missing), the model, and the step it is at
         if ranks.rank == 0:
@@ -202,16 +204,16 @@ class Trainer:
         self.accumulation, self.micro_batch = None, s.micro_batch
         if not s.eval_only:
             self.accumulation, self.micro_batch = s.micro_batches(T, ranks.world)
-        self.train_data = Windows(s.data_dir, 'train', self.meta, T)
         self.val_data = Windows(s.data_dir, 'val', self.meta, T)
         prepare(self.model, s, device)          # moves it there; tunes, compiles, recomputes
         self.log = Log(s, self.model, self.stop)
         if s.eval_only:
             return      # what follows is for training
 
+        self.train_data = Windows(s.data_dir, 'train', self.meta, T)
         self.optimizer = make_optimizer(s, self.model, ranks, device, self.dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        if state:
+        if state:       # goes on; weights of another folder come without their optimizer
             load_optimizer(self.optimizer, self.scaler, state)
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
@@ -338,17 +340,19 @@ class Trainer:
     def evaluate(self):
         """
         Say the mean loss in nats per target, with halting also the mean passes, over the same
-        eval_tokens of the validation set each time, spread evenly over it; or, but for the last
-        time, that the run is to stop first. Leaves the model in eval mode.
+        eval_tokens of the validation set each time, spread evenly over it. If the run is asked to
+        stop meanwhile, say so instead; only the evaluation that ends a run is always finished.
+        Leaves the model in eval mode.
         """
         self.model.eval()
         data, at_once = self.val_data, self.micro_batch
         rank, world = self.ranks.rank, self.ranks.world
         windows = data.spread(max(1, self.settings.eval_tokens // data.T))
         n, mine = len(windows), windows[rank::world]
+        ends = self.settings.eval_only or self.step == self.settings.max_steps
         total = torch.zeros(3, device=self.device)      # of losses, their targets, passes
         for i in range(0, math.ceil(n / world), at_once):               # as often on all ranks
-            if self.step < self.settings.max_steps and self.stop.asked():   # the last one is made
+            if not ends and self.stop.asked():
                 self.log.say("evaluation stopped; --init_from=resume --eval_only=True makes one of "
                              "the last checkpoint")
                 return
@@ -380,7 +384,7 @@ class Trainer:
         optimizer = optimizer_state(self.optimizer)  # on all ranks
         if self.ranks.rank > 0:
             return
-        if stamp(self.newest) not in (None, self.left):     # where no lock keeps it out
+        if stamp(self.newest) not in (None, self.saved):     # where no lock keeps it out
             self.log.say(f"warning: another run writes to {self.settings.out_dir}, too: give each "
                          "a folder of its own, or the last one to save is what stays")
         save_checkpoint(self.settings.out_dir, dict(
@@ -391,13 +395,13 @@ class Trainer:
             train_data=self.meta['train'],
             val_data=self.meta['val'],
             exam=self.exam,
-            settings={**asdict(self.settings), 'init_from': self.origin},
+            settings={**asdict(self.settings), 'init_from': self.began_from},
             precision=self.precision,
             model=self.model.state_dict(),
             optimizer=optimizer,
             scaler=self.scaler.state_dict(),
         ))
-        self.left = stamp(self.newest)
+        self.saved = stamp(self.newest)
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -414,7 +418,7 @@ class Trainer:
             raise UserError(f"{s.out_dir} is at step {self.step} of max_steps={s.max_steps}: raise "
                             "max_steps (which stretches schedules), or add --eval_only=True")
         # a config file: its init_from is not 'resume', or a run from it would look for a checkpoint
-        settings = {**asdict(s), **asdict(self.config), 'init_from': self.origin}
+        settings = {**asdict(s), **asdict(self.config), 'init_from': self.began_from}
         settings.pop('variant', None)   # of released models: it comes with their weights
         settings.pop('max_seconds')     # of this call
         with self.log.open(settings, self.stamps, self.step):
@@ -437,16 +441,7 @@ def main(argv):
     state, before = checkpoint_of(build(Settings, given))   # before: the settings of its run
     settings = build(Settings, {**before, **given})
     if os.environ.get('RANK', '0') == '0':      # torchrun sets it
-        for i, path in enumerate(argv):
-            if path.startswith('--'):
-                continue
-            filed, _ = read([path], '', Settings, GPTConfig)
-            has_all = path.endswith('.json')    # a .py file may overrule another file, no --option
-            before_it = [word for word in argv[:i] if has_all or word.startswith('--')]
-            earlier, _ = read(before_it, '', Settings, GPTConfig)
-            say_overruled(path, filed, earlier, given)
-            if has_all:
-                say_kept_numbers(path, filed, given, settings)
+        say_order(argv, given, settings)
     if settings.dry_run:
         from engine.plan import print_plan  # not for every run: it imports for a second
         print_plan(settings, given, prepare_data.BUILTIN, state)

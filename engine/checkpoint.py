@@ -234,6 +234,8 @@ def with_halting(state, halting):
     """
     before = state['config']
     config = {**before, 'halting': halting}
+    if before.get('halting') != halting:
+        config['halt_tau'] = None       # the rule's own
     if before.get('ponder_steps') == 0:
         raise UserError(f"halting={halting!r}: this model was trained with ponder_steps=0, and "
                         "takes one pass for each token; leave the setting out")

@@ -65,7 +65,8 @@ def counted_flops(gpt, T=None, training=True, texts=1, n_layer=None):
     mechanism = twin.mechanism
     draws = mechanism.draws() if training else mechanism.draws()[:1]
     total = 0
-    for mechanism.drawn in draws:
+    for drawn in draws:
+        mechanism.drawn = drawn
         with counted() as counter:
             if training:
                 twin(idx, idx)[1].backward()

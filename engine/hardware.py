@@ -84,8 +84,8 @@ def pick_dtype(name, device):
     """
     (The autocast type, why it is that one.) Without a name: on CUDA bf16, fp16 on older cards; on a
     CPU bf16 where products are faster in it; else fp32. Without AMX's tiles, bf16 is twice as fast
-    as fp32 on some CPUs and half as fast on others: hence the clock. What is close is fp32, so that
-    two runs on one machine agree.
+    as fp32 on some CPUs and half as fast on others: hence the clock, and fp32 where bf16 gains less
+    than a fifth. Clocks are noisy: two runs that must agree name a dtype.
     """
     new_gpu = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
     if name is not None:
@@ -144,7 +144,7 @@ def pick_compile(choice, device):
 
 # ---- what suits them -----------------------------------------------------------------------------
 
-def expect_new_lengths():
+def without_cudnn_attention():
     """
     Before work whose lengths change from call to call: generation, scoring, the router. Since 2.11
     PyTorch prefers cuDNN's attention in 16 bits on H100 and B200; it is the fastest there in

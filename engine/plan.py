@@ -127,7 +127,8 @@ def memory(config, settings, dtype):
     moments = 2 * trained
     if settings.optimizer == 'muon':    # which has one for each weight
         moments -= 4 * sum(p.numel() for p in matrices_of_blocks(model) if p.requires_grad)
-    accumulates = settings.micro_batches(config.block_size, 1)[0] > 1  # or over GPUs
+    # over several GPUs always: DDP's gradients are there before a step
+    accumulates = settings.micro_batches(config.block_size, 1)[0] > 1
     return {
         'weights': weights,
         'optimizer': moments,
@@ -147,8 +148,10 @@ def print_plan(settings, given, builtin, state):
     asked = asked_of_model(given)
     old = old_config(settings.init_from, state)
     n_tokens, vocabulary = None, 'as set'
-    if old is None and not asked.keys() & {'n_tokens', 'vocab_size'}:
+    if old is None:
         n_tokens, vocabulary = planned_vocabulary(settings.data_dir, builtin)
+    if asked.get('vocab_size') is not None:
+        vocabulary = 'as set'
     config = start_config(settings, asked, n_tokens, old)
     if not settings.eval_only:      # which may ask for other passes
         check_asked(config, asked)

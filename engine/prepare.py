@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from engine.cpu import tune_cpu
-from engine.hardware import expect_new_lengths, pick_compile
+from engine.hardware import pick_compile, without_cudnn_attention
 from engine.skip import skip_stopped_tokens
 from model import LoopMemory, Memory, SlotMemory, WeightedMemory, source_layers
 
@@ -20,8 +20,8 @@ def prepare(model, settings, device):
     torch.set_float32_matmul_precision('high')  # TF32 where fp32 is used on CUDA
     if device.type == 'cpu':
         tune_cpu()
-    if model.config.ponder == 'chain':      # it has masks that are tensors
-        expect_new_lengths()
+    if model.config.ponder == 'chain':      # its masks are tensors: gradients may be NaN
+        without_cudnn_attention()
     model.to(device)
     if model.config.halting == 'router':
         skip_stopped_tokens(model)

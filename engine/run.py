@@ -22,7 +22,7 @@ from engine.answers import answer_problems
 from engine.files import UserError, alone, end_torn_line, for_terminal, one_line, whole
 from engine.flops import flops_per_token
 from engine.generate import check_pieces, generate
-from engine.hardware import expect_new_lengths, peak_flops
+from engine.hardware import peak_flops, without_cudnn_attention
 from engine.mechanisms import switched_on
 from engine.shards import get_tokenizer
 from engine.start import check_unused
@@ -89,7 +89,10 @@ class Stop:
 
 
 class Log:
-    """What rank 0 prints and writes to log.jsonl; the other ranks are silent."""
+    """
+    What rank 0 prints and writes to log.jsonl, and what it asks of the model for that: answers, and
+    a sample. The other ranks are silent.
+    """
 
     def __init__(self, settings, model, stop):
         """stop: the run's Stop, which is told when a line is lost, so that no step is."""
@@ -179,8 +182,9 @@ class Log:
         world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         source = one_line(textwrap.shorten(meta['source'], 80))
+        at_most = ' at most' if self.skips else ''
         self.say(f"{switched_on(self.model.config)}: {parameters:.2f}M parameters, "
-                 f"{self.flops / 1e6:.1f} MFLOPs per token, "
+                 f"{self.flops / 1e6:.1f} MFLOPs per token{at_most}, "
                  f"{s.batch_tokens:,} tokens per step in {accumulation} x {world} x "
                  f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "
@@ -250,10 +254,15 @@ class Log:
                  tokens_per_second=rate, mfu=mfu, passes=shares)
         self.began, self.losses = now, []
 
+    @property
+    def skips(self):
+        """Whether tokens that stopped are not computed, so that flops_per_token says the most."""
+        return self.model.config.halting == 'router'
+
     def mfu(self, rate):
         """The share of the GPUs' peak that so many tokens per second need; None if not known."""
-        if self.device.type != 'cuda' or self.model.config.halting == 'router':
-            return None     # skips: less is computed than flops_per_token says
+        if self.device.type != 'cuda' or self.skips:
+            return None
         peak = peak_flops(torch.cuda.get_device_name(self.device))
         return rate * self.flops / (peak * self.ranks.world) if peak else None
 
@@ -346,7 +355,7 @@ def print_sample(model, data, tokenizer, settings):
     except UserError as error:  # a vocabulary that has to be fetched; the run is complete
         print(f"no sample: {error}", file=sys.stderr)
         return None
-    expect_new_lengths()
+    without_cudnn_attention()
     device = model.wte.weight.device
     window, _ = data.get([data.n // 2], device)                         # (1,T)
     prompt = window[:, :max(1, data.T // 4)]

@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 
 import torch
 
+from configurator import read
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
 from engine.build import new_model, without_numbers
 from engine.files import UserError, check_whole, same_folder, stamp, typed
@@ -49,11 +50,14 @@ def start_model(settings, given, meta, state, ranks, device):
     model = new_model(config)
     if state is not None:
         weights = state['model']
-        if is_new(settings):    # a mechanism's own weights may be new
-            own = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
-            weights = {**own, **weights}
+        if is_new(settings):    # a mechanism's own weights may be new, or stay behind
+            new = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
+            left = [n for n in weights if n.startswith('mechanism.') and n not in new]
+            weights = {n: w for n, w in {**new, **weights}.items() if n not in left}
             if ranks.rank == 0:
-                print(f"begins with the weights of {settings.init_from}", flush=True)
+                parts = sorted({'.'.join(n.split('.')[:2]) for n in left})  # mechanism.router
+                without = f", without {', '.join(parts)}" if left else ''
+                print(f"begins with the weights of {settings.init_from}{without}", flush=True)
         load_weights(model, weights)
         check_whole(state['files'])
         steps = asked.get('ponder_steps')
@@ -97,7 +101,7 @@ def start_config(settings, asked, n_tokens, old):
             rule = asked.get('halting')
             if rule in HALTING and rule != old.get('halting'):
                 # the defaults of this rule, not what the other one had
-                changed = {**HALTING[rule].defaults, 'halt_tau': GPTConfig.halt_tau, **changed}
+                changed = {**HALTING[rule].defaults, **changed}
         else:
             changed = {name: asked[name] for name in FREE if name in asked}
         if settings.eval_only:  # the model has the steps of its weights, then takes others
@@ -105,6 +109,24 @@ def start_config(settings, asked, n_tokens, old):
         return config_of({**old, **changed})
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def say_order(argv, given, settings):
+    """
+    Warnings of config files among the words of the command, argv, that take back what stands before
+    them, or hold the numbers of another model.
+    """
+    blocks = type(settings), GPTConfig
+    for i, path in enumerate(argv):
+        if path.startswith('--'):
+            continue
+        filed, _ = read([path], '', *blocks)
+        has_all = path.endswith('.json')    # a .py file may overrule another file, no --option
+        before_it = [word for word in argv[:i] if has_all or word.startswith('--')]
+        earlier, _ = read(before_it, '', *blocks)
+        say_overruled(path, filed, earlier, given)
+        if has_all:
+            say_kept_numbers(path, filed, given, settings)
 
 
 def say_overruled(path, filed, earlier, given):
@@ -125,13 +147,12 @@ def say_kept_numbers(path, filed, given, settings):
     another mechanism, rule or shape. All numbers stand in that file, also those that follow from
     these, and the user may not have meant them.
     """
-    if all(filed.get(name) == given.get(name)
-           for name in ('ponder', 'halting', 'n_layer', 'n_head', 'n_embd')):
+    same_kind = all(filed.get(name) == given.get(name)
+                    for name in ('ponder', 'halting', 'n_layer', 'n_head', 'n_embd'))
+    if same_kind:
         return
     asked = asked_of_model(given)
     names = {field.name for field in fields(GPTConfig) if field.default is None} - {'n_tokens'}
-    if filed.get('halting') != given.get('halting'):
-        names.add('halt_tau')
     if settings.init_from != 'scratch':
         names -= {*FIXED}       # which are those of the weights
     try:
@@ -343,7 +364,10 @@ def say_unsaved(state, given, folder, ranks):
 # ---- what is in the folders, before ranks wait for each other ------------------------------------
 
 def check_unused(settings, stamps=()):
-    """UserError if a run writes over another's. stamps: {path: stamp} of what it goes on from."""
+    """
+    UserError if this run would write over a checkpoint that it did not read, or that was written
+    since. stamps: {path: stamp} of what it goes on from.
+    """
     folder = settings.out_dir
     if any(stamp(path) != stamps[path] for path in stamps):
         raise UserError(f"{folder}: another run went on from the same checkpoint meanwhile; give "
@@ -365,10 +389,9 @@ def checkpoint_of(settings):
     elif not settings.eval_only or folder == 'scratch' or folder.startswith('hf:'):
         return None, {}
     state = load_checkpoint(folder, mapped=True)
-    known = {field.name: field.default for field in fields(settings)}
     state['settings'].setdefault('optimizer', 'adamw')  # the only one that there was
-    gone = sorted(state['settings'].keys() - known)
+    gone = sorted(state['settings'].keys() - {field.name for field in fields(settings)})
     if gone:
         print(f"warning: no longer settings: {', '.join(gone)}", file=sys.stderr)
     here = {'out_dir': settings.out_dir, 'max_seconds': settings.max_seconds}
-    return state, {**known, **state['settings'], **here}
+    return state, {**state['settings'], **here}

@@ -39,7 +39,7 @@ def sums_of(source, parts):
 
 
 def sum_of(source):
-    """Twelve digits, the same for all source code that computes the same."""
+    """Twelve digits, which comments, docstrings, blanks and line ends do not change."""
     return hashlib.sha256(what_is_computed(source).encode()).hexdigest()[:12]
 
 

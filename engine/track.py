@@ -6,7 +6,8 @@ What log.jsonl gets, at TensorBoard or Weights & Biases too: --track.
         tracker.log(record)                     a line of log.jsonl
         tracker.show(name, header, rows)        what the model makes of some texts
 
-No run ends because of them, or waits long: what fails is said once, and the run goes on without.
+Once it trains, no run ends because of them, or waits long: what fails is said once, and the run
+goes on without.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from engine.answers import KEPT, exam_of_data
 from engine.checkpoint import load_checkpoint, model_of, own, with_halting
 from engine.files import UserError
 from engine.generate import check_pieces
-from engine.hardware import check_causal, expect_new_lengths, pick_device
+from engine.hardware import check_causal, pick_device, without_cudnn_attention
 from engine.shards import get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
 
 
@@ -27,7 +27,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None):
     if halting is not None:
         state = with_halting(state, halting)
     model = model_of(state)
-    expect_new_lengths()
+    without_cudnn_attention()
     tokenizer = get_tokenizer(state['tokenizer'])
     n_tokens = model.config.n_tokens
     if not knows_tokens(n_tokens, tokenizer.name, tokenizer.n_vocab):

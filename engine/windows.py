@@ -27,8 +27,9 @@ def order(seed, epoch, n):
 class Windows:
     """
     The tokens of one split, cut into windows of T tokens that do not overlap and do not cross
-    shards. `n` is how many there are. In a made task targets are -1, which do not count, but for
-    the answers: questions are drawn at random. `share`: of the answers, what counts in its window.
+    shards. `n` is how many there are. In a made task only the characters of answers are targets, as
+    questions are drawn at random; the rest is -1. `share`: the part of these characters whose whole
+    problem is in the same window. Only that part counts.
     """
 
     def __init__(self, folder, split, meta, T):

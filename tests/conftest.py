@@ -155,7 +155,7 @@ def flops_counted_once():
 
 @pytest.fixture(autouse=True)
 def restore_attention():
-    """tune_cpu and expect_new_lengths choose attention kernels for the whole process."""
+    """tune_cpu and without_cudnn_attention choose attention kernels for the whole process."""
     kernel = Attention.kernel
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)

@@ -58,6 +58,7 @@ def test_options(arg, name, value):
 
 @pytest.mark.parametrize('arg, words', [
     ('--cuont=5', ["'cuont'", "did you mean 'count'"]),
+    ('--cuont', ["'cuont'", "did you mean 'count'"]),
     ('--count', ['--name=value']),
     ('--count=1.5', ['whole number', '1.5']),
     ('--count=True', ['whole number']),

@@ -185,7 +185,7 @@ EDITS = {
         logits = 2 * torch.tanh(self.lm_head(h) / 2)
 """),
     'a chain that reads its own pass alone': (dict(ponder='chain'), """\
-        memories = [*self.passes_before, self]
+        memories = [*self.earlier, self]
 """, """\
         memories = [self] * self.keys_per_slot
 """),

@@ -96,7 +96,7 @@ def test_weights_are_those_of_their_pass_but_not_of_padding():
     memory = SlotMemory(pad)
     memory.begin(tokens(3))
     w = torch.rand(B, 6)
-    keys, _ = memory.next_pass(2, w.log()).update(0, *random_kv(6))
+    keys, _ = memory.begin_pass(2, w.log()).update(0, *random_kv(6))
     real = (torch.arange(3) >= pad[:, None]).repeat_interleave(2, dim=1)
     close(weights_of(keys), w.where(real, 0.0).double(), 1e-6)
     assert WeightedMemory().log_w is None, "no channels where nothing has a weight"
@@ -111,7 +111,7 @@ def test_slots_of_a_token_stand_side_by_side_at_its_position():
         memory.begin(tokens(T))
         for slots in 1, 3, n:       # sweeps: each takes the place of the one before
             memory.rewind()
-            memory.next_pass(slots)
+            memory.begin_pass(slots)
             k, v = random_kv(T * slots)
             for layer in range(LAYERS):
                 keys, values = memory.update(layer, k, v)
@@ -128,7 +128,7 @@ def test_without_rewind_slots_follow_each_other():
     parts = []
     for _ in range(3):
         k, v = random_kv(1)
-        keys, _ = memory.next_pass().update(0, k, v)
+        keys, _ = memory.begin_pass().update(0, k, v)
         parts.append(k)
     assert torch.equal(keys, torch.cat(parts, dim=2))
 

@@ -211,6 +211,13 @@ def test_a_plan_is_of_what_the_command_line_says(dry_run, monkeypatch):
     assert one - eight == pytest.approx(7 * 0.362, abs=0.02)
 
 
+def test_a_plan_has_the_vocabulary_that_training_makes(dry_run, monkeypatch, tmp_path):
+    monkeypatch.setattr('engine.plan.activations', lambda *_: 0)
+    assert 'vocabulary 320 (of data/python)' in dry_run('--n_tokens=257')
+    with pytest.raises(UserError, match='n_tokens=257 is larger than vocab_size=100'):
+        dry_run('--vocab_size=100')
+
+
 def test_a_plan_has_the_sequences_that_each_gpu_gets(dry_run):
     """Fewer than micro_batch, if a step has no more for so many."""
     tiny = os.path.join(SIZES, 'tiny.py')

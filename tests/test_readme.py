@@ -732,8 +732,6 @@ def test_the_table_of_costs_says_what_is_counted(request):
         halting = toggle.get('halting')
         if halting:
             toggle['ponder'] = HALTING[halting].works_on
-        if halting == 'exit':
-            toggle['exit_loss'] = 'ramp'    # its file's
         model = without_numbers(build(GPTConfig, {**paper, **toggle}))
 
         if slow or setting.startswith(("`depth", "`ponder='smear", "`ponder='loop'")):

@@ -749,6 +749,19 @@ def test_evaluation_is_the_mean_over_windows_from_all_over_the_set(run_train, sm
     assert printed == pytest.approx(sum(losses) / n, abs=1e-4)
 
 
+def test_evaluation_needs_no_training_data_and_no_time_limit_ends_it(run_train, small_data,
+                                                                     tmp_path, capsys):
+    run_train('out', '--max_steps=1')
+    held_out = tmp_path / 'held_out'
+    held_out.mkdir()
+    for name in os.listdir(small_data):
+        if not name.startswith('train_'):
+            shutil.copy(os.path.join(small_data, name), held_out)
+    train.main([f'--init_from={tmp_path / "out"}', '--eval_only=True', f'--data_dir={held_out}',
+                '--max_seconds=1e-9'])
+    assert 'validation loss' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('name, setting, words', [
     ('gate', 'ponder_steps=0', '1.000 passes'),
     ('gate', 'ponder_steps=3', 'another number'),
@@ -879,7 +892,8 @@ NO_LEARNING = ['--max_steps=1', '--learning_rate=1e-9', '--weight_decay=0.0']
     (['--depth_attn=True', '--ponder=loop', '--ponder_steps=1'], set()),
     (['--ponder=embedding', '--halting=gate', '--ponder_steps=2'], {'mechanism'}),
 ])
-def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path, mechanism, own):
+def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path, mechanism, own,
+                                                              capsys):
     first = run_train('first')
     start = [f'--init_from={tmp_path / "first"}', *NO_LEARNING, '--block_size=16']
     second = run_train('second', *start, *mechanism, shape=[])
@@ -890,9 +904,12 @@ def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path
     assert second['step'] == 1
     assert second['config']['block_size'] == 16
     assert second['config']['embed_scale'] == first['config']['embed_scale'] == 1
-    if own:
-        with pytest.raises(UserError, match='do not fit.*gates'):
-            run_train('third', f'--init_from={tmp_path / "second"}', '--halting=none', shape=[])
+    if own:     # and may leave it behind
+        start = [f'--init_from={tmp_path / "second"}', *NO_LEARNING]
+        third = run_train('third', *start, '--halting=none', shape=[])
+        assert third['model'].keys() == first['model'].keys()
+        assert f'weights of {tmp_path / "second"}, without mechanism.gates\n' in (
+            capsys.readouterr().out)
 
 
 def test_where_the_mechanism_trains_alone_all_else_stays(run_train, tmp_path, capsys):
@@ -962,7 +979,7 @@ def test_none_is_the_default_again_in_a_run_that_goes_on(run_train, tmp_path, ca
 
 def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
     """Else what was never on would look like a mechanism that does nothing."""
-    asked = dict(depth_stride=1, halt_tau=0.5, halt_share=0.2, exit_loss='ramp', ponder_steps=2,
+    asked = dict(depth_stride=1, halt_tau=0.5, halt_share=0.2, exit_loss='last', ponder_steps=2,
                  jacobi_iters=2)
     for on, idle in ((dict(), {*asked}),
                      (dict(ponder='loop'), {*asked} - {'ponder_steps'}),

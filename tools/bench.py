@@ -49,7 +49,7 @@ from engine.decode import compile_decoding
 from engine.files import UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
-from engine.hardware import Ranks, expect_new_lengths, pick_compile, pick_device, pick_dtype
+from engine.hardware import Ranks, pick_compile, pick_device, pick_dtype, without_cudnn_attention
 from engine.mechanisms import halts, iterates, slots_per_token
 from engine.prepare import prepare
 from engine.skip import skip_stopped_tokens
@@ -236,7 +236,7 @@ def new_tokens(setup, config):
 
 def bench_decoding(setup, configs, bandwidth):
     """Decoding by models {name: config}, each against the first. bandwidth: the machine's."""
-    expect_new_lengths()    # not before: steps have one length
+    without_cudnn_attention()    # not before: steps have one length
     asked = setup.train.dtype is not None or setup.device.type == 'cuda'
     dtype = setup.dtype if asked else torch.float32     # in which a CPU decodes
     models, read = {}, {}
@@ -284,7 +284,7 @@ def drawn(config, depth, device):
 
 def bench_halting(setup, name, config):
     """Decoding against the same passes taken by all, and a step where training skips them too."""
-    expect_new_lengths()
+    without_cudnn_attention()
     models = {'all': new_model(replace(config, halting='none')).to(setup.device)}
     for depth in DEPTHS:
         models[depth] = drawn(config, depth, setup.device)
