@@ -87,6 +87,10 @@ def typical_mistakes(name, q, k, v):
             sdpa(q, k, v, is_causal=True, scale=1 / hd),
         f"{name} multiplies the scores by sqrt(hd) where it should divide":
             sdpa(q, k, v, is_causal=True, scale=math.sqrt(hd)),
+        f"{name} divides the scores by sqrt(T), the number of positions; hd is the last axis of q":
+            sdpa(q, k, v, is_causal=True, scale=T ** -0.5),
+        f"{name} divides the scores by sqrt(nh hd), the width of all heads; hd is that of one":
+            sdpa(q, k, v, is_causal=True, scale=(q.size(1) * hd) ** -0.5),
         f"{name} has queries and keys swapped: row t of the scores belongs to query t":
             sdpa(k, q, v, is_causal=True),
         f"{name} sums up keys instead of values":

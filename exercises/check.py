@@ -53,6 +53,8 @@ ADVICE = {  # words in an error message: what they usually mean here
     'is not defined':
         "A typo, a missing import, or a function that was renamed? Or does it stand below the line "
         "`# the check`?",
+    'not associated with a value|referenced before assignment':
+        "It is set only inside of a loop or an `if` that did not run: set it before.",
     'KeyError':
         "Nothing is stored under that name yet: what should happen the first time?",
     'view size is not compatible':

@@ -129,6 +129,10 @@ def typical_mistakes(name, q, k, v, sources):
             library(q, k, v, sources, 'uniform'),
         f"{name} forgets to divide the scores by sqrt(hd)":
             library(q * root, k, v, sources),
+        f"{name} divides the scores by hd, not by its square root":
+            library(q / root, k, v, sources),
+        f"{name} multiplies the scores by sqrt(hd) where it should divide":
+            library(q * root ** 2, k, v, sources),
         f"{name} returns the layer's own value, unmixed":
             v,
         f"{name} scores the layers by its key instead of its query":
@@ -192,18 +196,23 @@ def wrong_sources(name, layers, s):
             walk(layers, lambda layer, j: j == (layer - 1) // s * s),
         f"{name} reads only layer 0":
             walk(layers, lambda layer, j: j == 0),
+        f"{name} makes a layer a source of itself; mix() has the layer's own key and value already":
+            walk(layers, lambda layer, j: j % s == 0, itself=True),
     }
 
 
-def walk(layers, reads, raw=False):
-    """v~ of all layers if a layer reads those j below it for which reads(layer, j) is true."""
+def walk(layers, reads, raw=False, itself=False):
+    """
+    v~ of all layers if a layer reads those j below it for which reads(layer, j) is true; their own
+    values if raw; with `itself` its own value, too.
+    """
     mixed = []
     for layer, (q, k, v) in enumerate(layers):
         sources = []
-        for j in range(layer):
+        for j in range(layer + itself):
             _, k_j, v_j = layers[j]
             if reads(layer, j):
-                sources.append((k_j, v_j if raw else mixed[j]))
+                sources.append((k_j, v_j if raw or j == layer else mixed[j]))
         mixed.append(library(q, k, v, sources))
     return mixed
 

@@ -79,7 +79,7 @@ TINY = dict(  # config/size/tiny.py with bytes
     vocab_size=320, n_tokens=257, n_layer=6, n_head=3, n_embd=192, mlp_hidden=512, block_size=256)
 SMALL = {**TINY, 'n_layer': 3}
 GROUPED = dict(
-    vocab_size=448, n_layer=3, n_head=8, n_kv_head=2, n_embd=128, head_dim=24, mlp_hidden=384)
+    vocab_size=448, n_layer=3, n_head=8, n_kv_head=2, n_embd=128, head_dim=24, mlp_hidden=352)
 
 
 def library(c, T):

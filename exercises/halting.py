@@ -172,10 +172,11 @@ def check_read(i, what, new, got, stored):
 def one_by_one(gpt, gates, x, tau):
     """
     What generation does: each token in turn, one cache per pass, and no further pass once the gate
-    is shut. Returns readout, passes, and the readout of those who halt by a gate one pass too soon.
+    is shut. Returns readout, passes, the readout of those who halt by a gate one pass too soon, and
+    that of everybody one pass too soon.
     """
     B, T, _ = x.shape
-    readout, too_soon = torch.zeros_like(x), torch.zeros_like(x)
+    readout, too_soon, one_before = torch.zeros(3, *x.shape)
     passes = torch.zeros(B, T, dtype=torch.long)
     for row in range(B):
         caches = [Memory() for _ in range(len(gates) + 1)]
@@ -197,9 +198,10 @@ def one_by_one(gpt, gates, x, tau):
                 for layer in range(gpt.config.n_layer):
                     later.update(layer, *caches[i].newest(layer, 1))
             readout[row, t] = outputs[i]
-            too_soon[row, t] = outputs[i] if i == len(gates) else outputs[max(0, i - 1)]
+            one_before[row, t] = outputs[max(0, i - 1)]
+            too_soon[row, t] = outputs[i] if i == len(gates) else one_before[row, t]
             passes[row, t] = i + 1
-    return readout, passes, too_soon
+    return readout, passes, too_soon, one_before
 
 
 @dataclass
@@ -233,6 +235,10 @@ def cases(gpt, idx):
         mistakes={
             "with all gates wide open, think() scales by what gates return; the sigmoid of it is "
             "s": always(gpt, idx, 30.0),
+            "with all gates wide open, think() adds the new mean to the token embedding; it should "
+            "join the running sum": always(gpt, idx, 1.0, keep=lambda start, x: start),
+            "with all gates wide open, think() replaces the input by the mean embedding; it should "
+            "add it": always(gpt, idx, 1.0, keep=lambda start, x: 0.0),
         })
     yield Case(
         what="all gates at s = tau = 0.5",
@@ -252,11 +258,14 @@ def cases(gpt, idx):
         about_passes="who has halted never wakes up again")
 
 
-def always(gpt, idx, factor):
-    """Three steps for everybody, with this factor on every mean embedding."""
-    x = gpt.embed(idx)
+def always(gpt, idx, factor, keep=lambda start, x: x):
+    """
+    Three steps for everybody, with this factor on every mean embedding, which joins what
+    keep(E_0, E_k) gives.
+    """
+    start = x = gpt.embed(idx)
     for _ in range(3):
-        x = x + factor * Embedding.mixture(gpt, gpt.trunk(x))
+        x = keep(start, x) + factor * Embedding.mixture(gpt, gpt.trunk(x))
     return gpt.trunk(x)
 
 
@@ -272,13 +281,15 @@ def check_think(gpt, x, case):
            "the second result of think() counts passes, in whole numbers (dtype=torch.long), and "
            f"not in {passes.dtype}")
 
-    right_readout, right_passes, too_soon = one_by_one(gpt, case.gates, x, case.tau)
+    right_readout, right_passes, too_soon, one_before = one_by_one(gpt, case.gates, x, case.tau)
     check_passes(case, passes, right_passes)
     late_m = (f"with {case.what}, think() takes the readout with the m after the gate: who halts "
               "after a pass was active in it. Take the m that the pass began with")
     case.mistakes[late_m] = too_soon
     case.mistakes[f"{late_m}; in the first one all are active"] = (
         too_soon * (right_passes > 1)[..., None])
+    case.mistakes[f"with {case.what}, think() never takes the readout of the last pass, which no "
+                  "gate follows"] = one_before
     check_readout(case, readout, right_readout, right_passes)
 
 

@@ -145,14 +145,17 @@ def watch(function, gpt, *args, renumber=False):
 def variant(gpt, x, R, joined='in turn', put_back='tokens'):
     """
     Jacobi iteration with a mistake in it.
-    joined: 'one after the other' for x_0 x_1 .. z_0 z_1 ..
+    joined: 'one after the other' for x_0 x_1 .. z_0 z_1 ..; 'thoughts first' for z_0 x_0 z_1 ..;
+    'other positions' for 0, 1, 2, .. and again 0, 1, 2, .. where the slots take turns.
     put_back: 'thoughts' to make the outputs at the thoughts' slots the next thoughts.
     """
     pos = torch.arange(x.size(1))
+    of_slots = pos.repeat(2) if joined == 'other positions' else pos.repeat_interleave(2)
     z = gpt.trunk(x)
     for _ in range(R + 1):
-        if joined == 'in turn':
-            h = row_of(gpt, torch.stack((x, z), 2).flatten(1, 2), pos.repeat_interleave(2))
+        if joined != 'one after the other':
+            pair = (z, x) if joined == 'thoughts first' else (x, z)
+            h = row_of(gpt, torch.stack(pair, 2).flatten(1, 2), of_slots)
             of_tokens, of_thoughts = h[:, 0::2], h[:, 1::2]
         else:
             h = row_of(gpt, torch.cat((x, z), 1), pos.repeat(2))
@@ -205,6 +208,11 @@ def check_jacobi(gpt, x, R):
             watch(library, gpt, x, R, renumber=True).result,
         f"{name} has all tokens first and then all thoughts; they take turns, x_0 z_0 x_1 z_1 ..":
             variant(gpt, x, R, joined='one after the other'),
+        f"{name} has each thought in front of its token; they take turns, x_0 z_0 x_1 z_1 ..":
+            variant(gpt, x, R, joined='thoughts first'),
+        f"{name} gives the slots the positions 0 1 2 .. 0 1 2 ..; both slots of token t stand at "
+        "t, so 0 0 1 1 2 2 ..":
+            variant(gpt, x, R, joined='other positions'),
         f"{name} puts the outputs at the thoughts' slots back; the new z_t is the output at x_t's "
         "slot":
             variant(gpt, x, R, put_back='thoughts'),

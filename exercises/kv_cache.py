@@ -224,6 +224,10 @@ def check_mask(n, S):
         f"{name} lines up the first new token with the first key, as is_causal does; but new token "
         f"i stands at {n} + i":
             torch.ones(S, N).tril(),
+        f"{name} lets a new token read the one behind it":
+            torch.ones(S, N).tril(n + 1),
+        f"{name} does not let a new token read itself":
+            torch.ones(S, N).tril(n - 1),
         f"{name} is upside down: True means that it may be read":
             1 - want,
     })

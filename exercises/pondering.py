@@ -64,15 +64,18 @@ def add(start, x, h, e):
     return x + e
 
 
-def walk(gpt, idx, steps, step=add):
-    """Pondering with another step: step(E_0, E_k, trunk(E_k), e_k) gives E_{k+1}."""
+def walk(gpt, idx, steps, step=add, start=None, last=True):
+    """
+    Pondering with another step: step(E_0, E_k, trunk(E_k), e_k) gives E_{k+1}. start: another E_0.
+    Without `last` what comes out is E_K.
+    """
     table = gpt.wte.weight * gpt.config.embed_scale  # (V,C)
-    start = x = gpt.embed(idx)
+    start = x = gpt.embed(idx) if start is None else start
     for _ in range(steps):
         h = gpt.trunk(x)
         e = gpt.head(h).softmax(-1) @ table          # (B,T,V) @ (V,C) -> (B,T,C)
         x = step(start, x, h, e)
-    return gpt.trunk(x)
+    return gpt.trunk(x) if last else x
 
 
 def typical_mistakes(name, gpt, idx, steps):
@@ -87,6 +90,12 @@ def typical_mistakes(name, gpt, idx, steps):
         f"{name} reads gpt.config.ponder_steps, which is {NOT_STEPS} here; the argument `steps` "
         "says how many":
             walk(gpt, idx, NOT_STEPS),
+        f"{name} returns E_K itself; the result is one more trunk of it":
+            walk(gpt, idx, steps, last=False),
+        f"{name} begins with gpt.wte(idx); gpt.embed(idx) scales it":
+            walk(gpt, idx, steps, start=gpt.wte(idx)),
+        f"{name} scales the mean embedding twice":
+            walk(gpt, idx, steps, lambda start, x, h, e: x + e * scale),
         f"{name} replaces the input by the mean embedding; it should add it":
             walk(gpt, idx, steps, lambda start, x, h, e: e),
         f"{name} adds the new mean to the token embedding; it should join the running sum, "

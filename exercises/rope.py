@@ -75,11 +75,13 @@ def check_angles(pos, hd, theta):
     place = pos[:, None]
     counted = torch.arange(len(pos))[:, None]
     right = theta ** (-2 * i / hd)  # radians per token, of each pair
-    compare(name, call(angles, pos, hd, theta), place * right, ('position', 'pair'), {
+    compare(name, call(angles, pos, hd, theta), place * right, ('place', 'pair'), {
         f"{name} ignores pos and counts 0, 1, 2, ..: positions may repeat and jump":
             counted * right,
         f"{name} counts from the smallest position in pos; angles are those of pos itself":
             (place - pos.min()) * right,
+        f"{name} counts positions from 1; they are what pos says":
+            (place + 1) * right,
         f"{name} has the exponent -i / hd; it should be -2i / hd":
             place * theta ** (-i / hd),
         f"{name} has the exponent -2i / (hd/2): hd is the width of the head, not the number of "

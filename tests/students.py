@@ -12,6 +12,8 @@ PONDER = '(K + 1) * (trunk + head) + K * head'
 FAIR = 'tokens * ponder_flops(c, T) / forward_flops(c, T)'
 BEGIN = '        cache.begin(x)\n'
 
+READS = '        readout = torch.where(m[..., None], h, readout)\n'
+
 SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place, words)]
     'attention': [
         ('.masked_fill(~seen, -math.inf)', '', 'sees the future: without a mask'),
@@ -21,6 +23,8 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('/ math.sqrt(q.size(-1))', '* math.sqrt(q.size(-1))', 'multiplies the scores'),
         ('math.sqrt(q.size(-1))', 'math.sqrt(16)', r'divides by sqrt\(16\)'),
         ('math.sqrt(q.size(-1))', 'math.sqrt(q.size(1) * 4)', ANY),
+        ('math.sqrt(q.size(-1))', 'math.sqrt(T)', 'the number of positions'),
+        ('math.sqrt(q.size(-1))', 'math.sqrt(q.size(1) * q.size(3))', 'the width of all heads'),
         ('q @ k.transpose(-1, -2)', 'k @ q.transpose(-1, -2)', 'queries and keys swapped'),
         ('.softmax(-1) @ v', '.softmax(-1) @ k', 'keys instead of values'),
         ('.softmax(-1) @ v', '.softmax(-2) @ v', 'do not sum to 1'),
@@ -59,6 +63,8 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
     'rope': [
         ('pos[:, None] * theta', '(pos - pos.min())[:, None] * theta', 'from the smallest'),
         ('pos[:, None] * theta', 'torch.arange(len(pos))[:, None] * theta', 'ignores pos'),
+        ('pos[:, None] * theta', '(pos[:, None] + 1) * theta', 'counts positions from 1'),
+        ('pos[:, None] * theta', 'pos.clamp(max=29)[:, None] * theta', 'only at places 0, 1, 2, 3'),
         ('-torch.arange(0, hd, 2) / hd', '-torch.arange(hd // 2) / hd', 'exponent -i / hd'),
         ('-torch.arange(0, hd, 2) / hd', '-torch.arange(0, hd, 2) / (hd / 2)', r'hd/2\): hd is'),
         ('-torch.arange(0, hd, 2) / hd', 'torch.arange(0, hd, 2) / hd', 'should be negative'),
@@ -101,6 +107,8 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('torch.cat((self.keys[layer], k), dim=2)', 'torch.cat((k, self.keys[layer]), dim=2)', ANY),
         ('.tril(N - S)', '.tril()', r'new token i stands at 4 \+ i'),
         ('.tril(N - S)', '', 'later ones too'),
+        ('.tril(N - S)', '.tril(N - S + 1)', 'read the one behind it'),
+        ('.tril(N - S)', '.tril(N - S - 1)', 'does not let a new token read itself'),
         ('return torch.ones(S, N', 'return ~torch.ones(S, N', 'is upside down'),
         ('return torch.ones(S, N', 'return None\n    torch.ones(S, N', 'returned None'),
         ('    if S == 1:\n        return None\n', '', 'should be None: a single new token'),
@@ -129,6 +137,8 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('(q * keys)', '(0 * q * keys)', 'the same weight'),
         (' / math.sqrt(hd))', ')', 'forgets to divide'),
         ('math.sqrt(hd)', 'math.sqrt(8)', r'divides by sqrt\(8\)'),
+        ('math.sqrt(hd)', 'hd', 'not by its square root'),
+        ('/ math.sqrt(hd)', '* math.sqrt(hd)', 'multiplies the scores'),
         ('return (a * values).sum(0)', 'return v', 'own value, unmixed'),
         ('return (a * values).sum(0)', 'return (a * keys).sum(0)', 'keys instead of values'),
         ('(q * keys)', '(k * keys)', 'by its key'),
@@ -149,6 +159,8 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('mixed.append(mix(q, k, v, anchors))', 'mixed.append(mix(q, k, v, [(layers[j][1], '
          'mixed[j]) for j in range(layer % stride, layer, stride)]))', 'the anchors are fixed'),
         ('if layer % stride == 0', 'if layer % 2 == 0', ANY),
+        ('mix(q, k, v, anchors)', 'mix(q, k, v, anchors + [(k, v)] * (layer % stride == 0))',
+         'a source of itself'),
         ('    keys = torch.stack(', '    _, _ = zip(*sources)\n    keys = torch.stack(',
          'Layer 0 has no sources'),
         ('    return mixed\n', '    return mixed[1:]\n', 'one v~ for each of the 6 layers'),
@@ -161,6 +173,9 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('x = x + p @', 'x = gpt.embed(idx) + p @', 'join the running sum'),
         ('(gpt.wte.weight * gpt.config.embed_scale)', 'gpt.wte.weight', 'without its scale'),
         ('gpt.config.embed_scale)', '4.0)', ANY),
+        ('gpt.config.embed_scale)', 'gpt.config.embed_scale ** 2)', 'scales the mean .* twice'),
+        ('    x = gpt.embed(idx)', '    x = gpt.wte(idx)', r'begins with gpt.wte\(idx\)'),
+        ('    return gpt.trunk(x)\n', '    return x\n', 'returns E_K itself'),
         ('gpt.wte.weight', 'gpt.lm_head.weight', 'rows of the head'),
         ('x = x + p @ (', 'p = p.eq(p.amax(-1, True)).to(p.dtype)\n        x = x + p @ (',
          'takes the likeliest token'),
@@ -206,7 +221,11 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('read(gpt, torch.stack(slots, dim=1), pos)', 'gpt.trunk(torch.stack(slots, dim=1))',
          'sequential.. .* of its own'),
         ('torch.stack((x, z), dim=2).flatten(1, 2)', 'torch.cat((x, z), dim=1)', ANY),
-        ('torch.stack((x, z), dim=2)', 'torch.stack((z, x), dim=2)', ANY),
+        ('torch.stack((x, z), dim=2)', 'torch.stack((z, x), dim=2)', 'in front of its token'),
+        ('pos.repeat_interleave(2)', 'pos.repeat(2)', 't, so 0 0 1 1'),
+        ('return h[:, 1::2]', 'return out', 'is not defined'),
+        ('    return h[:, 1::2]', '    for _ in range(iterations):\n        out = h[:, 1::2]\n'
+         '    return out', 'set it before'),
         ('range(iterations + 1)', 'range(max(iterations, 1))', 'one iteration less'),
         ('range(iterations + 1)', 'range(iterations + 2)', 'one iteration more'),
         ('range(iterations + 1)', 'range(20)', 'is the exact result'),
@@ -244,6 +263,11 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
          'should read the frozen keys and values'),
         ('gate(h).sigmoid()', 'gate(h).detach().sigmoid()', 'gradient is lost'),
         ('for gate in gates:', 'for gate in gates[:3]:', ANY),
+        ('    for gate in gates:', '    start = x\n    for gate in gates:\n        x = start',
+         'join the running sum'),
+        ('x = x + (m * s)', 'x = (m * s)', 'replaces the input'),
+        ('        h = gpt.trunk(x, memory)\n' + READS, READS + '        h = gpt.trunk(x, memory)\n',
+         'never takes the readout of the last pass'),
     ],
     'flops': [
         ('3 * c.n_embd * c.mlp_hidden', '2 * c.n_embd * c.mlp_hidden', 'two matrices'),

@@ -136,9 +136,9 @@ def test_checkpoints_of_another_program(out, run_train, capsys):
 def test_a_setting_that_model_py_has_not_is_told(out, capsys):
     state = load_checkpoint(str(out))
     assert capsys.readouterr().err == ''
-    rewrite(out, config={**state['config'], 'activation': 'gelu'})
+    rewrite(out, config={**state['config'], 'telepathy': 1})
     load_checkpoint(str(out))
-    assert "ckpt.pt: model.py has no setting activation='gelu'" in capsys.readouterr().err
+    assert "ckpt.pt: model.py has no setting telepathy=1" in capsys.readouterr().err
 
 
 def test_a_buffer_that_no_checkpoint_holds(out, monkeypatch):
