@@ -173,6 +173,13 @@ def check_range(settings, low, high, *names):
             raise ValueError(f"{name}={value} must be {bounds}")
 
 
+def only_with(what, there, given, *names):
+    """UserError for a setting that the user gave, if what it is for is not there."""
+    for name in names:
+        if name in given and not there:
+            raise UserError(f"{name}={given[name]}: is for {what}; leave it out")
+
+
 def describe(block):
     """A block's settings for --help: each with its default and the comment behind its field."""
     # text as it is typed: without quotes, and the value where the default is a constant's name

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from typing import Optional
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
-from configurator import check_range
+from configurator import build, check_range, only_with, read
 from engine.answers import behind_solved
 from engine.checkpoint import change_steps
 from engine.decode import compile_decoding
 from engine.files import UserError, for_terminal, on_disk, run
 from engine.generate import stream
-from engine.mechanisms import halts, slots_per_token
+from engine.mechanisms import halts, iterates, slots_per_token
 from engine.shards import encode
 from engine.tasks import TASKS, answer_to
-from engine.trained import exam_for_prompt, open_as, read_one
+from engine.trained import exam_for_prompt, only, open_as
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -174,12 +174,19 @@ def print_sample(model, tokenizer, prompt, s, seed):
 
 
 def main(argv):
-    s, folder = read_one(argv, __doc__, SampleSettings, "python sample.py out/depth_attn")
+    options, folders = read(argv, __doc__, SampleSettings)
+    s = build(SampleSettings, options)
+    folder = only(folders, "python sample.py out/depth_attn")
     model, tokenizer, settings = open_as(s, folder)
     override(model, s)
+    only_with('latent, mask and feedback', iterates(model), options, 'exact')
     start, exam = None if s.start == '<|endoftext|>' else s.start, exam_for_prompt(settings)
     if s.temperature is None:
         s.temperature = 0.7 if exam is None else 0.0
+    asked_to_draw = s.num_samples > 1 or s.top_k is not None or s.top_p is not None
+    if s.temperature == 0 and asked_to_draw:
+        raise UserError("num_samples, top_k, top_p: nothing is drawn at temperature 0, the default "
+                        "of a made task: add --temperature=0.7, or leave them out")
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set
     prompt = encode_prompt(start, tokenizer, model.config.block_size)
@@ -207,7 +214,8 @@ def main(argv):
     if s.show_steps:
         legend = ' '.join(shaded(f" {n} ", n) for n in range(1, slots_per_token(model) + 1))
         print(f"\n\npasses per token: {legend}", end='')
-    print(f"\n\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s, "
+    compiled = " (with the compiler's time)" if s.compile else ''
+    print(f"\n\n{tokens} tokens in {seconds:.1f} s{compiled}, {tokens / seconds:.0f} tokens/s, "
           f"{passes / tokens:.2f} passes per token", file=sys.stderr)
 
 

@@ -6,7 +6,6 @@ import sys
 
 import torch
 
-from configurator import build, read
 from engine.answers import KEPT, exam_of_data
 from engine.checkpoint import load_checkpoint, model_of, own, with_halting
 from engine.files import UserError
@@ -41,13 +40,6 @@ def load_model(folder, device, dtype=torch.float32, halting=None):
     model = own(model.to(device, dtype), state).eval()
     check_pieces(model)
     return model, tokenizer, {**state['settings'], **kept}
-
-
-def read_one(argv, description, block, example):
-    """The arguments of a program that asks one checkpoint: (settings of `block`, folder)."""
-    given, folders = read(argv, description, block)
-    s = build(block, given)
-    return s, only(folders, example)
 
 
 def only(folders, example):

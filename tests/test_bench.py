@@ -142,6 +142,10 @@ def test_refusals(tmp_path, monkeypatch):
         bench.main(['--depth_attn'])
     with pytest.raises(UserError, match='halt_tau: chosen here for each row, by --toggles'):
         bench.main(['--toggles=exit', '--halt_tau=0.5'])
+    with pytest.raises(UserError, match="ponder='loop': methods are .* --toggles=plain,loop"):
+        bench.main([f"{bench.ROOT}/config/loop.py"])
+    with pytest.raises(UserError, match='rounds=2: is for --against'):
+        bench.main(['--rounds=2'])
     with pytest.raises(UserError, match='batches=0: give whole numbers from 1'):
         bench.main(['--batches=0'])
     with pytest.raises(UserError, match='block_size=8: a prompt alone has 8 tokens'):
@@ -153,3 +157,9 @@ def test_refusals(tmp_path, monkeypatch):
     (tmp_path / 'tools' / 'bench.py').write_text('import sys; sys.exit("one line")')
     with pytest.raises(UserError, match='tools/bench.py: one line'):
         bench.main([f'--against={tmp_path}'])
+
+    def rows_of(folder, args):
+        return {('step', 'loop' if '--toggles=loop' in args else 'plain'): 1.0}
+    monkeypatch.setattr(bench, 'medians_printed', rows_of)
+    with pytest.raises(UserError, match='no row in common'):
+        bench.main([f'--against={tmp_path}', '--against_options=--toggles=loop'])

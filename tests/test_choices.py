@@ -169,6 +169,10 @@ def test_a_line_per_tau_and_one_per_number_of_passes(tmp_path, small_data, capsy
     loop = save(tmp_path / 'd', make(**{**TOGGLES['loop'], **size}), data_dir=small_data)
     with pytest.raises(UserError, match="taus: this model has halting='none'"):
         choices.main([loop, '--taus=0.2'])
+    with pytest.raises(UserError, match='lots=2: is for a model that halts'):
+        choices.main([loop, '--lots=2'])
+    with pytest.raises(UserError, match='problems=9: is for a made task'):
+        choices.main([loop, '--problems=9'])
 
 
 def test_on_a_made_task_answers_count(tmp_path, monkeypatch, capsys):

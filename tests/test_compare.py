@@ -195,6 +195,26 @@ def test_what_a_file_of_made_runs_does_not_have(args, words):
         compare.main([os.path.join(ROOT, 'docs', 'runs', path), *rest])
 
 
+def test_tables_of_files_say_whose_they_are_and_what_chose_a_rate(capsys):
+    files = [os.path.join(ROOT, 'docs', 'runs', f'{name}-rates.jsonl')
+             for name in ('minimax', 'traffic')]
+    compare.main(files)
+    told = capsys.readouterr().out
+    assert all(f'\n{path}\n\n' in told for path in files)
+    assert 'loop@4e-3 (seed 0) 99.4% right, 0.0062' in told
+
+    compare.main([os.path.join(ROOT, 'docs', 'runs', 'text-2.8M.jsonl'), '--names=loop_2'])
+    assert 'Not compared with plain_ponderlm, plain_' in capsys.readouterr().out
+
+
+def test_a_setting_that_would_do_nothing_is_refused(common, in_process, tmp_path):
+    for setting, words in (('--pick=7', 'pick=7: is for several --lrs'),
+                           ('--answers=9', 'answers=9: is for a made task')):
+        with pytest.raises(UserError, match=words):
+            compare.main([*common, '--names=plain', f'--out={tmp_path}', setting])
+    assert not in_process
+
+
 # -------------------------------------------------------------------------------------------------
 # Runs
 

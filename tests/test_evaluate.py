@@ -282,7 +282,7 @@ def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path, capsys):
     prepare_data.write_dataset(data, texts, Mangling(), 0.3, 'test')
     settings = evaluate.EvaluateSettings()
 
-    count, per_token, per_byte = evaluated(model, Mangling(), str(path), settings)
+    count, per_token, per_byte, _ = evaluated(model, Mangling(), str(path), settings)
     assert count == len(text) + 1 - 1
     assert 'text.txt is no UTF-8' in capsys.readouterr().err
     assert per_byte == pytest.approx(per_token)         # a token is a byte of the file
@@ -290,7 +290,7 @@ def test_bits_per_byte_are_of_the_files_bytes(model, tmp_path, capsys):
     shard = os.path.join(data, 'val_000000.bin')
     for limit in (None, 99):
         settings = evaluate.EvaluateSettings(tokens=limit)
-        _, per_token, per_byte = evaluated(model, Mangling(), data, settings)
+        _, per_token, per_byte, _ = evaluated(model, Mangling(), data, settings)
         assert per_byte == pytest.approx(per_token * val['tokens'] / val['bytes'], rel=0.02)
     assert evaluated(model, Mangling(), shard, settings)[2] is None
 
@@ -399,6 +399,10 @@ def test_without_lm_eval_the_message_names_the_install(folder, monkeypatch):
     (['CKPT', 'CKPT'], 'a checkpoint; only the first'),
     (['CKPT', '--ponder_steps=x'], 'give numbers'),
     (['CKPT', '--halt_tau=0.1'], 'no token of this model halts'),
+    (['CKPT', 'TMP/a.txt', '--exact'], 'exact=True: is for latent, mask and feedback'),
+    (['CKPT', 'TMP/a.txt', '--num_fewshot=1'], 'num_fewshot=1: is for --tasks'),
+    (['CKPT', '--answers=9', '--tokens=9'], 'tokens=9: is for texts'),
+    (['CKPT', '--answers=9', '--batch_size=9'], 'batch_size=9: is for texts and --tasks'),
 ])
 def test_refusals(folder, tmp_path, args, words):
     (tmp_path / 'empty.txt').write_text('')

@@ -201,6 +201,7 @@ def test_refusals(tmp_path):
     short = save(tmp_path / 'short', make(**{**SIZE, 'block_size': 8}))
     for args, words in [(['--against=x'], 'against needs a page'),
                         ([], 'no validation set'),
+                        (['--start=a', '--port=9'], 'port=9: is for --serve'),
                         (['--start=' + 'a' * 9, f'--against={short}', '--html=a.html'],
                          'for --against=.* has 9 tokens, .* is 8')]:
         with pytest.raises(UserError, match=words):

@@ -333,6 +333,8 @@ def test_whose_values_each_layer_mixes(tmp_path, small_data, capsys):
     (['curves', 'a'], 'a: no log'),
     (['curves', 'a', '--x=generated'], 'for records'),
     (['race', 'a.jsonl', '--x=tokens'], 'x=tokens: is for records and curves'),
+    (['curves', 'a', '--start=ab'], 'start=ab: is for depth'),
+    (['depth', 'a', '--names=ab'], 'names=ab: is for all but depth'),
     (['records', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),
     (['race', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),
     (['halting', 'nowhere.jsonl'], 'nowhere.jsonl: no such file'),

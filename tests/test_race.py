@@ -164,6 +164,8 @@ def test_the_table_has_every_run_and_names_its_seed():
         ['nanogpt', 'adamw', '1.00M', '0.003', '2.000', '1: 1.500, 2: 2.500', '2.0000',
          '3, not', '10'],
         ['ours', 'adamw', '1.00M', '0.001', '', '1: 1.000', '1.0000', '3', '20']]
+    below = [record(), record('ours', curve={'2': 1.5, '4': 1.0})]  # from its first evaluation on
+    assert [row[-2] for row in cells(race.table_of(below))[1:]] == ['4', '<=2']
     for more, words in ((record(rate=3e-3, seed=2), 'nanogpt adamw 0.003 2 is there twice'),
                         (record(seed=5, steps=2), 'several numbers of steps')):
         with pytest.raises(UserError, match=words):

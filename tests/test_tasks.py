@@ -372,6 +372,26 @@ def test_where_tokens_halt_the_threshold_varies(in_tmp, capsys):
     assert rows[3] == ['halt_tau', '0', '1', '2']               # passes by difficulty
     assert [row[:2] for row in rows[4:6]] == [['1', '1.00'], ['0', '4.00']]
 
+    evaluate.main(['out', '--halt_tau=1,0', '--tokens=300', '--device=cpu'])     # as a text
+    header, *rows = cells(capsys.readouterr().out.partition('\n')[2])
+    assert header[-1] == 'passes per token'
+    assert [row[-1] for row in rows] == ['1.00', '4.00']
+
+
+def test_the_answers_that_are_counted_are_told_when_it_is_stopped(in_tmp, monkeypatch, capsys):
+    save('out', make(**SMALL, ponder='loop', ponder_steps=1), data_dir=prepare('addition'))
+    summary = evaluate.summary
+
+    def stopped(model, *args):
+        if model.config.ponder_steps == 1:
+            raise KeyboardInterrupt
+        return summary(model, *args)
+
+    monkeypatch.setattr(evaluate, 'summary', stopped)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main(['out', '--ponder_steps=0,1,2', '--answers=20', '--device=cpu'])
+    assert [row[0] for row in cells(capsys.readouterr().out)] == ['ponder_steps', '0']
+
 
 # -------------------------------------------------------------------------------------------------
 # A run knows what it was trained on

@@ -41,7 +41,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
-from configurator import build, check_range, read
+from configurator import build, check_range, only_with, read
 from engine.answers import Progress, answer_problems, ask, totals
 from engine.build import new_model
 from engine.cpu import tune_cpu
@@ -391,6 +391,9 @@ def bench_against(own, argv):
             progress(f"round {turn + 1} of {own.rounds}, {side}")
             for row, ms in medians_printed(*commands[side]).items():
                 found[side][row].append(ms)
+        if not found['here'].keys() & found['there'].keys():
+            raise UserError("the two sides have no row in common: leave toggles, batches and "
+                            "shapes out of --against_options")
     rows = []
     for title, name in sorted(found['here'].keys() ^ found['there'].keys()):
         print(f"left out: {title}, {name}, which one side alone has")
@@ -441,6 +444,11 @@ def main(argv):
     for name in ('ponder', 'ponder_steps', 'halting', 'halt_tau', 'depth_attn'):
         if f'--{name}' in [arg.partition('=')[0] for arg in argv]:
             raise UserError(f"{name}: chosen here for each row, by --toggles (--help)")
+    only_with('--against', given.get('against'), given, 'against_options', 'rounds')
+    ponder = given.get('ponder', 'none')    # of a config file
+    if ponder != 'none' and 'toggles' not in given and not folders:
+        raise UserError(f"ponder={ponder!r}: methods are chosen by --toggles, such as "
+                        f"--toggles=plain,{ponder}")
     train = build(Settings, given)
     device = pick_device(train.device)
     dtype, _ = pick_dtype(train.dtype, device)

@@ -37,14 +37,14 @@ from typing import Optional
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
-from configurator import check_range
+from configurator import build, check_range, only_with, read
 from engine.answers import Progress, exam_of_data, read_answers
 from engine.checkpoint import change_steps
 from engine.files import UserError, append_line, run, table
-from engine.mechanisms import halts, slots_per_token
+from engine.mechanisms import halts, iterates, slots_per_token
 from engine.shards import read_meta
 from engine.start import is_own_data, say_other_data
-from engine.trained import data_dir_of, exam_of_run, open_as, read_one
+from engine.trained import data_dir_of, exam_of_run, only, open_as
 from engine.windows import Windows
 from model import log_weight, some_rows_at_once
 
@@ -306,8 +306,9 @@ def print_everyone(rows, oracle, text):
 
 
 def main(argv):
-    s, folder = read_one(argv, __doc__, ChoiceSettings,
-                         "python tools/choices.py out/halting_router")
+    given, folders = read(argv, __doc__, ChoiceSettings)
+    s = build(ChoiceSettings, given)
+    folder = only(folders, "python tools/choices.py out/halting_router")
     model, tokenizer, settings = open_as(s, folder)
     if s.json is not None:
         os.makedirs(os.path.dirname(s.json) or '.', exist_ok=True)
@@ -319,9 +320,15 @@ def main(argv):
     if s.taus is not None and not halts(model):
         raise UserError("taus: this model has halting='none'; leave the setting out, or for a loop "
                         "add --halting=exit")
+    only_with('a model that halts', halts(model), given, 'lots', 'seed')
     text = open_text(model, tokenizer, settings, s)
+    only_with('a text', not text.answers, given, 'tokens')
+    only_with('a made task', text.answers, given, 'problems')
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
+    if iterates(model):
+        print(f"{config.ponder}: answers, too, are read by iteration here; in tools/evaluate.py "
+              "--answers the model writes them\n", flush=True)
     losses, right = after_each_pass(model, text)
     found = []
     if halts(model):

@@ -39,7 +39,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 import train as train_py
-from configurator import build, check_range, read
+from configurator import build, check_range, only_with, read
 from engine import muon
 from engine.answers import Progress, summary
 from engine.checkpoint import CHECKPOINTS
@@ -653,7 +653,9 @@ def table_of(records, beside=None):
         text += f"\nRight answers are of {' or '.join(f'{n:,}' for n in asked)} problems."
     if tried:
         text += "\nTried with other seeds: " + ', '.join(
-            f"{r['name']} (seed {r['seed']}) {loss_of(r):.4f}" for r in tried) + '.'
+            f"{r['name']} (seed {r['seed']}) "
+            + (f"{r['right']:.1%} right, " if 'right' in r else '') + f"{loss_of(r):.4f}"
+            for r in tried) + '.'
     versions = runs_by(records, lambda r: r.get('code', r.get('model')))    # older: of model.py
     if len(versions) > 1:
         text += f"\n{TRAINS} was changed between: {' | '.join(versions.values())}"
@@ -796,6 +798,13 @@ def plain_of_equal_flops(name, runs, base):
 # -------------------------------------------------------------------------------------------------
 
 
+def check_used(compare, given, data_dir):
+    """UserError for one of our settings that the user gave, and that would do nothing."""
+    only_with('several --lrs', seeds_that_pick(compare), given, 'pick')
+    if 'answers' in given:
+        only_with('a made task', task_of(read_meta(data_dir)), given, 'answers')
+
+
 def check_beside(compare, path, data_dir):
     """
     UserError if no run is to be made, or is made (path: their records), to compare with, or if the
@@ -824,6 +833,14 @@ def those_asked_for(records, given):
             raise UserError(f"--{setting}: there is no finished run of {min(missing)} here")
         records = [r for r in records if asked & called[setting](r)]
     return records
+
+
+def say_left_out(of_file, records):
+    """The plain models that --names leaves out, beside which nothing is then compared."""
+    left = {r['name'] for r in of_file} - {r['name'] for r in records}
+    plain = sorted(filter(is_plain, left))
+    if plain:
+        print(f"Not compared with {', '.join(plain)}, which --names leaves out.")
 
 
 def main(argv):
@@ -856,14 +873,17 @@ def main(argv):
         files = [os.path.join(compare.out, 'runs.jsonl')]
         data_dir = build(Settings, asked).data_dir
         prepare_data.prepare_builtin(data_dir)
+        check_used(compare, given, data_dir)
         check_beside(compare, files[0], data_dir)
         failed = make_all(compare, common, files[0])
     for path in files:
-        records = [r for r in read_lines(path) if 'name' in r and LOSS in r]
+        of_file = records = [r for r in read_lines(path) if 'name' in r and LOSS in r]
         if named:
             records = those_asked_for(records, given)
         if records:
-            print(f"\n{table_of(records, compare.beside)}")
+            title = f"{path}\n\n" if len(files) > 1 else ''
+            print(f"\n{title}{table_of(records, compare.beside)}")
+            say_left_out(of_file, records)
         elif not failed:
             raise UserError(f"{path}: no finished run here")
     if failed:

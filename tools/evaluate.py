@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
-from configurator import build, check_range, read
+from configurator import build, check_range, only_with, read
 from engine.answers import Progress, exam_of_data, summary
 from engine.checkpoint import CHECKPOINTS
 from engine.cpu import tune_cpu
@@ -95,11 +95,12 @@ def each_setting(model, s):
 
 # ---- loss on texts -------------------------------------------------------------------------------
 
-def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=False):
+def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=False, taken=None):
     """
     Total of -log p in nats of all tokens (n,) but the first, each given those before it in its
     window of block_size. counts: which of them count, (n - 1,) bool (None: all). exact: read token
-    by token.
+    by token. taken: a list that gets the passes of the tokens that these are predicted from, of a
+    model that halts and is not read `exact`.
     """
     T = min(model.config.block_size, max(1, len(tokens) - 1))   # no longer than the text
     total = 0.0
@@ -108,8 +109,12 @@ def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=Fals
         padded = F.pad(part, (0, -(len(part) - 1) % T), value=-1)   # -1 counts for nothing
         rows = padded.unfold(0, T + 1, T)   # each begins with the last token of the one before
         losses = token_nats(model, rows, batch_size, exact).cpu().double().flatten()[:len(part) - 1]
+        chosen = slice(None)
         if counts is not None:
-            losses = losses[torch.from_numpy(counts[first:first + len(losses)])]
+            chosen = torch.from_numpy(counts[first:first + len(losses)])
+        if taken is not None:
+            taken.append(model.mechanism.passes.flatten()[:len(losses)].cpu()[chosen])
+        losses = losses[chosen]
         total += losses.sum().item()
         progress(f"{first + len(part):,} of {len(tokens):,} tokens")
     return total
@@ -184,10 +189,12 @@ def about(path):
 
 def evaluate_text(model, tokenizer, path, arrays, s):
     """
-    (tokens predicted, nats per token, nats per byte) of a text, from its token arrays. End-of-text
-    tokens count as tokens of no bytes. Bytes are the text's own, in proportion: a tokenizer may
-    have read others (U+FFFD, NFC). None if they are not known.
+    (tokens predicted, nats per token, nats per byte, passes per token) of a text, from its token
+    arrays. End-of-text tokens count as tokens of no bytes. Bytes are the text's own, in proportion:
+    a tokenizer may have read others (U+FFFD, NFC). None for what is not known, and for passes
+    without halting.
     """
+    taken = [] if halts(model) and not s.exact else None
     text_bytes, task = about(path)
     lengths = token_lengths(tokenizer).astype(np.int16)
     total, count, read, size, whole = 0.0, 0, 0, 0, 0
@@ -200,7 +207,7 @@ def evaluate_text(model, tokenizer, path, arrays, s):
         counts = np.full(len(tokens) - 1, True)
         if task is not None:
             counts = answers_in(tokens, model.config.block_size, task, tokenizer.eot_token)
-        total += nats(model, tokens, s.batch_size, counts=counts, exact=s.exact)
+        total += nats(model, tokens, s.batch_size, counts=counts, exact=s.exact, taken=taken)
         count += int(counts.sum())
         read += len(tokens) - 1
         size += int(lengths[tokens[1:]].sum(dtype=np.int64))
@@ -208,11 +215,12 @@ def evaluate_text(model, tokenizer, path, arrays, s):
         raise UserError(f"{path}: no text in it")
     if not math.isfinite(total):
         raise UserError(f"{path}: the loss is not finite; try --dtype=float32")
-    if task is not None:    # a character of an answer is a byte, and its end is one more
-        return count, total / count, total / count
-    if tokenizer.name == 'byte':
-        text_bytes = whole
-    return count, total / count, text_bytes and total * whole / size / text_bytes
+    per_byte = total / count    # a character of an answer is a byte, and its end is one more
+    if task is None:
+        text_bytes = whole if tokenizer.name == 'byte' else text_bytes
+        per_byte = text_bytes and total * whole / size / text_bytes
+    passes = torch.cat(taken).float().mean().item() if taken else None
+    return count, total / count, per_byte, passes
 
 
 def print_texts(model, tokenizer, paths, s):
@@ -227,17 +235,21 @@ def print_texts(model, tokenizer, paths, s):
     try:
         for name, value in each_setting(model, s):
             for path, arrays in texts.items():
-                count, per_token, per_byte = evaluate_text(model, tokenizer, path, arrays, s)
+                count, per_token, per_byte, passes = evaluate_text(model, tokenizer, path, arrays,
+                                                                   s)
                 bits = '?' if per_byte is None else f'{per_byte / math.log(2):.4f}'
                 rows.append([path, f'{value:g}', f'{count:,}', f'{per_token:.4f}',
                              f'{math.exp(per_token):.3f}', bits])
+                if passes is not None:
+                    rows[-1].append(f'{passes:.2f}')
     finally:
         if any('?' in row for row in rows):
             print("?: how many bytes of text are in a shard, or a pipe, alone is not known; name "
                   "the folder, or a file")
         if rows:
-            print(table(['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte'],
-                        rows))
+            header = ['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte',
+                      'passes per token']
+            print(table(header[:len(rows[0])], rows))
 
 
 # ---- right answers ------------------------------------------------------------------------------
@@ -252,15 +264,23 @@ def exams_of(texts, settings, count):
 
 def print_answers(model, exam, s, folder):
     """
-    A line for each setting; and with halting, what the passes went to. folder: whose problems they
-    are, None if they are of the run's own data.
+    A line for each setting; and with halting, what the passes went to; of what is done if it is
+    stopped. folder: whose problems they are, None if they are of the run's own data.
     """
     results = {}
-    for name, value in each_setting(model, s):
-        if exam is None:
-            raise UserError("this model was trained on a text, and --answers needs a made task: "
-                            "name its folder, such as data/addition")
-        results[value] = summary(model, exam, s.answers, s.exact)
+    try:
+        for name, value in each_setting(model, s):
+            if exam is None:
+                raise UserError("this model was trained on a text, and --answers needs a made "
+                                "task: name its folder, such as data/addition")
+            results[value] = summary(model, exam, s.answers, s.exact)
+    finally:
+        if results:
+            print_results(model, name, results, s.answers, folder)
+
+
+def print_results(model, name, results, asked, folder):
+    """print_answers' tables. results: {a value of the setting `name`: its summary}."""
     first = next(iter(results.values()))
     task = TASKS[first['task']]
     levels = [row[task.unit] for row in first['by_difficulty']]
@@ -271,7 +291,7 @@ def print_answers(model, exam, s, folder):
     of_what = f"{first['task']} of {folder}" if folder else first['task']
     print(f"{of_what}: right answers to {first['problems']:,} problems, all and by {task.unit}; "
           "passes per character of an answer\n")
-    if first['problems'] < s.answers:
+    if first['problems'] < asked:
         print("Each is asked once: the validation set has no more that differ.\n")
     print(table([name, 'passes', 'right', *map(str, levels)], rows))
 
@@ -405,6 +425,10 @@ def main(argv):
             s.answers = 1000
         else:
             texts = [data_dir_of(settings)]
+    only_with('texts', texts, given, 'tokens')
+    only_with('texts and --tasks', texts or s.tasks, given, 'batch_size')
+    only_with('--tasks', s.tasks, given, 'num_fewshot')
+    only_with('latent, mask and feedback', iterates(model), given, 'exact')
     for folder in dict.fromkeys(map(data_folder, texts)):
         if folder and is_own_data(folder, settings):
             say_other_data(folder, read_meta(folder), settings, splits=('val',))

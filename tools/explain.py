@@ -29,7 +29,7 @@ from typing import Optional
 import torch
 
 sys.path.insert(0, dirname(dirname(realpath(__file__))))  # from anywhere
-from configurator import build, check_range, read
+from configurator import build, check_range, only_with, read
 from engine.answers import behind_solved, what_counts
 from engine.files import UserError, run
 from engine.mechanisms import SCORES, halts
@@ -342,6 +342,7 @@ def serve_page(s, folders):
 def main(argv):
     given, folders = read(argv, __doc__, ExplainSettings)
     s = build(ExplainSettings, given)
+    only_with('--serve', s.serve, given, 'port')
     if s.serve and folders:
         return serve_page(s, folders)
     folder = only(folders, "python tools/explain.py out/embedding")

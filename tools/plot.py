@@ -30,7 +30,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
-from configurator import build, read
+from configurator import build, only_with, read
 from engine.build import without_numbers
 from engine.files import UserError, one_line, run, whole
 from engine.flops import flops_of_new_token
@@ -45,7 +45,7 @@ from tools.race import at_best_rate, runs_of
 
 X = {
     'tokens': 'training tokens',
-    'flops': 'training FLOPs',
+    'flops': "training FLOPs, without Muon's own",
     'seconds': 'seconds of training steps',
     'generated': 'FLOPs of a new token in generation',
 }
@@ -155,13 +155,14 @@ def records(paths, s):
     s.check_names({name for runs in panels for name in runs})
     if s.x == 'generated':
         panels = [in_generation(panels)]
-    rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
-    figure, axes = new_figure(len(panels), size=(6 * columns, 4.2 * rows + 0.9))
     others = list(dict.fromkeys(name for runs in panels for name in runs
                                 if name not in PLAIN_WORDS))
     looks = {name: (name, OTHERS[i // len(MARKS) % len(OTHERS)], MARKS[i % len(MARKS)])
              for i, name in enumerate(others)}
     looks.update(PLAIN_WORDS)
+    rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
+    legend = 0.9 + 0.3 * max(0, len({name for runs in panels for name in runs}) // 2 - 2)
+    figure, axes = new_figure(len(panels), size=(6 * columns, 4.2 * rows + legend))
     for ax, runs in zip(axes, panels):
         draw_records(ax, runs, looks, s.x)
     add_legend(figure, [looks[name][0] for name in (*PLAIN_WORDS, *others)])
@@ -233,7 +234,7 @@ def draw_records(ax, runs, looks, x):
         cost = np.median([record[x] for record in runs[name]]) / least
         ends = [100 * r['right'] if answers else loss_of(r) for r in runs[name]]
         front = 2 if name in PLAIN_WORDS else 1
-        ax.plot([cost] * len(ends), ends, 'o', color=colour, markersize=4, zorder=front)
+        ax.plot([cost] * len(ends), ends, mark, color=colour, markersize=4, zorder=front)
         look = dict(markersize=10, markeredgecolor='white')
         if name == 'plain_scaled_4x':
             look = dict(markersize=18, markerfacecolor='none', markeredgewidth=2)
@@ -252,11 +253,14 @@ def draw_records(ax, runs, looks, x):
     ax.xaxis.set_major_formatter('{x:g}')
     ax.xaxis.set_minor_formatter('')
     ax.margins(x=0.15)
+    low, high = ax.get_xlim()
+    if high < 2 * low:      # equal costs stand together
+        ax.set_xlim(low / 1.5, high * 1.5)
     ax.set_xlabel(f"{X[x]}, least = 1")
     if answers:
         task = found[0].get('task', 'task')
-        ax.set_title(f"{task} (n of m: seeds that learned it)", loc='left', size=TEXT,
-                     parse_math=False)
+        counted = ' (n of m: seeds that learned it)' if ax.texts else ''
+        ax.set_title(f"{task}{counted}", loc='left', size=TEXT, parse_math=False)
         ax.set_ylabel('right answers (%), better ↑')
         ax.set_ylim(0, 106)
     else:
@@ -497,8 +501,9 @@ def main(argv):
     kind, *paths = rest or ['']
     if kind not in KINDS or not paths:
         raise UserError(f"name a picture ({', '.join(KINDS)}), then what it is of; see --help")
-    if 'x' in given and kind not in ('records', 'curves'):
-        raise UserError(f"x={s.x}: is for records and curves; leave it out")
+    only_with('records and curves', kind in ('records', 'curves'), given, 'x')
+    only_with('depth', kind == 'depth', given, 'start', 'device')
+    only_with('all but depth', kind != 'depth', given, 'names')
     out = s.out or f'out/{kind}.png'
     ending = os.path.splitext(out)[1][1:]
     if ending not in ('png', 'svg', 'pdf'):

@@ -37,7 +37,7 @@ from torch import nn
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
-from configurator import build, read
+from configurator import build, only_with, read
 from engine.build import new_model
 from engine.files import UserError, alone, append_line, checksum, run, table
 from engine.hardware import pick_device, pick_dtype
@@ -398,7 +398,8 @@ def table_of(records):
             ', '.join(f'{r[LOSS]:.3f}' for r in made if r['picks']),
             ', '.join(f"{r['seed']}: {r[LOSS]:.3f}" for r in judges),
             f'{statistics.mean(r[LOSS] for r in judges):.4f}' if judges else '',
-            ', '.join(f'{step:.0f}' if step else 'not' for step in reached),
+            ', '.join(f"{'<=' * (step == min(map(int, r['curve'])))}{step:.0f}" if step else 'not'
+                      for r, step in zip(judges, reached)),
             f'{ms:.0f}' if ms else ''])
     header = ['model', 'optimizer', 'weights', 'rate', 'of seeds that pick',
               'of each other seed', 'mean', f"steps to {goal:.3f}" if goal else 'steps',
@@ -466,6 +467,7 @@ def main(argv):
                         "out")
     if path.endswith('.py'):
         results = os.path.join(chosen.out, 'runs.jsonl')
+        only_with('several --lrs', seeds_that_pick(chosen), given, 'pick')
         prepare_data.prepare_builtin(build(Settings, asked).data_dir)
         s, config = configs_of([*START, *options])
         if task_of(read_meta(s.data_dir)):
