@@ -110,13 +110,13 @@ class GPTConfig:
 
     # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop.
     # (Where nothing is to be predicted, as in the question of a made task, targets are negative.
-    # Exit's halt_lambda, and Ouro's halt_start and halt_full, are for such tokens alone.)
+    # Exit's halt_lambda, and Ouro's halt_start and halt_full, are for such tokens alone. What is
+    # `the rule's` stands in `defaults` of its class.)
     halting: str = 'none'                # gate, mask, router, exit or ouro
-    # None: see `defaults` of the rule's class in part 5
-    halt_tau: Optional[float] = None     # a token stops once its score is below it
-    halt_lambda: Optional[float] = None  # weight of the halting loss
-    halt_start: Optional[float] = None   # until this share of the run halting has no effect
-    halt_full: Optional[float] = None    # from this share of the run it has all of its effect
+    halt_tau: Optional[float] = None     # a token stops below it, see part 5 (None: the rule's)
+    halt_lambda: Optional[float] = None  # weight of the halting loss (None: the rule's)
+    halt_start: Optional[float] = None   # share of the run where `onset` begins (None: the rule's)
+    halt_full: Optional[float] = None    # share of the run from which it is 1 (None: the rule's)
     halt_share: float = 0.1              # Gate: the share of gates that its loss pushes down
     halt_beta: float = 10.0              # Router: beta, an exponent in its loss
     exit_loss: str = 'ramp'              # Exit: which passes must predict; or 'uniform', 'last'
@@ -141,7 +141,7 @@ class GPTConfig:
             self.embed_scale = PONDER[self.ponder].default_embed_scale(self.n_embd)     # part 4
         if self.depth_stride is None and self.depth_attn:
             self.depth_stride = max(1, self.n_layer // 2)
-        if self.halting != 'none':  # halt_tau, halt_lambda, halt_start and halt_full: part 5
+        if self.halting != 'none':
             for name, value in HALTING[self.halting].defaults.items():
                 if getattr(self, name) is None:
                     setattr(self, name, value)
@@ -955,9 +955,9 @@ class SlotMemory(WeightedMemory):
     """
 
     def begin(self, x):
-        super().begin(x)
-        self.N -= x.size(1)         # begin_pass counts the new slots
         self.N_before = self.N      # slots of earlier tokens
+        super().begin(x)
+        self.N = self.N_before      # begin_pass counts the new slots
         self.token_pos = self.pos   # (T,); begin_pass makes pos (T n,)
 
     def begin_pass(self, n=1, log_w=None):
@@ -1021,8 +1021,8 @@ class Latent(Mechanism):
         x_0 z_{0,1} .. z_{0,K}  x_1 z_{1,1} ..          z_{t,k} = h_{t,k-1}, from the slot before
 
     What comes out of a token's last slot predicts the next token. (The paper takes one thought, as
-    config/latent.py does. Its K is our R.) Attention is causal over this
-    row of slots, so a token's thoughts depend on all slots before them: the exact way is
+    config/latent.py does. What it calls K is our R, a number of iterations.) Attention is causal
+    over this row of slots, so a token's thoughts depend on all slots before them: the exact way is
     sequential. Training, and a text that is read at once, solve it by Jacobi iteration: guess all
     thoughts, run the trunk over all slots, take what comes out as the next guess. One such run is a
     sweep. For K = 2 thoughts and R = jacobi_iters (in training also R - 1) the slots of a token are
@@ -1153,7 +1153,7 @@ class Halting(Mechanism):
 
         takes = memory.is_token                 (B,T): who takes the pass
         for k in range(K + 1):
-            memory[k].begin_pass(takes)         the memory is told who makes new keys in it
+            memory[k].begin_pass(takes)         the memory is told who takes this pass
             h = trunk(..)                       all tokens go through
             taken.append(takes)
             score = ..                          (B,T), after each pass but the last
@@ -1177,7 +1177,7 @@ class Halting(Mechanism):
     others need nothing that Chain and Loop define.
     """
     works_on = None         # the `ponder` whose tokens it stops
-    defaults = {}           # of halt_tau, halt_lambda, halt_start and halt_full
+    defaults = {}           # all four: halt_tau, halt_lambda, halt_start, halt_full
 
     def __init__(self, config):
         super().__init__(config)
@@ -1814,5 +1814,8 @@ def check_together(c):
         needs = HALTING[c.halting].works_on
         require(c.ponder == needs, f"halting={c.halting!r} does not work with "
                                    f"ponder={c.ponder!r}: set ponder={needs!r}")
+        for name in ('halt_tau', 'halt_lambda', 'halt_start', 'halt_full'):
+            require(getattr(c, name) is not None,
+                    f"{name}=None: add it to {HALTING[c.halting].__name__}.defaults, or set it")
         require(c.halt_start <= c.halt_full,
                 f"halt_start={c.halt_start} is above halt_full={c.halt_full}: change one of them")

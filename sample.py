@@ -183,10 +183,8 @@ def main(argv):
     start, exam = None if s.start == '<|endoftext|>' else s.start, exam_for_prompt(settings)
     if s.temperature is None:
         s.temperature = 0.7 if exam is None else 0.0
-    asked_to_draw = s.num_samples > 1 or s.top_k is not None or s.top_p is not None
-    if s.temperature == 0 and asked_to_draw:
-        raise UserError("num_samples, top_k, top_p: nothing is drawn at temperature 0, the default "
-                        "of a made task: add --temperature=0.7, or leave them out")
+    only_with('a temperature above 0, such as --temperature=0.7', s.temperature > 0, options,
+              'num_samples', 'top_k', 'top_p')
     if start is None and exam is not None:
         start, _ = exam['problems'][-1]     # a question of the validation set
     prompt = encode_prompt(start, tokenizer, model.config.block_size)

@@ -42,8 +42,7 @@ from engine.hardware import check_causal, pick_dtype, process_group
 from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.run import Log, Stop, lacks_evaluation
 from engine.shards import read_meta
-from engine.start import (
-    check_ranks, check_unused, checkpoint_of, say_order, start_model)
+from engine.start import check_ranks, check_unused, checkpoint_of, say_order, start_model
 from engine.track import MODULES, package_of
 from engine.windows import Windows
 from model import GPTConfig
@@ -341,8 +340,8 @@ class Trainer:
         """
         Say the mean loss in nats per target, with halting also the mean passes, over the same
         eval_tokens of the validation set each time, spread evenly over it. If the run is asked to
-        stop meanwhile, say so instead; only the evaluation that ends a run is always finished.
-        Leaves the model in eval mode.
+        stop meanwhile, say so instead; but the evaluation that ends a run, and that of eval_only,
+        are always finished. Leaves the model in eval mode.
         """
         self.model.eval()
         data, at_once = self.val_data, self.micro_batch

@@ -50,10 +50,12 @@ def start_model(settings, given, meta, state, ranks, device):
     model = new_model(config)
     if state is not None:
         weights = state['model']
-        if is_new(settings):    # a mechanism's own weights may be new, or stay behind
+        if is_new(settings):    # weights of another mechanism stay behind, and its own are new
+            old = state['config']
+            same = (config.ponder, config.halting) == (old['ponder'], old.get('halting', 'none'))
             new = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
-            left = [n for n in weights if n.startswith('mechanism.') and n not in new]
-            weights = {n: w for n, w in {**new, **weights}.items() if n not in left}
+            left = [n for n in weights if n.startswith('mechanism.') and not same]
+            weights = {**new, **{n: w for n, w in weights.items() if n not in left}}
             if ranks.rank == 0:
                 parts = sorted({'.'.join(n.split('.')[:2]) for n in left})  # mechanism.router
                 without = f", without {', '.join(parts)}" if left else ''
@@ -101,7 +103,7 @@ def start_config(settings, asked, n_tokens, old):
             rule = asked.get('halting')
             if rule in HALTING and rule != old.get('halting'):
                 # the defaults of this rule, not what the other one had
-                changed = {**HALTING[rule].defaults, **changed}
+                changed = {'halt_tau': None, **HALTING[rule].defaults, **changed}
         else:
             changed = {name: asked[name] for name in FREE if name in asked}
         if settings.eval_only:  # the model has the steps of its weights, then takes others

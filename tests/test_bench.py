@@ -142,8 +142,8 @@ def test_refusals(tmp_path, monkeypatch):
         bench.main(['--depth_attn'])
     with pytest.raises(UserError, match='halt_tau: chosen here for each row, by --toggles'):
         bench.main(['--toggles=exit', '--halt_tau=0.5'])
-    with pytest.raises(UserError, match="ponder='loop': methods are .* --toggles=plain,loop"):
-        bench.main([f"{bench.ROOT}/config/loop.py"])
+    with pytest.raises(UserError, match='exit: methods are .* --toggles=plain,exit'):
+        bench.main([f"{bench.ROOT}/config/halting_exit.py"])
     with pytest.raises(UserError, match='rounds=2: is for --against'):
         bench.main(['--rounds=2'])
     with pytest.raises(UserError, match='batches=0: give whole numbers from 1'):

@@ -238,7 +238,7 @@ def test_attention_that_plans_each_length_is_for_training(folder):
     (['CKPT', '--halt_tau=0.5'], ['halt_tau', 'no token of this model halts']),
     (['CKPT', '--halting=exit'], ["halting='exit'", "ponder='loop'"]),
     (['CKPT', '--ponder_steps=2'], ['ponder_steps', "ponder='none'"]),
-    (['CKPT', '--temperature=0', '--num_samples=2'], ['nothing is drawn at temperature 0']),
+    (['CKPT', '--temperature=0', '--num_samples=2'], ['num_samples=2: is for a temperature']),
     (['CKPT', '--exact'], ['exact=True: is for latent, mask and feedback']),
     (['CKPT', '--device=tpu9'], ['tpu9']),
 ])

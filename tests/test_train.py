@@ -758,7 +758,7 @@ def test_evaluation_needs_no_training_data_and_no_time_limit_ends_it(run_train, 
         if not name.startswith('train_'):
             shutil.copy(os.path.join(small_data, name), held_out)
     train.main([f'--init_from={tmp_path / "out"}', '--eval_only=True', f'--data_dir={held_out}',
-                '--max_seconds=1e-9'])
+                '--max_steps=9', '--max_seconds=1e-9'])
     assert 'validation loss' in capsys.readouterr().out
 
 
@@ -910,6 +910,8 @@ def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path
         assert third['model'].keys() == first['model'].keys()
         assert f'weights of {tmp_path / "second"}, without mechanism.gates\n' in (
             capsys.readouterr().out)
+        with pytest.raises(UserError, match='do not fit'):      # a gate less is no other rule
+            run_train('fourth', *start, '--ponder_steps=1', shape=[])
 
 
 def test_where_the_mechanism_trains_alone_all_else_stays(run_train, tmp_path, capsys):

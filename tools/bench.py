@@ -445,10 +445,10 @@ def main(argv):
         if f'--{name}' in [arg.partition('=')[0] for arg in argv]:
             raise UserError(f"{name}: chosen here for each row, by --toggles (--help)")
     only_with('--against', given.get('against'), given, 'against_options', 'rounds')
-    ponder = given.get('ponder', 'none')    # of a config file
-    if ponder != 'none' and 'toggles' not in given and not folders:
-        raise UserError(f"ponder={ponder!r}: methods are chosen by --toggles, such as "
-                        f"--toggles=plain,{ponder}")
+    asked = given.get('halting', given.get('ponder', 'none'))   # of a config file
+    if asked != 'none' and 'toggles' not in given and not folders:
+        raise UserError(f"{asked}: methods are chosen by --toggles, as --toggles=plain,{asked}, "
+                        "from TOGGLES here")
     train = build(Settings, given)
     device = pick_device(train.device)
     dtype, _ = pick_dtype(train.dtype, device)

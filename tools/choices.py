@@ -326,7 +326,7 @@ def main(argv):
     only_with('a made task', text.answers, given, 'problems')
     what = f"right answers to {len(text.inputs):,} problems" if text.answers else "nats per token"
     print(f"{what}; {int(text.counts.sum()):,} validation tokens\n", flush=True)
-    if iterates(model):
+    if text.answers and iterates(model):
         print(f"{config.ponder}: answers, too, are read by iteration here; in tools/evaluate.py "
               "--answers the model writes them\n", flush=True)
     losses, right = after_each_pass(model, text)

@@ -835,9 +835,11 @@ def those_asked_for(records, given):
     return records
 
 
-def say_left_out(of_file, records):
-    """The plain models that --names leaves out, beside which nothing is then compared."""
-    left = {r['name'] for r in of_file} - {r['name'] for r in records}
+def say_left_out(of_file, records, compare):
+    """The plain models on text that --names leaves out, beside which nothing is then compared."""
+    if compare.names == 'all' or compare.beside:
+        return
+    left = {r['name'] for r in of_file if 'right' not in r} - {r['name'] for r in records}
     plain = sorted(filter(is_plain, left))
     if plain:
         print(f"Not compared with {', '.join(plain)}, which --names leaves out.")
@@ -883,7 +885,7 @@ def main(argv):
         if records:
             title = f"{path}\n\n" if len(files) > 1 else ''
             print(f"\n{title}{table_of(records, compare.beside)}")
-            say_left_out(of_file, records)
+            say_left_out(of_file, records, compare)
         elif not failed:
             raise UserError(f"{path}: no finished run here")
     if failed:

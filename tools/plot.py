@@ -45,7 +45,7 @@ from tools.race import at_best_rate, runs_of
 
 X = {
     'tokens': 'training tokens',
-    'flops': "training FLOPs, without Muon's own",
+    'flops': 'training FLOPs',
     'seconds': 'seconds of training steps',
     'generated': 'FLOPs of a new token in generation',
 }
@@ -256,7 +256,8 @@ def draw_records(ax, runs, looks, x):
     low, high = ax.get_xlim()
     if high < 2 * low:      # equal costs stand together
         ax.set_xlim(low / 1.5, high * 1.5)
-    ax.set_xlabel(f"{X[x]}, least = 1")
+    muon = x == 'flops' and any(record.get('optimizer') == 'muon' for record in found)
+    ax.set_xlabel(f"{X[x]}{', without those of Muon' * muon}, least = 1")
     if answers:
         task = found[0].get('task', 'task')
         counted = ' (n of m: seeds that learned it)' if ax.texts else ''

@@ -398,8 +398,7 @@ def table_of(records):
             ', '.join(f'{r[LOSS]:.3f}' for r in made if r['picks']),
             ', '.join(f"{r['seed']}: {r[LOSS]:.3f}" for r in judges),
             f'{statistics.mean(r[LOSS] for r in judges):.4f}' if judges else '',
-            ', '.join(f"{'<=' * (step == min(map(int, r['curve'])))}{step:.0f}" if step else 'not'
-                      for r, step in zip(judges, reached)),
+            ', '.join(words_of(step, r['curve']) for r, step in zip(judges, reached)),
             f'{ms:.0f}' if ms else ''])
     header = ['model', 'optimizer', 'weights', 'rate', 'of seeds that pick',
               'of each other seed', 'mean', f"steps to {goal:.3f}" if goal else 'steps',
@@ -440,6 +439,13 @@ def steps_to(curve, goal):
         if low <= goal < high:
             return a + (b - a) * (high - goal) / (high - low)
     return None
+
+
+def words_of(step, curve):
+    """What steps_to found; <= where the first evaluation is below the goal already."""
+    if step is None:
+        return 'not'
+    return f"<={step}" if step == min(map(int, curve)) else f'{step:.0f}'
 
 
 def main(argv):
