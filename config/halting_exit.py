@@ -1,8 +1,8 @@
 """
 The looped Transformer whose tokens leave when the model is confident (arXiv 2607.20519): a fixed
-prior makes each pass predict, so that any of them can be the last. Three things are ours: it sets
-in late, tokens then leave in training too, and questions learn to stay. The rest is as in
-config/loop.py.
+prior makes each pass predict, so that any of them can be the last. Three things are ours:
+the prior sets in at half of the run, tokens leave in training too (from 70 % of it on), and the
+tokens of questions learn to stay. The rest is as in config/loop.py.
 Cost: as config/loop.py in training, plus heads after earlier passes from the half of a run on; in
 generation only the passes that are taken, plus a head for each.
 """

@@ -5,8 +5,8 @@ their first stage; the second trains the gate alone on what a pass gains:
     python train.py out/halting_ouro/settings.json --init_from=out/halting_ouro --ouro_stage=2 \
       --out_dir=out/ouro_gate
 
-Cost: as config/loop.py in training, plus a head per pass; in generation only the passes that are
-taken.
+Cost: as config/loop.py in training, plus a head after each pass but the last; in generation only
+the passes that are taken.
 """
 out_dir = 'out/halting_ouro'
 ponder = 'loop'

@@ -1,11 +1,12 @@
 """
-The made tasks: one layer, 94 thousand parameters, two minutes on one CPU core. Give a mechanism
-first, and the task, if it is not sums of four digits, whose carries may run through all places:
+The made tasks: one layer, 94 thousand parameters, two minutes on one CPU core. Name a mechanism's
+file first. The task is sums of four digits, whose carries may run through all places. For another
+task name its data:
 
     python train.py config/loop.py config/tasks.py
-    python train.py config/loop.py config/tasks.py --data_dir=data/traffic
+    python train.py config/loop.py config/tasks.py --data_dir=data/traffic --out_dir=out/traffic
         up to eight rounds of cars on a road
-    python train.py config/loop.py config/tasks.py --data_dir=data/minimax
+    python train.py config/loop.py config/tasks.py --data_dir=data/minimax --out_dir=out/minimax
         game trees of up to four levels
 """
 data_dir = 'data/addition'

@@ -1,7 +1,8 @@
 """
 The 410M Llama of the pondering papers. Shape, learning rate, length and AdamW are of PonderLM-2's
-script (arXiv 2509.23184), for itself and for the looped model, there with weight decay 0.01;
-AdaPonderLM (2603.01914) and Adaptive Latent CoT (2602.08220) take half its batch, 256 x 2048.
+scripts (arXiv 2509.23184). They train PonderLM-2 with weight decay 0.1, as here, and the looped
+model with 0.01. AdaPonderLM (2603.01914) and Adaptive Latent CoT (2602.08220) take half the batch,
+256 x 2048.
 """
 n_layer = 24
 n_head = 16
