@@ -51,8 +51,8 @@ def start_model(settings, given, meta, state, ranks, device):
     if state is not None:
         weights = state['model']
         if is_new(settings):    # weights of another mechanism stay behind, and its own are new
-            old = state['config']
-            same = (config.ponder, config.halting) == (old['ponder'], old.get('halting', 'none'))
+            had = [state['config'].get(name, 'none') for name in ('ponder', 'halting')]
+            same = had == [config.ponder, config.halting]
             new = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
             left = [n for n in weights if n.startswith('mechanism.') and not same]
             weights = {**new, **{n: w for n, w in weights.items() if n not in left}}
