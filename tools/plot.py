@@ -256,8 +256,9 @@ def draw_records(ax, runs, looks, x):
     low, high = ax.get_xlim()
     if high < 2 * low:      # equal costs stand together
         ax.set_xlim(low / 1.5, high * 1.5)
-    muon = x == 'flops' and any(record.get('optimizer') == 'muon' for record in found)
-    ax.set_xlabel(f"{X[x]}{', without those of Muon' * muon}, least = 1")
+    by_muon = any(record.get('optimizer') == 'muon' for record in found)
+    without = ", without Muon's own" if by_muon and x == 'flops' else ''
+    ax.set_xlabel(f"{X[x]}{without}, least = 1")
     if answers:
         task = found[0].get('task', 'task')
         counted = ' (n of m: seeds that learned it)' if ax.texts else ''
