@@ -223,7 +223,7 @@ class Memory:
         first = self.tokens
         self.tokens += x.size(1)
         self.pos = torch.arange(first, self.tokens, device=x.device)
-        self.N += x.size(1)
+        self.N = self.tokens
 
     def update(self, layer, k, v):
         """Keeps k and v (B, nkv, S, hd) of the newest slots; returns all, (B, nkv, N, hd)."""
@@ -956,8 +956,8 @@ class SlotMemory(WeightedMemory):
 
     def begin(self, x):
         self.N_before = self.N      # slots of earlier tokens
-        super().begin(x)
-        self.N = self.N_before      # begin_pass counts the new slots
+        super().begin(x)            # which sets N to the number of tokens
+        self.N = self.N_before      # here N counts slots; begin_pass adds the newest
         self.token_pos = self.pos   # (T,); begin_pass makes pos (T n,)
 
     def begin_pass(self, n=1, log_w=None):

@@ -32,7 +32,7 @@ WRITTEN = {
     'rope_table': '40022dc4b33b',
     'apply_rope': '239985695722',
     'joined': '84a2a020f33a',
-    'Memory': '32a9ce2bdf94',
+    'Memory': 'c2778f581b51',
     'Attention': '1db6bfa8abff',
     'MLP': 'b31626d0680e',
     'Block': '5da5201dffb9',
