@@ -539,6 +539,16 @@ def test_other_rates_of_the_tasks():
     assert len(table) == 6
 
 
+def test_half_the_rate_at_09M():
+    made = {r['name']: r['val_nats_per_byte'] for r in records_of('text-long-adamw')}
+    half, once = ([made[f'{name}@{rate}'] for name in ('plain_scaled', 'loop_2')]
+                  for rate in ('1.5e-3', '3e-3'))
+    told = [' '.join(read_text(f'docs/{page}.md').split()) for page in ('runs/LOG', 'claims')]
+    assert (f'ends at {half[0]:.3f} at 1.5e-3 and at {once[0]:.3f} at 3e-3, and two passes at '
+            f'{half[1]:.3f} and {once[1]:.3f}.') in told[0]
+    assert f'they end {once[0] - half[0]:.3f} and {once[1] - half[1]:.3f} lower' in told[1]
+
+
 def test_game_trees_of_feedback():
     made = {}
     names = ('plain_scaled', 'smear', 'feedback', 'loop')
