@@ -50,15 +50,10 @@ def start_model(settings, given, meta, state, ranks, device):
     model = new_model(config)
     if state is not None:
         weights = state['model']
-        if is_new(settings):    # weights of another mechanism stay behind, and its own are new
-            had = [state['config'].get(name, 'none') for name in ('ponder', 'halting')]
-            same = had == [config.ponder, config.halting]
-            new = {n: w for n, w in model.state_dict().items() if n.startswith('mechanism.')}
-            left = [n for n in weights if n.startswith('mechanism.') and not same]
-            weights = {**new, **{n: w for n, w in weights.items() if n not in left}}
+        if is_new(settings):
+            weights, left = weights_to_begin_with(model, state)
             if ranks.rank == 0:
-                parts = sorted({'.'.join(n.split('.')[:2]) for n in left})  # mechanism.router
-                without = f", without {', '.join(parts)}" if left else ''
+                without = f", without {', '.join(left)}" if left else ''
                 print(f"begins with the weights of {settings.init_from}{without}", flush=True)
         load_weights(model, weights)
         check_whole(state['files'])
@@ -76,6 +71,22 @@ def start_model(settings, given, meta, state, ranks, device):
     if idle and ranks.rank == 0:
         print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
     return model, step
+
+
+def weights_to_begin_with(model, state):
+    """
+    ({name: weight} for a new model, of a checkpoint; what stays behind, as ['mechanism.router']).
+    The weights of another mechanism or rule stay behind, and the model's own are new.
+    """
+    def of_mechanism(name):
+        return name.startswith('mechanism.')
+    own = {name: weight for name, weight in model.state_dict().items() if of_mechanism(name)}
+    had = [state['config'].get(name, 'none') for name in ('ponder', 'halting')]
+    if had == [model.config.ponder, model.config.halting]:
+        return {**own, **state['model']}, []
+    kept = {name: weight for name, weight in state['model'].items() if not of_mechanism(name)}
+    left = {'.'.join(name.split('.')[:2]) for name in state['model'] if of_mechanism(name)}
+    return {**own, **kept}, sorted(left)
 
 
 def asked_of_model(given):

@@ -209,7 +209,7 @@ def walk(layers, reads, raw=False, itself=False):
     mixed = []
     for layer, (q, k, v) in enumerate(layers):
         sources = []
-        for j in range(layer + itself):
+        for j in range(layer + 1 if itself else layer):
             _, k_j, v_j = layers[j]
             if reads(layer, j):
                 sources.append((k_j, v_j if raw or j == layer else mixed[j]))

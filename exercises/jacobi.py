@@ -142,15 +142,15 @@ def watch(function, gpt, *args, renumber=False):
     return Watched(result, sizes, outputs[-1])
 
 
-def variant(gpt, x, R, joined='in turn', put_back='tokens'):
+def variant(gpt, x, R, joined='in turn', put_back='tokens', repeated=False):
     """
     Jacobi iteration with a mistake in it.
-    joined: 'one after the other' for x_0 x_1 .. z_0 z_1 ..; 'thoughts first' for z_0 x_0 z_1 ..;
-    'other positions' for 0, 1, 2, .. and again 0, 1, 2, .. where the slots take turns.
+    joined: 'one after the other' for x_0 x_1 .. z_0 z_1 ..; 'thoughts first' for z_0 x_0 z_1 ..
     put_back: 'thoughts' to make the outputs at the thoughts' slots the next thoughts.
+    repeated: the positions are 0 1 2 .. 0 1 2 .., where the slots take turns.
     """
     pos = torch.arange(x.size(1))
-    of_slots = pos.repeat(2) if joined == 'other positions' else pos.repeat_interleave(2)
+    of_slots = pos.repeat(2) if repeated else pos.repeat_interleave(2)
     z = gpt.trunk(x)
     for _ in range(R + 1):
         if joined != 'one after the other':
@@ -212,7 +212,7 @@ def check_jacobi(gpt, x, R):
             variant(gpt, x, R, joined='thoughts first'),
         f"{name} gives the slots the positions 0 1 2 .. 0 1 2 ..; both slots of token t stand at "
         "t, so 0 0 1 1 2 2 ..":
-            variant(gpt, x, R, joined='other positions'),
+            variant(gpt, x, R, repeated=True),
         f"{name} puts the outputs at the thoughts' slots back; the new z_t is the output at x_t's "
         "slot":
             variant(gpt, x, R, put_back='thoughts'),

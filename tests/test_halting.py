@@ -13,7 +13,7 @@ from test_promises import targets
 
 from engine.flops import flops_per_token
 from engine.generate import stream
-from model import Attention
+from model import HALTING, Attention
 
 MODES = {
     'gate': dict(ponder='embedding', ponder_steps=3, halting='gate', halt_tau=0.45),
@@ -474,3 +474,12 @@ def test_what_is_not_to_be_predicted_is_taught_to_stay(toggle, idx):
             if p.grad is not None:
                 p.data -= 0.1 * p.grad
     assert stays[1] > stays[0]
+
+
+def test_a_rule_without_a_threshold_says_so(monkeypatch):
+    class Bare(HALTING['router']):
+        defaults = dict(halt_lambda=0.1, halt_start=0.0, halt_full=0.0)
+
+    monkeypatch.setitem(HALTING, 'bare', Bare)
+    with pytest.raises(ValueError, match='halt_tau=None: add it to Bare.defaults, or set it'):
+        make(ponder='chain', halting='bare')

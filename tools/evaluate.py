@@ -249,7 +249,7 @@ def print_texts(model, tokenizer, paths, s):
         if rows:
             header = ['text', name, 'tokens', 'nats per token', 'perplexity', 'bits per byte',
                       'passes per token']
-            print(table(header[:len(rows[0])], rows))
+            print(table(header[:len(rows[0])], rows))   # passes with halting only
 
 
 # ---- right answers ------------------------------------------------------------------------------

@@ -161,8 +161,9 @@ def records(paths, s):
              for i, name in enumerate(others)}
     looks.update(PLAIN_WORDS)
     rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
-    legend = 0.9 + 0.3 * max(0, len({name for runs in panels for name in runs}) // 2 - 2)
-    figure, axes = new_figure(len(panels), size=(6 * columns, 4.2 * rows + legend))
+    lines = len({name for runs in panels for name in runs}) // 2    # of the legend
+    height = 4.2 * rows + 0.9 + 0.3 * max(0, lines - 2)
+    figure, axes = new_figure(len(panels), size=(6 * columns, height))
     for ax, runs in zip(axes, panels):
         draw_records(ax, runs, looks, s.x)
     add_legend(figure, [looks[name][0] for name in (*PLAIN_WORDS, *others)])
