@@ -201,6 +201,18 @@ def test_a_rate_that_diverges_is_not_the_best(started):
     assert chosen == [1e30, 1e-2, 1e-2]
 
 
+def test_a_step_that_is_not_finite_is_skipped(started, monkeypatch):
+    forward, calls = race.NanoGPT.forward, []
+
+    def once_nan(self, *args):
+        calls.append(1)
+        logits, loss = forward(self, *args)
+        return logits, loss * float('nan') if len(calls) == 2 else loss
+    monkeypatch.setattr(race.NanoGPT, 'forward', once_nan)
+    [run, _] = started('--names=nanogpt', '--optimizers=adamw', '--lrs=1e-2', '--seeds=1')
+    assert run['curve']['4'] < run['curve']['2'] < float('inf')
+
+
 def test_the_step_at_which_a_curve_has_a_loss():
     curve = {'300': 3.0, '600': 2.0, '900': 1.0}
     assert race.steps_to(curve, 2.25) == 525

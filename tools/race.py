@@ -222,8 +222,9 @@ class Run:
             loss = loss / self.accumulation
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
-        self.optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+        if math.isfinite(total) and math.isfinite(norm):    # train.py skips such a step, too
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         return total
