@@ -3,7 +3,7 @@ Text to token shards.
 
     python prepare_data.py                          built-in corpus: the standard library, as bytes
     python prepare_data.py --packages=True          and every installed package, for larger runs
-    python prepare_data.py PATH... --name=mine      your .txt and .jsonl files, or folders of text
+    python prepare_data.py PATH... --name=mine      your text and .jsonl files, or folders of them
     python prepare_data.py shakespeare              the classic, a megabyte
     python prepare_data.py fineweb-edu --shards=10  10 x 100M tokens of the web; or plain `fineweb`
     python prepare_data.py addition --size=6        problems that take steps: engine/tasks.py; or

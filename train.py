@@ -1,4 +1,4 @@
-"""
+r"""
 Train a GPT on a laptop CPU, one GPU, or many.
 
     python train.py config/depth_attn.py

@@ -127,7 +127,7 @@ def load_checkpoint(folder, mapped=False):
     problems = []
     files = {path: stamp(path) for path in (os.path.join(folder, name) for name in CHECKPOINTS)}
     if not any(files.values()):
-        command = typed('train.py', f'--out_dir={folder}')
+        command = typed('python', 'train.py', f'--out_dir={folder}')
         raise UserError(f"{folder}: no checkpoint here; make one with {command}")
     for path, there in files.items():
         if there is None:   # a run was killed between the renames of save_checkpoint

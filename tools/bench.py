@@ -14,8 +14,8 @@ Candidates take turns (A B C A B C ...), so a machine whose speed drifts slows a
 has medians, quartiles, and the first candidate's time as a multiple of each. The machine's two
 ceilings come first: a large matrix product in the same precision, and a large copy. "of ceiling" is
 a step's FLOPs per second as a share of the one (empty where steps are drawn, as latent's), in
-decoding the blocks' weights read per second as a share of the other. On a GPU decoding is compiled
-where it can be, so not chain, pause and most halting.
+decoding the blocks' weights read per second as a share of the other. On a GPU decoding is compiled,
+but not that of chain and pause, and not where tokens halt.
 
 Where tokens halt, nobody does in a training step of the first table. Then decisions are drawn, not
 learned: each token goes on to the next of up to 4 passes with the same probability, so that it

@@ -13,7 +13,7 @@ one run after another.
 A name is one of RUNS. NAME_2x has twice the layers; NAME@3e-3 has this peak learning rate;
 NAME_as_OTHER is trained for as many FLOPs as OTHER, by more or fewer steps. Files and settings of
 train.py hold for all; what RUNS adds overrules yours. Stopped, the same command goes on. On a made
-task the table counts right answers. On text, the loss of a model that can also guess is that of a
+task the table counts right answers. On text, the loss of latent, mask and feedback is that of a
 text read token by token. Writes OUT/NAME-sSEED (train.py's folder, output.txt and the sum of its
 code), a line per run in OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
 """

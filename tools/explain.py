@@ -6,17 +6,17 @@ after each, and the layers its values came from.
     python tools/explain.py out/embedding --start="def f(x):"
     python tools/explain.py out/depth_attn --start=FILE:prompt.txt --top=5
     python tools/explain.py out/loop --html=out/think.html      the beginning of its validation set
-    python tools/explain.py out/loop --against=out/chain --start="def f(x):" --html=out/think.html
-    python tools/explain.py out/loop out/exit --serve       a page to ask them on, as they answer
+    python tools/explain.py out/vanilla --against=out/depth_attn --start="def f" --html=out/a.html
+    python tools/explain.py out/loop out/halting_exit --serve   a page to ask them, as they answer
 
 A step is a pass through the blocks (embedding, loop, chain) or a slot of the token (latent, pause).
 Feedback and Smear are read token by token, as in generation: the two steps are with a zero in the
 place of the state that comes in, and with the state; the memory of earlier tokens is the same in
 both.
-Its line shows the likeliest next tokens, as if the model ended there: the last one is what it was
-trained for, unless it says "output" below. With --html it is a page to open in a browser, to point
-at and to click. Of a model of a made task, --start holds problems, with or without their right
-answers; two of the validation set come before them, as in training.
+The line of a step shows the likeliest next tokens, as if the model ended there. The last line is
+what the model was trained for, unless a line "output" follows. With --html it is a page to open in
+a browser, to point at and to click. Of a model of a made task, --start holds problems, with or
+without their right answers; two of the validation set come before them, as in training.
 """
 
 import math

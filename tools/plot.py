@@ -1,11 +1,12 @@
-"""
+r"""
 Pictures of runs and of a checkpoint. Needs: pip install matplotlib
 
     python tools/plot.py records docs/runs/addition.jsonl docs/runs/text.jsonl
         what tools/compare.py's runs reached: a panel for each runs.jsonl, a dot for each seed
     python tools/plot.py records docs/runs/text-long.jsonl --x=generated \
         --names=plain_scaled,plain_scaled_2x,plain_scaled_4x,loop_2,loop
-        loss on text against what a new token costs, a line through the sizes of plain models
+        loss on text against what a new token costs, a line through the sizes of plain models (first
+        make data/python: python prepare_data.py)
     python tools/plot.py halting docs/runs/halting.jsonl
         right answers against passes, of tools/choices.py --json: a line for each kind of model,
         dotted with the same passes dealt out at random
