@@ -35,14 +35,15 @@ import prepare_data
 from configurator import build, check_range, read
 from engine.answers import exam_of_data
 from engine.checkpoint import CHECKPOINTS, load_optimizer, optimizer_state, save_checkpoint
-from engine.mechanisms import halts
-from engine.prepare import prepare
+from engine.command import say_order
 from engine.files import UserError, run, stamp
 from engine.hardware import check_causal, pick_dtype, process_group
+from engine.mechanisms import halts
 from engine.muon import MuonAndAdamW, matrices_of_blocks
-from engine.run import Log, Stop, lacks_evaluation
+from engine.prepare import prepare
+from engine.log import Log, Stop, lacks_evaluation
 from engine.shards import read_meta
-from engine.start import check_ranks, check_unused, checkpoint_of, say_order, start_model
+from engine.start import check_out_dir, check_ranks, checkpoint_of, goes_on, start_model
 from engine.track import MODULES, package_of
 from engine.windows import Windows
 from model import GPTConfig
@@ -104,6 +105,9 @@ class Settings:
             raise ValueError("shard_optimizer shares out AdamW's state, not Muon's: leave one out")
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ValueError(f"dtype={self.dtype!r} must be 'float32', 'bfloat16' or 'float16'")
+        if self.eval_only and self.init_from == 'scratch':
+            raise ValueError("eval_only needs a trained model: add --init_from=resume or "
+                             "--init_from=FOLDER")
         if self.track not in (None, *MODULES):
             raise ValueError(f"track={self.track!r} must be 'tensorboard' or 'wandb'")
 
@@ -174,17 +178,15 @@ class Trainer:
         self.device = device
         if s.threads is not None:
             torch.set_num_threads(s.threads)
-        kept = state.get('precision') if state and not s.eval_only else None
+        kept = state.get('precision') if goes_on(s) else None
         own, self.why = pick_dtype(s.dtype or kept, device)     # a run keeps what it had
-        self.dtype = ranks.first(own, device)
+        self.dtype = ranks.dtype_of_first(own, device)
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
-        # Of the files that it goes on from, and of ckpt.pt as this run found or saved it: where no
-        # lock keeps a second run out of the folder, other stamps tell of it.
-        self.stamps = state['files'] if state and s.init_from == 'resume' else {}
-        self.newest = os.path.join(s.out_dir, CHECKPOINTS[0])
-        self.saved = self.stamps.get(self.newest)
+        # {path: stamp} of the checkpoints in out_dir, as this run found or saved them. Another one
+        # tells of a second run in the folder, where no lock keeps it out.
+        self.stamps = state['files'] if goes_on(s) else {}
         # what the run began from, which checkpoints and settings.json keep: never 'resume'
         self.began_from = state['settings'].get('init_from', 'scratch') if state else s.init_from
 
@@ -206,13 +208,16 @@ class Trainer:
         self.val_data = Windows(s.data_dir, 'val', self.meta, T)
         prepare(self.model, s, device)          # moves it there; tunes, compiles, recomputes
         self.log = Log(s, self.model, self.stop)
-        if s.eval_only:
-            return      # what follows is for training
+        if not s.eval_only:
+            self.prepare_training(state)
 
-        self.train_data = Windows(s.data_dir, 'train', self.meta, T)
-        self.optimizer = make_optimizer(s, self.model, ranks, device, self.dtype)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        if state:       # goes on; weights of another folder come without their optimizer
+    def prepare_training(self, state):
+        """Data, optimizer, and what a step calls; state: the checkpoint to go on from, or None."""
+        s, ranks = self.settings, self.ranks
+        self.train_data = Windows(s.data_dir, 'train', self.meta, self.config.block_size)
+        self.optimizer = make_optimizer(s, self.model, ranks, self.device, self.dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        if goes_on(s):      # weights of another folder come without their optimizer
             load_optimizer(self.optimizer, self.scaler, state)
         self.net = self.model       # what a step calls; with several ranks it averages gradients
         if ranks.world > 1:
@@ -383,7 +388,8 @@ class Trainer:
         optimizer = optimizer_state(self.optimizer)  # on all ranks
         if self.ranks.rank > 0:
             return
-        if stamp(self.newest) not in (None, self.saved):     # where no lock keeps it out
+        path = os.path.join(self.settings.out_dir, CHECKPOINTS[0])
+        if stamp(path) not in (None, self.stamps.get(path)):    # where no lock keeps it out
             self.log.say(f"warning: another run writes to {self.settings.out_dir}, too: give each "
                          "a folder of its own, or the last one to save is what stays")
         save_checkpoint(self.settings.out_dir, dict(
@@ -400,7 +406,7 @@ class Trainer:
             optimizer=optimizer,
             scaler=self.scaler.state_dict(),
         ))
-        self.saved = stamp(self.newest)
+        self.stamps[path] = stamp(path)
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -427,7 +433,7 @@ class Trainer:
                 else:
                     self.evaluate()     # the run was killed in its last evaluation
             if self.step == s.max_steps and s.sample_tokens and not self.stop.asked():
-                self.log.sample(self.val_data, self.meta, self.autocast)
+                self.log.examples(self.val_data, self.meta, self.autocast)
 
 
 # ---- main ----------------------------------------------------------------------------------------
@@ -437,7 +443,8 @@ def main(argv):
     if rest:
         raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file (.py, "
                         ".json)")
-    state, before = checkpoint_of(build(Settings, given))   # before: the settings of its run
+    # the first Settings say which checkpoint, and the second have those of its run, too
+    state, before = checkpoint_of(build(Settings, given))
     settings = build(Settings, {**before, **given})
     if os.environ.get('RANK', '0') == '0':      # torchrun sets it
         say_order(argv, given, settings)
@@ -445,7 +452,7 @@ def main(argv):
         from engine.plan import print_plan  # not for every run: it imports for a second
         print_plan(settings, given, prepare_data.BUILTIN, state)
         return 0
-    check_unused(settings)
+    check_out_dir(settings, {})
 
     with process_group(settings.device) as (ranks, device):
         by_default = settings.init_from == 'scratch' and not given.keys() & {'n_layer', 'n_embd'}

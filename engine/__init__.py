@@ -9,14 +9,15 @@ Read start.py and prepare.py to see how a run begins, then what you need:
     a model     build.py        GPT of a config, or its shapes alone
                 mechanisms.py   what programs ask about a mechanism
                 trained.py      one from a checkpoint's folder, with what its run kept of its data
+    a command   command.py      config files that take back what stands before them
     training    start.py        the model that a run starts from, and what must fit together
                 prepare.py      moved to its device, compiled, its blocks recomputed in backward
-                cpu.py          two things that cost nothing on a CPU
+                cpu.py          two things that make a CPU quicker, and cost nothing
                 skip.py         router without the tokens that stopped
                 hardware.py     device, precision, the processes of a run
                 muon.py         another optimizer than AdamW
                 checkpoint.py   checkpoints: complete or absent
-                run.py          what a run says and leaves behind, and what ends it early
+                log.py          what a run says and leaves behind, and what ends it early
                 track.py        the same at TensorBoard, or Weights & Biases
     before it   flops.py        what a token costs: PyTorch counts
                 plan.py         what a run would take: --dry_run

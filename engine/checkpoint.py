@@ -4,7 +4,7 @@ Checkpoints: complete or absent at any moment, the one before kept, and nothing 
     save_checkpoint(folder, state)      folder/ckpt.pt; what was there is now ckpt_prev.pt
     state = load_checkpoint(folder)     the newest one that can be read
     model = model_of(state)             its model, with these weights
-    own(model, state)                   the same, its weights copied out of the file
+    with_own_weights(model, state)      the same, its weights copied out of the file
     load_weights(model, weights)        weights, into a model of the same shape
     load_optimizer(optimizer, scaler, state)    its moments; `optimizer_state` for saving
     change_steps(model, K)              it is to take K pondering steps
@@ -21,11 +21,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from engine.build import shapes_only, without_numbers
+from engine.build import config_of, shapes_only, without_numbers
 from engine.files import UserError, check_whole, stamp, typed, whole
 from engine.mechanisms import halts
 from engine.released import load_released
-from engine.variant import ReleasedConfig, config_of
+from engine.variant import ReleasedConfig
 from model import require
 
 VERSION = 3
@@ -64,7 +64,10 @@ def keep(path, previous):
 
 
 def check_sums(path):
-    """On a damaged checkpoint, nearly any error. Reads the file once, some 2 GB a second."""
+    """
+    Read a checkpoint once, some 2 GB a second, and compare its checksums. ValueError if one is
+    wrong; of a file that was cut, or is no archive, nearly any error.
+    """
     with zipfile.ZipFile(path) as archive:      # torch.load does not compare checksums
         require(archive.testzip() is None, "a checksum is wrong")
 
@@ -156,7 +159,10 @@ def warn_of_unknown(config, path):
 
 
 def read_checkpoint(path, mapped):
-    """The dict in one file; on a damaged or foreign one, nearly any error. Executes nothing."""
+    """
+    The dict that is in one file. Of a damaged file, or another program's, ValueError or nearly any
+    other error. Executes nothing.
+    """
     check_sums(path)
     mapped = mapped and sys.platform != 'win32'     # which cannot rename a mapped file
     try:
@@ -184,7 +190,7 @@ def model_of(state):
     return model
 
 
-def own(model, state):
+def with_own_weights(model, state):
     """model_of(state) with its weights copied out of the files, one by one; the same object."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == 'cpu':
@@ -246,8 +252,8 @@ def with_halting(state, halting):
     if needs.keys() != state['model'].keys():
         raise UserError(f"halting={halting!r}: this model has other weights; train with it")
     if before.get('depth_attn') and before.get('halting') != halting:
-        raise UserError(f"halting={halting!r}: with depth_attn this model's passes read earlier "
-                        "ones, which a model that halts does not; train with it")
+        raise UserError(f"halting={halting!r}: with depth_attn a loop's passes read earlier ones, "
+                        "and those of a model that halts do not; train with it")
     return {**state, 'config': config}
 
 

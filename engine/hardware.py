@@ -167,7 +167,7 @@ class Ranks(NamedTuple):
             dist.all_reduce(value)
         return value
 
-    def first(self, dtype, device):
+    def dtype_of_first(self, dtype, device):
         """Rank 0's type, on all ranks."""
         if self.world == 1:
             return dtype

@@ -11,6 +11,7 @@ GB), scratch memory of kernels, fragmentation, and the heads of earlier passes i
 halt_start on. Leave a tenth of the card free.
 """
 
+import contextlib
 import os
 import weakref
 from dataclasses import replace
@@ -29,10 +30,10 @@ from engine.hardware import PEAK_FLOPS, pick_device, pick_dtype
 from engine.muon import matrices_of_blocks
 from engine.prepare import recompute_blocks
 from engine.shards import read_meta
-from engine.start import asked_of_model, check_asked, old_config, start_config
+from engine.start import asked_of_model, check_asked, goes_on, old_config, start_config
 from model import RMSNorm
 
-WORLDS = (1, 8, 64)  # numbers of GPUs to plan for
+MORE = (8, 64)      # numbers of GPUs to plan for, beside one
 DAY = 24 * 60 * 60
 MFU = 0.4           # the share of a GPU's peak that well-tuned training of this size reaches
 
@@ -127,7 +128,8 @@ def memory(config, settings, dtype):
     moments = 2 * trained
     if settings.optimizer == 'muon':    # which has one for each weight
         moments -= 4 * sum(p.numel() for p in matrices_of_blocks(model) if p.requires_grad)
-    # over several GPUs always: DDP's gradients are there before a step
+    # The plan of several GPUs is that of one with their micro_batch, so it accumulates: right, as
+    # DDP's gradients are there before a step.
     accumulates = settings.micro_batches(config.block_size, 1)[0] > 1
     return {
         'weights': weights,
@@ -143,27 +145,16 @@ def print_plan(settings, given, builtin, state):
     """
     Print parameters, FLOPs, memory and days of a run; UserError if its settings do not fit
     together. given: the user's settings. builtin: folders of data sets that train.py makes, which
-    need not be there. state: the checkpoint to go on from, if it is read already.
+    need not be there. state: what checkpoint_of read, or None.
     """
-    asked = asked_of_model(given)
-    old = old_config(settings.init_from, state)
-    n_tokens, vocabulary = None, 'as set'
-    if old is None:
-        n_tokens, vocabulary = planned_vocabulary(settings.data_dir, builtin)
-    if asked.get('vocab_size') is not None:
-        vocabulary = 'as set'
-    config = start_config(settings, asked, n_tokens, old)
-    if not settings.eval_only:      # which may ask for other passes
-        check_asked(config, asked)
-    dtype = getattr(torch, settings.dtype or 'bfloat16')    # what GPUs of today compute in
-    if not (settings.device or 'cuda').startswith('cuda'):  # they are planned without one
-        dtype, _ = pick_dtype(settings.dtype, pick_device(settings.device))
+    config, vocabulary = planned_config(settings, asked_of_model(given), builtin, state)
+    dtype = planned_dtype(settings, state)
+    sizes = sequences(settings, config.block_size)
     if settings.device == 'cpu':
         tune_cpu()  # rules which attention runs
-    _, at_once = settings.micro_batches(config.block_size, 1)   # UserError if one GPU could not
 
     model = without_numbers(config)
-    per_token = flops_per_token(model, texts=at_once)
+    per_token = flops_per_token(model, texts=sizes[1])
     tokens = settings.max_steps * settings.batch_tokens
     flops = per_token * tokens
     print(f"parameters  {model.num_params() / 1e6:,.2f}M, vocabulary {config.vocab_size:,} "
@@ -173,12 +164,35 @@ def print_plan(settings, given, builtin, state):
     whole = ', from step 0 on' if settings.init_from == 'resume' else ''
     print(f"tokens      {tokens / 1e6:,.1f}M: {settings.max_steps:,} steps of "
           f"{settings.batch_tokens:,}{whole}")
-
-    sizes = {n: size for n in WORLDS if (size := sequences(settings, config.block_size, n))}
     print_memory(config, settings, dtype, sizes)
     if settings.checkpoint_activations:
         flops *= 4 / 3      # forward, forward again, and backward, which is two of them
     print_days(flops, sizes)
+
+
+def planned_config(settings, asked, builtin, state):
+    """(the config that the run would have, where the size of its vocabulary is from)."""
+    old = old_config(settings.init_from, state)
+    n_tokens, vocabulary = None, "the weights'"
+    if old is None:
+        n_tokens, vocabulary = planned_vocabulary(settings.data_dir, builtin)
+        if asked.get('vocab_size') is not None:
+            vocabulary = 'as set'
+    config = start_config(settings, asked, n_tokens, old)
+    if not settings.eval_only:      # start_config leaves the steps that an evaluation asks for out
+        check_asked(config, asked)
+    return config, vocabulary
+
+
+def planned_dtype(settings, state):
+    """What the run computes in. A GPU, which need not be here, is taken for one that has bf16."""
+    name = settings.dtype
+    if goes_on(settings):       # in what it computed in before
+        name = name or state.get('precision')
+    if (settings.device or 'cuda').startswith('cuda'):
+        return getattr(torch, name or 'bfloat16')
+    dtype, _ = pick_dtype(name, pick_device(settings.device))
+    return dtype
 
 
 def planned_vocabulary(data_dir, builtin):
@@ -186,16 +200,20 @@ def planned_vocabulary(data_dir, builtin):
     if os.path.exists(os.path.join(data_dir, 'meta.json')):
         return read_meta(data_dir)['n_tokens'], f'of {data_dir}'
     if any(same_folder(data_dir, one) for one in builtin):
-        return 257, f'of {data_dir}'
+        return 257, f'of {data_dir}'        # of bytes: they, and the end of a text
     return None, f'{data_dir} is not there: the default'
 
 
-def sequences(settings, T, n):
-    """How many sequences of T tokens each of n GPUs has at a time; None if n GPUs cannot do it."""
-    try:
-        return settings.micro_batches(T, n)[1]
-    except UserError:
-        return None
+def sequences(settings, T):
+    """
+    {GPUs: how many sequences of T tokens each has at a time}, of one GPU, and of more if they can
+    share a step. UserError if one cannot do it.
+    """
+    sizes = {1: settings.micro_batches(T, 1)[1]}
+    for n in MORE:
+        with contextlib.suppress(UserError):
+            sizes[n] = settings.micro_batches(T, n)[1]
+    return sizes
 
 
 def print_memory(config, settings, dtype, sizes):

@@ -56,9 +56,9 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from engine.build import without_numbers
+from engine.build import config_of, without_numbers
 from engine.files import UserError, stamp
-from engine.variant import Variant, config_of, rope_theta, variant_of
+from engine.variant import Variant, rope_theta, variant_of
 
 INSTALL = "this needs more packages: pip install -r requirements-hf.txt"
 TOKENIZER = 'nanoponder_tokenizer'  # key of config.json, from tools/hf.py: shards.py's name for it

@@ -1,7 +1,13 @@
 """
 The model that a run starts from: new, of the run's own checkpoint, or with the weights of another
-folder; and what may differ from them. `settings` are train.py's, `asked` the user's settings of the
-model.
+folder; and what may differ from them. `settings` are train.py's, `given` what the user set, of
+these and of the model, `asked` those of it that are the model's, `state` a checkpoint.
+
+A run starts in one of three ways, which is_new and goes_on tell apart:
+
+    new         at step 0, --init_from=scratch or with the weights of a FOLDER or hf:FOLDER
+    goes on     --init_from=resume, with weights, moments and step of its out_dir
+    evaluates   --eval_only, with the weights of its out_dir, a FOLDER or hf:FOLDER
 """
 
 import hashlib
@@ -13,80 +19,63 @@ from dataclasses import asdict, fields
 
 import torch
 
-from configurator import read
+from engine.build import config_of, new_model, without_numbers
 from engine.checkpoint import CHECKPOINTS, change_steps, load_checkpoint, load_weights
-from engine.build import new_model, without_numbers
 from engine.files import UserError, check_whole, same_folder, stamp, typed
 from engine.mechanisms import SETTINGS, halts
 from engine.released import describe
 from engine.shards import knows_tokens, one_tokenizer
 from engine.tasks import check_room, task_of
-from engine.variant import config_of
 from model import HALTING, GPTConfig, Loop
 
-# settings of the model that may differ from the checkpoint's on any start
+# Settings of a model that has weights already are of three kinds. Any start may change these:
 FREE = ('ponder_steps', 'jacobi_iters', 'dropout', 'halt_tau', 'halt_lambda', 'halt_start',
         'halt_full', 'halt_share', 'halt_beta')
-# those that not even a new run from its weights may change
+# none may change these; and all others only a new run may
 FIXED = ('vocab_size', 'n_tokens', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_dim',
          'mlp_hidden', 'norm_eps', 'qk_norm', 'tie_embeddings', 'embed_scale', 'init_std')
 
 
 def start_model(settings, given, meta, state, ranks, device):
     """
-    (the model that the run starts from, the step it is at). given: the user's settings. meta: the
-    data's description. state: the checkpoint to go on from, or None. UserError if model, settings,
-    data and machine do not fit together.
+    (the model that the run starts from, the step it is at). meta: the data's description. state:
+    what checkpoint_of read; the weights of other folders are read here. UserError if model,
+    settings, data and machine do not fit together.
     """
     asked = asked_of_model(given)
-    if settings.init_from != 'scratch':
-        state = state or load_checkpoint(settings.init_from, mapped=True)
-    elif settings.eval_only:
-        raise UserError("eval_only needs a trained model: add --init_from=resume or "
-                        "--init_from=FOLDER")
+    if state is None and settings.init_from != 'scratch':
+        state = load_checkpoint(settings.init_from, mapped=True)
     config = start_config(settings, asked, meta['n_tokens'], state and state['config'])
     check_memory(config, settings, ranks, device)
     torch.manual_seed(settings.seed)
     model = new_model(config)
     if state is not None:
-        weights = state['model']
-        if is_new(settings):
-            weights, left = weights_to_begin_with(model, state)
-            if ranks.rank == 0:
-                without = f", without {', '.join(left)}" if left else ''
-                print(f"begins with the weights of {settings.init_from}{without}", flush=True)
-        load_weights(model, weights)
-        check_whole(state['files'])
-        steps = asked.get('ponder_steps')
-        if settings.eval_only and steps not in (None, model.config.ponder_steps):
-            change_steps(model, steps)
+        take_weights(model, state, settings, asked, ranks)
+
     check_asked(model.config, asked)
-    check_data(model.config, meta, state, settings, ranks)
-    step = 0 if is_new(settings) else state['step']
-    if settings.init_from == 'resume' and not settings.eval_only:
-        check_resume(state, step, settings, ranks, device)
-        say_changes(state, given, model.config, ranks)
-        say_unsaved(state, given, settings.out_dir, ranks)
-    idle = idle_settings(model, asked)
-    if idle and ranks.rank == 0:
-        print(f"warning: {', '.join(idle)}: without effect, the mechanism is off", file=sys.stderr)
-    return model, step
+    check_data(model.config, meta, state, settings)
+    if goes_on(settings):
+        check_resume(state, state['step'], settings, ranks, device)
+    if ranks.rank == 0:
+        say_data(meta, state, settings)
+        if goes_on(settings):
+            say_changes(state, given, model.config)
+            say_unsaved(state, given, settings.out_dir)
+        idle = idle_settings(model, asked)
+        if idle:
+            print(f"warning: {', '.join(idle)}: without effect, the mechanism is off",
+                  file=sys.stderr)
+    return model, 0 if is_new(settings) else state['step']
 
 
-def weights_to_begin_with(model, state):
-    """
-    ({name: weight} for a new model, of a checkpoint; what stays behind, as ['mechanism.router']).
-    The weights of another mechanism or rule stay behind, and the model's own are new.
-    """
-    def of_mechanism(name):
-        return name.startswith('mechanism.')
-    own = {name: weight for name, weight in model.state_dict().items() if of_mechanism(name)}
-    had = [state['config'].get(name, 'none') for name in ('ponder', 'halting')]
-    if had == [model.config.ponder, model.config.halting]:
-        return {**own, **state['model']}, []
-    kept = {name: weight for name, weight in state['model'].items() if not of_mechanism(name)}
-    left = {'.'.join(name.split('.')[:2]) for name in state['model'] if of_mechanism(name)}
-    return {**own, **kept}, sorted(left)
+def is_new(settings):
+    """Whether the run is one of its own, and does not go on or evaluate."""
+    return settings.init_from != 'resume' and not settings.eval_only
+
+
+def goes_on(settings):
+    """Whether the run goes on from its own checkpoint."""
+    return settings.init_from == 'resume' and not settings.eval_only
 
 
 def asked_of_model(given):
@@ -95,10 +84,7 @@ def asked_of_model(given):
     return {name: value for name, value in given.items() if name in names}
 
 
-def is_new(settings):
-    """Whether the run is one of its own, and does not go on or evaluate."""
-    return settings.init_from != 'resume' and not settings.eval_only
-
+# ---- its config ----------------------------------------------------------------------------------
 
 def start_config(settings, asked, n_tokens, old):
     """
@@ -109,75 +95,18 @@ def start_config(settings, asked, n_tokens, old):
         if old is None:
             vocabulary = vocabulary_of(n_tokens) if n_tokens else {}
             return GPTConfig(**{**vocabulary, **asked})
-        if is_new(settings):    # --name=None asks for the default
-            changed = {name: asked[name] for name in asked if name not in FIXED}
-            rule = asked.get('halting')
-            if rule in HALTING and rule != old.get('halting'):
-                # the defaults of this rule, not what the other one had
-                changed = {'halt_tau': None, **HALTING[rule].defaults, **changed}
-        else:
-            changed = {name: asked[name] for name in FREE if name in asked}
-        if settings.eval_only:  # the model has the steps of its weights, then takes others
-            changed.pop('ponder_steps', None)
+        allowed = {*asked} - {*FIXED} if is_new(settings) else {*FREE}
+        if settings.eval_only:  # the model has the steps of its weights, then take_weights changes
+            allowed.remove('ponder_steps')
+        # --name=None asks for the default
+        changed = {name: value for name, value in asked.items() if name in allowed}
+        rule = changed.get('halting')
+        if rule in HALTING and rule != old.get('halting'):
+            # the defaults of this rule, not what the other one had
+            changed = {'halt_tau': None, **HALTING[rule].defaults, **changed}
         return config_of({**old, **changed})
     except ValueError as error:
         raise UserError(str(error)) from None
-
-
-def say_order(argv, given, settings):
-    """
-    Warnings of config files among the words of the command, argv, that take back what stands before
-    them, or hold the numbers of another model.
-    """
-    blocks = type(settings), GPTConfig
-    for i, path in enumerate(argv):
-        if path.startswith('--'):
-            continue
-        filed, _ = read([path], '', *blocks)
-        has_all = path.endswith('.json')    # a .py file may overrule another file, no --option
-        before_it = [word for word in argv[:i] if has_all or word.startswith('--')]
-        earlier, _ = read(before_it, '', *blocks)
-        say_overruled(path, filed, earlier, given)
-        if has_all:
-            say_kept_numbers(path, filed, given, settings)
-
-
-def say_overruled(path, filed, earlier, given):
-    """
-    A warning where a config file or settings.json (path, which sets what is `filed`) takes back
-    what stands before it in the command. earlier: {name: value} of what it should not take back.
-    """
-    lost = [name for name in earlier if name in filed and earlier[name] != filed[name]
-            and given[name] == filed[name]]
-    if lost:
-        print(f"warning: {path} stands behind what sets {', '.join(lost)}, and sets it anew: name "
-              f"{path} first", file=sys.stderr)
-
-
-def say_kept_numbers(path, filed, given, settings):
-    """
-    A warning where a run names a settings.json (path, which sets what is `filed`), but is of
-    another mechanism, rule or shape. All numbers stand in that file, also those that follow from
-    these, and the user may not have meant them.
-    """
-    same_kind = all(filed.get(name) == given.get(name)
-                    for name in ('ponder', 'halting', 'n_layer', 'n_head', 'n_embd'))
-    if same_kind:
-        return
-    asked = asked_of_model(given)
-    names = {field.name for field in fields(GPTConfig) if field.default is None} - {'n_tokens'}
-    if settings.init_from != 'scratch':
-        names -= {*FIXED}       # which are those of the weights
-    try:
-        own = GPTConfig(**{name: asked[name] for name in asked if name not in names})
-    except ValueError:          # start_config says it
-        return
-    kept = {name: getattr(own, name) for name in sorted(names)
-            if asked.get(name) is not None and asked[name] == filed.get(name) != getattr(own, name)}
-    if kept:
-        numbers = ', '.join(f'{name}={asked[name]}' for name in kept)
-        print(f"warning: {numbers}: as in {path}; for those of this model add "
-              + ' '.join(f'--{name}={value}' for name, value in kept.items()), file=sys.stderr)
 
 
 def vocabulary_of(n_tokens):
@@ -192,6 +121,43 @@ def old_config(init_from, state):
     if init_from.startswith('hf:'):
         return describe(init_from.removeprefix('hf:'))
     return (state or load_checkpoint(init_from, mapped=True))['config']
+
+
+# ---- its weights ---------------------------------------------------------------------------------
+
+def take_weights(model, state, settings, asked, ranks):
+    """Put a checkpoint's weights into the model. An evaluation may ask for other steps then."""
+    weights = state['model']
+    if is_new(settings):
+        weights, left, new = weights_to_begin_with(model, state)
+        if ranks.rank == 0:
+            without = f", without {', '.join(left)}" if left else ''
+            beside = f", and new {', '.join(new)}" if new else ''
+            print(f"begins with the weights of {settings.init_from}{without}{beside}", flush=True)
+    load_weights(model, weights)
+    check_whole(state['files'])
+    steps = asked.get('ponder_steps')
+    if settings.eval_only and steps not in (None, model.config.ponder_steps):
+        change_steps(model, steps)
+
+
+def weights_to_begin_with(model, state):
+    """
+    ({name: weight} for a new model, of a checkpoint; what stays behind, as ['mechanism.router'];
+    what is new). The weights of another mechanism or rule stay behind, and the model's own are new.
+    """
+    def of_mechanism(name):
+        return name.startswith('mechanism.')
+
+    def modules(names):
+        return sorted({'.'.join(name.split('.')[:2]) for name in names})
+    same = all(state['config'].get(name, 'none') == getattr(model.config, name)
+               for name in ('ponder', 'halting'))
+    own = {name: weight for name, weight in model.state_dict().items() if of_mechanism(name)}
+    taken = {name: weight for name, weight in state['model'].items()
+             if same or not of_mechanism(name)}
+    left, new = state['model'].keys() - taken.keys(), own.keys() - taken.keys()
+    return {**own, **taken}, modules(left), modules(new)
 
 
 # ---- what must fit together ----------------------------------------------------------------------
@@ -229,68 +195,23 @@ def check_asked(config, asked):
                             "out")
 
 
-def check_data(config, meta, state, settings, ranks):
+def check_data(config, meta, state, settings):
     """
-    UserError if the model was made for other tokens than the data has; a warning if a run goes on
-    with other data than that of the checkpoint `state`, or the data took the place of its own.
+    UserError if the model was made for other tokens than the data has, or if a made task's problems
+    are longer than its context.
     """
-    name = meta['tokenizer']
-    of_model = state['tokenizer'] if state else name
-    known = knows_tokens(config.n_tokens, name, meta['n_tokens'])
-    if not known and not state:
-        needs = ' '.join(f'--{n}={value}' for n, value in vocabulary_of(meta['n_tokens']).items())
-        raise UserError(f"n_tokens={config.n_tokens}, but {settings.data_dir} is tokenised with "
-                        f"{meta['n_tokens']} tokens ({name}): add {needs}")
-    if not known or (state and not one_tokenizer(state, meta)):
-        raise UserError(f"{settings.data_dir} is tokenised with {meta['n_tokens']} tokens "
-                        f"({name}), the model has n_tokens={config.n_tokens} ({of_model}): use the "
-                        "data the model was made for")
+    folder, name, n_tokens = settings.data_dir, meta['tokenizer'], meta['n_tokens']
+    known = knows_tokens(config.n_tokens, name, n_tokens)
+    if state is None and not known:
+        needs = ' '.join(f'--{n}={value}' for n, value in vocabulary_of(n_tokens).items())
+        raise UserError(f"n_tokens={config.n_tokens}, but {folder} is tokenised with {n_tokens} "
+                        f"tokens ({name}): add {needs}")
+    if state is not None and not (known and one_tokenizer(state, meta)):
+        raise UserError(f"{folder} is tokenised with {n_tokens} tokens ({name}), the model has "
+                        f"n_tokens={config.n_tokens} ({state['tokenizer']}): use the data the "
+                        "model was made for")
     if task_of(meta):
         check_room(*task_of(meta), config.block_size)
-    if state is None or ranks.rank > 0:
-        return
-    goes_on = settings.init_from == 'resume' and not settings.eval_only
-    if goes_on or is_own_data(settings.data_dir, state['settings']):
-        splits = ('val',) if settings.eval_only else ('train', 'val')
-        say_other_data(settings.data_dir, meta, state, splits)
-
-
-def is_own_data(folder, kept):
-    """Whether a folder is called as the data_dir that a checkpoint kept (hf: folders, none)."""
-    here, there = (os.path.realpath(path) for path in (folder, kept.get('data_dir', os.sep)))
-    return os.path.basename(here) == os.path.basename(there)
-
-
-def say_other_data(folder, meta, kept, splits=('train', 'val')):
-    """A warning for each of these splits that is not what a checkpoint kept of its data."""
-    told = {
-        'train': ('training data', "training starts anew on it, and may read a text again"),
-        'val': ('validation set', "cut anew, it may hold what the model was trained on"),
-    }
-    for split in splits:
-        words, so = told[split]
-        if kept.get(f'{split}_data', meta[split]) != meta[split]:
-            print(f"warning: the {words} in {folder} is not what this model read before: {so}",
-                  file=sys.stderr)
-
-
-def idle_settings(model, asked):
-    """Names of the user's settings that do nothing, because the mechanism they belong to is off."""
-    config = model.config
-    used = {config.ponder, config.halting if halts(model) else None}
-    mechanism = model.mechanism     # one layer has no source, but in a loop's earlier passes
-    several = config.n_layer > 1 or (type(mechanism) is Loop and mechanism.K > 0)
-    idle = []
-    for name, value in asked.items():
-        if value in (None, getattr(GPTConfig, name)):
-            continue
-        if name.startswith('depth_') and not (config.depth_attn and several):
-            idle.append(name)
-        for beginning, mechanisms in SETTINGS.items():
-            if name.startswith(beginning) and not used & set(mechanisms):
-                idle.append(name)
-                break
-    return idle
 
 
 def check_resume(state, step, settings, ranks, device):
@@ -335,7 +256,40 @@ def check_ranks(settings, given, meta, ranks, device):
                         "command and config files, and copies of one data folder")
 
 
-def say_changes(state, given, config, ranks):
+# ---- what the user is told -----------------------------------------------------------------------
+
+def say_data(meta, state, settings):
+    """
+    A warning if a run goes on with other data than before, or if other data lies now in the place
+    of what the weights were trained on.
+    """
+    if state is None:
+        return
+    if goes_on(settings) or is_own_data(settings.data_dir, state['settings']):
+        splits = ('val',) if settings.eval_only else ('train', 'val')
+        say_other_data(settings.data_dir, meta, state, splits)
+
+
+def is_own_data(folder, kept):
+    """Whether a folder is called as the data_dir that a checkpoint kept (hf: folders, none)."""
+    here, there = (os.path.realpath(path) for path in (folder, kept.get('data_dir', os.sep)))
+    return os.path.basename(here) == os.path.basename(there)
+
+
+def say_other_data(folder, meta, kept, splits=('train', 'val')):
+    """A warning for each of these splits that is not what a checkpoint kept of its data."""
+    told = {
+        'train': ('training data', "training starts anew on it, and may read a text again"),
+        'val': ('validation set', "cut anew, it may hold what the model was trained on"),
+    }
+    for split in splits:
+        words, so = told[split]
+        if kept.get(f'{split}_data', meta[split]) != meta[split]:
+            print(f"warning: the {words} in {folder} is not what this model read before: {so}",
+                  file=sys.stderr)
+
+
+def say_changes(state, given, config):
     """
     One line with what the user's settings change in a run that goes on: given for a test, they
     would stay. (Of batch_tokens check_resume tells.)
@@ -350,39 +304,58 @@ def say_changes(state, given, config, ranks):
         respelled = name == 'data_dir' and same_folder(value, before[name])
         if stays and before[name] != value and not respelled:
             told.append(f"{name}={value} (was {before[name]})")
-    if told and ranks.rank == 0:
+    if told:
         print(f"from here on with {', '.join(told)}")
 
 
-def say_unsaved(state, given, folder, ranks):
+def say_unsaved(state, given, folder):
     """
     A warning of what settings.json says and the checkpoint, whose settings a run goes on with, does
     not: somebody edited it, or a run with other settings ended before it saved.
     """
-    kept = {**state['config'], **state['settings']}
+    before = {**state['config'], **state['settings']}
     try:
         with open(os.path.join(folder, 'settings.json'), encoding='utf-8') as f:
             filed = json.load(f)
     except (OSError, ValueError):
         return
     lost = [f'--{name}={value}' for name, value in filed.items()
-            if name in kept and kept[name] != value and name not in given
+            if name in before and before[name] != value and name not in given
             and name not in ('out_dir', 'init_from')]
-    if lost and ranks.rank == 0:
+    if lost:
         print(f"warning: {folder}/settings.json says {typed(*lost)}, but the last checkpoint was "
               "saved without it, and the run goes on without: give it again if it is to hold",
               file=sys.stderr)
 
 
-# ---- what is in the folders, before ranks wait for each other ------------------------------------
+def idle_settings(model, asked):
+    """Names of the user's settings that do nothing, because the mechanism they belong to is off."""
+    config, mechanism = model.config, model.mechanism
+    used = {config.ponder, config.halting if halts(model) else None}
+    # a model of one layer mixes nothing, unless it is a loop, whose earlier passes are sources, too
+    several = config.n_layer > 1 or (type(mechanism) is Loop and mechanism.K > 0)
+    idle = []
+    for name, value in asked.items():
+        if value in (None, getattr(GPTConfig, name)):
+            continue
+        off = name.startswith('depth_') and not (config.depth_attn and several)
+        for beginning, mechanisms in SETTINGS.items():
+            off = off or (name.startswith(beginning) and not used & {*mechanisms})
+        if off:
+            idle.append(name)
+    return idle
 
-def check_unused(settings, stamps=()):
+
+# ---- what is in the folders ----------------------------------------------------------------------
+
+def check_out_dir(settings, stamps):
     """
     UserError if this run would write over a checkpoint that it did not read, or that was written
-    since. stamps: {path: stamp} of what it goes on from.
+    since. stamps: {path: stamp} of what it goes on from. Asked twice: before ranks wait for each
+    other, and when the folder is locked (Log.open).
     """
     folder = settings.out_dir
-    if any(stamp(path) != stamps[path] for path in stamps):
+    if any(stamp(path) != before for path, before in stamps.items()):
         raise UserError(f"{folder}: another run went on from the same checkpoint meanwhile; give "
                         "the same command again to go on from its own")
     if is_new(settings) and any(os.path.exists(os.path.join(folder, name)) for name in CHECKPOINTS):
@@ -394,12 +367,13 @@ def checkpoint_of(settings):
     """
     The checkpoint that the run goes on from, or evaluates, and the settings of the run that left
     it, but for its folder, which may have moved, and its time limit; (None, {}) where there is none
-    of ours.
+    of ours, and for a new run.
     """
-    folder = settings.init_from
-    if folder == 'resume':
+    if settings.init_from == 'resume':
         folder = settings.out_dir
-    elif not settings.eval_only or folder == 'scratch' or folder.startswith('hf:'):
+    elif settings.eval_only and not settings.init_from.startswith('hf:'):
+        folder = settings.init_from
+    else:
         return None, {}
     state = load_checkpoint(folder, mapped=True)
     state['settings'].setdefault('optimizer', 'adamw')  # the only one that there was

@@ -1,5 +1,6 @@
 """
-A trained model, for the programs that ask one: from its folder, with what its run kept of its data.
+A trained model, for the programs that ask one: from its folder, with what its checkpoint says of
+the run.
 """
 
 import sys
@@ -7,7 +8,7 @@ import sys
 import torch
 
 from engine.answers import KEPT, exam_of_data
-from engine.checkpoint import load_checkpoint, model_of, own, with_halting
+from engine.checkpoint import load_checkpoint, model_of, with_halting, with_own_weights
 from engine.files import UserError
 from engine.generate import check_pieces
 from engine.hardware import check_causal, pick_device, without_cudnn_attention
@@ -16,8 +17,9 @@ from engine.shards import get_tokenizer, identity, knows_tokens, one_tokenizer, 
 
 def load_model(folder, device, dtype=torch.float32, halting=None):
     """
-    A checkpoint folder, or hf:FOLDER: (model in eval mode on `device`, in `dtype`, tokenizer,
-    train.py's settings and what the run kept of its data). halting: a rule it was not trained with.
+    Of a checkpoint folder, or hf:FOLDER: (the model in eval mode on `device` and in `dtype`, its
+    tokenizer, {name: value} of train.py's settings, and of what else the run kept: its data's
+    description, its exam, the precision it computed in). halting: a rule it was not trained with.
     UserError if there is no checkpoint.
     """
     device = torch.device(device)
@@ -37,7 +39,7 @@ def load_model(folder, device, dtype=torch.float32, halting=None):
                         "trained with: put its own there")
     kept = {name: state[name] for name in ('train_data', 'val_data', 'exam', 'precision')
             if name in state}
-    model = own(model.to(device, dtype), state).eval()
+    model = with_own_weights(model.to(device, dtype), state).eval()
     check_pieces(model)
     return model, tokenizer, {**state['settings'], **kept}
 
@@ -50,7 +52,7 @@ def only(folders, example):
 
 
 def open_as(s, folder):
-    """load_model on the device of s, and as its dtype and halting say, if it has these."""
+    """load_model on s.device; with the dtype and the halting of s, if it has these."""
     dtype = getattr(torch, getattr(s, 'dtype', 'float32'))
     return load_model(folder, pick_device(s.device), dtype, getattr(s, 'halting', None))
 

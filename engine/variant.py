@@ -5,7 +5,7 @@ rotation, scaled embeddings. `new_model` of engine/build.py puts them in where a
 variant. All have the call of model.py's Block, so every mechanism, cache and tool runs on them.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Optional
 
@@ -36,23 +36,13 @@ class ReleasedConfig(GPTConfig):
     variant: Optional[dict] = None  # Variant's fields
 
 
-def config_of(values):
-    """
-    The config of {setting: value}, a ReleasedConfig if they name a variant. What is no setting any
-    more is left out: an old checkpoint has it.
-    """
-    kind = GPTConfig if values.get('variant') is None else ReleasedConfig
-    known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in values.items() if name in known})
-
-
 def variant_of(config):
     """The Variant of a GPTConfig."""
     return Variant(**(getattr(config, 'variant', None) or {}))
 
 
-def fit(gpt):
-    """Gives a new GPT the parts of its config's variant; returns it."""
+def with_variant_parts(gpt):
+    """Puts the parts of its config's variant into a new GPT; returns it."""
     config = gpt.config
     v = variant_of(config)
     trained = gpt.ln_f.weight.requires_grad     # not where a mechanism learns alone (Ouro)

@@ -148,7 +148,7 @@ def flops_counted_once():
         return counted[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for reader in 'run', 'flops':   # an exercise reads the second, when it is loaded
+        for reader in 'log', 'flops':   # an exercise reads the second, when it is loaded
             patch.setattr(f'engine.{reader}.flops_per_token', count_once)
         yield
 

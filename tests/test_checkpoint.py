@@ -319,10 +319,10 @@ def test_no_run_overwrites_another(out, run_train, tmp_path):
 def while_it_waits_for_the_lock(monkeypatch, happens):
     """`happens()` when the next run has looked at everything, and asks for the lock."""
     def asked(folder):
-        monkeypatch.setattr('engine.run.alone', alone)
+        monkeypatch.setattr('engine.log.alone', alone)
         happens()
         return alone(folder)
-    monkeypatch.setattr('engine.run.alone', asked)
+    monkeypatch.setattr('engine.log.alone', asked)
 
 
 def test_two_runs_that_begin_together(run_train, tmp_path, monkeypatch):

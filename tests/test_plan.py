@@ -14,7 +14,7 @@ from engine.build import without_numbers
 from engine.files import UserError
 from engine.flops import flops_per_token
 from engine.hardware import Ranks
-from engine.plan import LiveBytes, activations, memory
+from engine.plan import LiveBytes, activations, memory, planned_dtype
 from engine.prepare import recompute_blocks
 from model import GPT, GPTConfig
 from train import Settings, Trainer, make_optimizer
@@ -187,12 +187,20 @@ def test_numbers_of_a_plan(dry_run, tmp_path):
         dry_run(*shape, '--batch_tokens=1000')
     save(tmp_path / 'out', model)
     assert f'parameters  {parameters}' in dry_run('--init_from=resume')  # of the run that is there
+    assert "vocabulary 320 (the weights')" in dry_run('--init_from=resume')
     with pytest.raises(UserError, match='n_layer=24, but the model loaded has 2'):
         dry_run('--init_from=resume', '--n_layer=24')
     many = dry_run(*shape[:5], '--batch_tokens=8192', '--micro_batch=128', '--vocab_size=50304')
     twin = without_numbers(replace(model.config, vocab_size=50304))
     per_token = flops_per_token(twin, texts=128)
     assert f'{per_token / 1e6:,.1f} MFLOPs per token' in many
+
+
+def test_a_run_that_goes_on_is_planned_in_the_precision_that_it_had():
+    kept = {'precision': 'float32'}
+    assert planned_dtype(Settings(init_from='resume'), kept) == torch.float32
+    assert planned_dtype(Settings(init_from='resume', dtype='float16'), kept) == torch.float16
+    assert planned_dtype(Settings(init_from='out/other'), None) == torch.bfloat16
 
 
 def cells(out, row):

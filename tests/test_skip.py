@@ -10,10 +10,9 @@ import torch
 from conftest import DEPTH, DEPTH_GQA, ROUTER, close, make
 from test_promises import targets
 
-from engine.build import new_model
+from engine.build import config_of, new_model
 from engine.prepare import compile_blocks, recompute_blocks
 from engine.skip import skip_stopped_tokens
-from engine.variant import config_of
 
 EXTRAS = {'plain': {}, 'gqa': dict(n_kv_head=2), 'depth': DEPTH, 'depth_gqa': DEPTH_GQA}
 every_extra = pytest.mark.parametrize('extra', EXTRAS)

@@ -22,7 +22,7 @@ from engine import track
 from engine.checkpoint import load_checkpoint
 from engine.files import UserError
 from engine.hardware import Ranks
-from engine.run import Log, Stop
+from engine.log import Log, Stop
 from tools import compare
 from train import Settings, Trainer
 
@@ -49,7 +49,7 @@ def test_numbers_have_the_logs_names():
 def in_process(tmp_path, small_data, monkeypatch):
     """Run train.py with these arguments, in this process and a folder where nothing else is."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('engine.run.SILENCE', math.inf)
+    monkeypatch.setattr('engine.log.SILENCE', math.inf)
 
     def run(*args):
         train.main([*RUN, f'--data_dir={small_data}', '--out_dir=out', *args])
@@ -117,7 +117,7 @@ def test_another_run_in_the_folder_replaces_the_one_before(in_process):
 def test_rank_0_alone(tmp_path):
     settings = Settings(out_dir=f'{tmp_path}/out', track='tensorboard')
     log = Log(settings, None, Stop(Ranks(1, 2), torch.device('cpu')))
-    with log.open({}):
+    with log.open({}, {}, 0):
         assert log.tracker is None
     assert not os.listdir(tmp_path)
 

@@ -26,14 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import prepare_data
 import train
 from configurator import build, read
-from engine import hardware, run
+from engine import hardware
 from engine.checkpoint import load_checkpoint, load_optimizer
 from engine.files import UserError
 from engine.flops import flops_per_token
 from engine.hardware import Ranks
 from engine.muon import MuonAndAdamW, equalized
 from engine.prepare import prepare
-from engine.run import Log, Stop
+from engine.log import Log, Stop
 from engine.shards import read_meta
 from engine.start import check_memory, check_ranks, check_resume, idle_settings
 from engine.trained import load_model
@@ -56,7 +56,7 @@ def run_train(small_data, tmp_path, monkeypatch):
     Run train.py in this process, with the same small model in every run; returns the checkpoint
     of its out_dir.
     """
-    monkeypatch.setattr('engine.run.SILENCE', math.inf)     # no lines more on a busy machine
+    monkeypatch.setattr('engine.log.SILENCE', math.inf)     # no lines more on a busy machine
 
     def run(name, *args, shape=SHAPE):
         out_dir = str(tmp_path / name)
@@ -165,7 +165,7 @@ def test_a_time_limit_and_a_resume_that_says_nothing_more(run_train, tmp_path, m
     # the other settings are in the checkpoint, but for its folder, which has moved, and the limit
     os.rename(tmp_path / 'first', tmp_path / 'out')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('engine.run.OFTEN', 0)
+    monkeypatch.setattr('engine.log.OFTEN', 0)
     assert train.main(['--init_from=resume']) == 0
     assert 'warning: a text read 0 times is learned by heart' in capsys.readouterr().out
     assert not os.path.exists(tmp_path / 'first')
@@ -646,7 +646,7 @@ def test_time_of_a_step_is_without_that_of_saving_and_evaluating(run_train, tmp_
 
 
 def test_no_run_is_silent_for_long(run_train, monkeypatch, capsys):
-    monkeypatch.setattr(run, 'SILENCE', -1.0)
+    monkeypatch.setattr('engine.log.SILENCE', -1.0)
     run_train('out', '--log_interval=100', '--max_steps=3')
     out = capsys.readouterr().out
     for words in ('step     2/3', 'step 2: micro-batch 1 of 2', 'evaluation: 4 of 16 windows'):
@@ -698,7 +698,7 @@ def test_no_peak_of_another_card(gpu, peak):
 
 def test_right_answers_are_a_share_and_their_characters_bytes(monkeypatch):
     outcomes = [SimpleNamespace(right=i < 30) for i in range(40)]
-    monkeypatch.setattr(run, 'answer_problems', lambda *args: outcomes)
+    monkeypatch.setattr('engine.log.answer_problems', lambda *args: outcomes)
     log, said = Log(Settings(), make(), Stop(ALONE, CPU)), {}
     monkeypatch.setattr(log, 'say', lambda text, **record: said.update(record, text=text))
     log.evaluation(7, 0.5, None, {}, dict(eot=256), contextlib.nullcontext)
@@ -862,7 +862,7 @@ def test_what_does_not_count_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     prepare_data.main(['addition', '--problems=200'])
     checked = []
-    monkeypatch.setattr('engine.run.check_pieces', checked.append)
+    monkeypatch.setattr('engine.log.check_pieces', checked.append)
     run = [*SHAPE, '--data_dir=data/addition', '--micro_batch=1', '--sample_tokens=0',
            '--device=cpu', '--dtype=float32']
     with pytest.raises(UserError, match='raise block_size'):
@@ -904,6 +904,8 @@ def test_a_new_run_may_add_a_mechanism_or_change_the_context(run_train, tmp_path
     assert second['step'] == 1
     assert second['config']['block_size'] == 16
     assert second['config']['embed_scale'] == first['config']['embed_scale'] == 1
+    told = capsys.readouterr().out
+    assert f'weights of {tmp_path / "first"}{", and new mechanism.gates" if own else ""}\n' in told
     if own:     # and may leave it behind
         start = [f'--init_from={tmp_path / "second"}', *NO_LEARNING]
         third = run_train('third', *start, '--halting=none', shape=[])
@@ -1275,7 +1277,7 @@ def test_memory_is_for_weights_gradients_and_moments_of_all_ranks(monkeypatch, e
                             raising=False)
 
     model = make()
-    args = model.config, Settings(eval_only=eval_only), Ranks(0, 2), CPU
+    args = model.config, Settings(eval_only=eval_only, init_from='out'), Ranks(0, 2), CPU
     needed = copies * 2 * 4 * model.num_params() // 1024        # kB, of two ranks
     machine_has(needed + 1)
     check_memory(*args)
@@ -1297,9 +1299,9 @@ def test_ranks_compute_in_the_first_ones_precision(monkeypatch, number, theirs):
     """Machines differ, and so does what a clock says on each."""
     monkeypatch.setattr(dist, 'all_reduce', lambda value: value.add_(number))    # what rank 0 adds
     for own in (torch.float32, torch.bfloat16, torch.float16):
-        assert Ranks(1, 2).first(own, CPU) == getattr(torch, theirs)
+        assert Ranks(1, 2).dtype_of_first(own, CPU) == getattr(torch, theirs)
     monkeypatch.setattr(dist, 'all_reduce', lambda value: None)
-    assert Ranks(0, 2).first(getattr(torch, theirs), CPU) == getattr(torch, theirs)
+    assert Ranks(0, 2).dtype_of_first(getattr(torch, theirs), CPU) == getattr(torch, theirs)
 
 
 def test_threads_are_those_asked_for(run_train, capsys):
@@ -1432,6 +1434,7 @@ def test_a_log_that_cannot_be_written_costs_no_step(small_data, tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith('error: a line of the log cannot be written (No space left')
     assert load_checkpoint(str(out))['step'] == 1
+    assert [record['step'] for record in log_of(out)] == [1]    # on a disk that is not
 
 
 @posix

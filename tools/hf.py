@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import read
 from engine import released
-from engine.checkpoint import load_checkpoint, model_of, own
+from engine.checkpoint import load_checkpoint, model_of, with_own_weights
 from engine.files import UserError, on_disk, run, whole
 from engine.generate import generate
 from engine.shards import get_tokenizer
@@ -63,7 +63,7 @@ class ReleasedGPT(GPT):
 def load_released(folder, dtype=torch.float32):
     """A ReleasedGPT in eval mode with the weights of a Hugging Face folder, in `dtype`."""
     state = released.load_released(folder)
-    model = own(model_of(state).to(dtype), state).eval()
+    model = with_own_weights(model_of(state).to(dtype), state).eval()
     model.__class__ = ReleasedGPT
     return model
 
@@ -150,7 +150,7 @@ def main(argv):
     if os.path.exists(os.path.join(exported, 'config.json')):
         raise UserError(f"{exported} holds a model: name another folder, or take that one away")
     state = load_checkpoint(checkpoint, mapped=True)
-    save_hf(own(model_of(state).float(), state), exported, state['tokenizer'])
+    save_hf(with_own_weights(model_of(state).float(), state), exported, state['tokenizer'])
     print(f"wrote {exported}")
 
 

@@ -3,7 +3,7 @@ What a run says and leaves behind, and what ends it early.
 
     stop = Stop(ranks, device, max_seconds)     asked(): is the run to save and end?
     log = Log(settings, model, stop)            lines for people, JSON objects for programs
-    log.open(written)                           the run's folder: settings.json, log.jsonl
+    with log.open(written, stamps, step):       the run's folder: settings.json, log.jsonl
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import signal
 import sys
 import textwrap
 import time
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -25,7 +26,7 @@ from engine.generate import check_pieces, generate
 from engine.hardware import peak_flops, without_cudnn_attention
 from engine.mechanisms import switched_on
 from engine.shards import get_tokenizer
-from engine.start import check_unused
+from engine.start import check_out_dir
 from engine.tasks import task_of
 from engine.track import Tracker
 
@@ -95,7 +96,7 @@ class Log:
     """
 
     def __init__(self, settings, model, stop):
-        """stop: the run's Stop, which is told when a line is lost, so that no step is."""
+        """stop: the run's Stop. It is told when a line is lost, so that the run saves and ends."""
         self.settings = settings
         self.model = model
         self.stop = stop
@@ -109,16 +110,16 @@ class Log:
         self.flops = 0.0            # per token, of a step
         self.first = True           # whether no step was counted yet
         # since the last line of steps:
-        self.began = 0.0            # when that was, by the clock
+        self.began = 0.0            # when that was, moved on by what clock_stopped leaves out
         self.losses = []            # of each step
         self.passes = []            # of each micro-batch: shares of the tokens in each pass
 
     @contextlib.contextmanager
-    def open(self, written, stamps=(), step=0):
+    def open(self, written, stamps, step):
         """
         Around the run, which goes on from `step`: makes its folder and locks out other runs;
         settings.json, with what is `written`, and log.jsonl are in it. UserError if the folder
-        cannot be written, or another run had it until now. stamps: as in check_unused.
+        cannot be written, or another run had it until now. stamps: as in check_out_dir.
         """
         if self.ranks.rank > 0:
             yield
@@ -126,7 +127,7 @@ class Log:
         folder, closing = self.settings.out_dir, contextlib.ExitStack()
         try:
             closing.enter_context(alone(folder))
-            check_unused(self.settings, stamps)
+            check_out_dir(self.settings, stamps)
             with whole(os.path.join(folder, 'settings.json')) as f:
                 json.dump(written, f, indent=1)
             path = os.path.join(folder, 'log.jsonl')
@@ -143,23 +144,28 @@ class Log:
 
     def say(self, text, **record):
         """
-        Print `text`; `record` becomes a line of log.jsonl, if that is open. Where they cannot be
-        written, the run is asked to stop.
+        Print `text`; `record` becomes a line of log.jsonl, if that is open. Where one of the two
+        cannot be written, the other is, and the run is asked to stop.
         """
         self.said = time.monotonic()
         if self.ranks.rank > 0:
             return
-        try:
-            print(text, flush=True)
-            if record and self.file:
-                for name, value in record.items():
-                    if isinstance(value, float) and not math.isfinite(value):
-                        record[name] = None     # JSON has no such number
-                print(json.dumps(record), file=self.file, flush=True)
-                if self.tracker:
-                    self.tracker.log(record)
-        except OSError as error:
-            self.stop.because(error)
+        for write in (partial(self.write_line, record), partial(print, text, flush=True)):
+            try:
+                write()
+            except OSError as error:
+                self.stop.because(error)
+
+    def write_line(self, record):
+        """A line of log.jsonl, which the tracker gets, too."""
+        if not record or not self.file:
+            return
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[name] = None     # JSON has no such number
+        print(json.dumps(record), file=self.file, flush=True)
+        if self.tracker:
+            self.tracker.log(record)
 
     def alive(self, text):
         """Say how far it is, if nothing was said for a while."""
@@ -176,10 +182,9 @@ class Log:
         Say what is trained, and start the clock. precision: in which, and why. meta: describes the
         data. share: Windows.share.
         """
-        s = self.settings
+        s, world = self.settings, self.ranks.world
         parameters = self.model.num_params() / 1e6
         self.flops = flops_per_token(self.model, texts=micro_batch)
-        world = self.ranks.world
         epochs = s.max_steps * s.batch_tokens / meta['train']['tokens']
         source = one_line(textwrap.shorten(meta['source'], 80))
         at_most = ' at most' if self.skips else ''
@@ -189,20 +194,25 @@ class Log:
                  f"{micro_batch} sequences of {self.model.config.block_size}, {precision} on "
                  f"{world} x {self.device.type}; all {s.max_steps:,} steps read "
                  f"{s.data_dir} ({source}) {epochs:,.1f} times")
+        for words in self.surprises(epochs, meta, share):
+            self.say(words)
+        self.began = time.perf_counter()
+
+    def surprises(self, epochs, meta, share):
+        """Yields a line for each thing that a user may not expect of this run."""
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if trained < self.model.num_params():
-            self.say(f"only {trained:,} parameters are trained, those of the mechanism, and the "
-                     "loss is its own")
+            yield (f"only {trained:,} parameters are trained, those of the mechanism, and the loss "
+                   "is its own")
         if epochs > OFTEN and not task_of(meta):
-            self.say(f"warning: a text read {epochs:,.0f} times is learned by heart")
+            yield f"warning: a text read {epochs:,.0f} times is learned by heart"
         if share < 1:
-            self.say(f"{share:.0%} of what the answers hold counts: a problem that begins before "
-                     "its window is not known (block_size)")
+            yield (f"{share:.0%} of what the answers hold counts: a problem that begins before its "
+                   "window is not known (block_size)")
         threads = torch.get_num_threads()
         if self.device.type == 'cpu' and threads > 1:   # they wait for each other by spinning
-            self.say(f"{threads} threads: where other programs use these cores too, fewer are "
-                     "quicker (--threads=1)")
-        self.began = time.perf_counter()
+            yield (f"{threads} threads: where other programs use these cores too, fewer are "
+                   "quicker (--threads=1)")
 
     @contextlib.contextmanager
     def clock_stopped(self):
@@ -274,11 +284,13 @@ class Log:
         self.passes = []
         return mean.tolist()
 
+    # ---- evaluations
+
     def evaluation(self, step, loss, passes, meta, exam, autocast):
         """
-        Say what Trainer.evaluate found; nats per byte can be compared between tokenizers. Of a made
-        task only the answers count, and PROBLEMS of its exam are asked. meta: the data's
-        description.
+        Say what Trainer.evaluate found. Of a made task only the answers count, and PROBLEMS of its
+        exam are asked. meta: the data's description. autocast: makes the context that the model
+        runs in.
         """
         if self.ranks.rank > 0:
             return
@@ -287,37 +299,34 @@ class Log:
                 check_pieces(self.model)
             self.checked = True
         s = self.settings
-        per_byte, unit = loss, "nats per answer character"  # a character is a byte there
-        if exam is None:
-            per_byte = loss * meta['val']['tokens'] / meta['val']['bytes']
-            bits = per_byte / math.log(2)
-            # of other tokens than bytes the windows may hold more or fewer bytes than the whole set
-            about = '' if meta['tokenizer'] == 'byte' else 'about '
-            unit = f"nats per token, {about}{per_byte:.4f} nats ({bits:.3f} bits) per byte"
-        where = ''
+        per_byte, unit = in_bytes(loss, meta, exam)
+        text = f"step {step}: validation loss {loss:.4f} {unit}"
         if s.eval_only:
             folder = s.out_dir if s.init_from == 'resume' else s.init_from
-            where = f"{folder} on {s.data_dir}, "
-        text = f"{where}step {step}: validation loss {loss:.4f} {unit}"
+            text = f"{folder} on {s.data_dir}, {text}"
         if passes:
             text += f", {passes:.3f} passes per token"
         right = None
         if exam is not None:
-            with autocast(), torch.compiler.set_stance('force_eager'):  # lengths of all kinds
-                self.outcomes = answer_problems(self.model, exam, PROBLEMS)
-            n_right = sum(outcome.right for outcome in self.outcomes)
-            text += f", {n_right} of {len(self.outcomes)} answers right"
-            if len(self.outcomes) < PROBLEMS:
-                text += " (it has no more questions that differ)"
-            right = n_right / len(self.outcomes)
+            right, words = self.ask(exam, autocast)
+            text += f", {words}"
         self.say(text, step=step, tokens=step * s.batch_tokens, val_loss=loss,
                  val_nats_per_byte=per_byte, val_passes=passes, val_right=right)
 
-    def sample(self, data, meta, autocast):
+    def ask(self, exam, autocast):
+        """(the share of right answers to PROBLEMS of an exam, the same in words)."""
+        with autocast(), torch.compiler.set_stance('force_eager'):  # lengths of all kinds
+            self.outcomes = answer_problems(self.model, exam, PROBLEMS)
+        asked, right = len(self.outcomes), sum(outcome.right for outcome in self.outcomes)
+        words = f"{right} of {asked} answers right"
+        if asked < PROBLEMS:
+            words += " (it has no more questions that differ)"
+        return right / asked, words
+
+    def examples(self, data, meta, autocast):
         """
         After the last evaluation: print some of the problems of a made task that it asked, or how
-        the model goes on with a piece of the validation text. data: its Windows. autocast: makes
-        the context that the model runs in.
+        the model goes on with a piece of the validation text. data: its Windows.
         """
         if self.ranks.rank > 0:
             return
@@ -333,6 +342,20 @@ class Log:
         if self.tracker and text:
             self.tracker.show('sample', ('validation text <|model|> what it makes of it',),
                               [(text,)])
+
+
+def in_bytes(loss, meta, exam):
+    """
+    (nats per byte, which can be compared between tokenizers; the unit of the loss, and for a text
+    what it is per byte).
+    """
+    if exam is not None:
+        return loss, "nats per answer character"    # a character is a byte there
+    per_byte = loss * meta['val']['tokens'] / meta['val']['bytes']
+    bits = per_byte / math.log(2)
+    # of other tokens than bytes the windows may hold more or fewer bytes than the whole set
+    about = '' if meta['tokenizer'] == 'byte' else 'about '
+    return per_byte, f"nats per token, {about}{per_byte:.4f} nats ({bits:.3f} bits) per byte"
 
 
 def lacks_evaluation(folder, step):
@@ -364,8 +387,8 @@ def print_sample(model, data, tokenizer, settings):
     given = tokenizer.decode(tokens[:prompt.size(1)])
     new = tokenizer.decode(tokens[prompt.size(1):])
     text = f'{given}<|model|>{new}'
-    print('-' * 40, 'validation text <|model|> what the model makes of it', '-' * 40,
-          f'\n{for_terminal(text)}\n' + '-' * 133)
+    title = f"{'-' * 40} validation text <|model|> what the model makes of it {'-' * 40}"
+    print(title, for_terminal(text), '-' * len(title), sep='\n')
     return text
 
 
