@@ -396,6 +396,22 @@ def test_the_loss_of_feedback_is_measured_token_by_token_too(common, in_process,
         assert near == as_exact
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_it_is_measured_in_the_precision_of_the_run(dtype, common, in_process, tmp_path,
+                                                    monkeypatch):
+    """As the loss of the model that it stands beside."""
+    token_nats, computed_in = compare.token_nats, []
+
+    def watched(*args, **options):
+        mixed = torch.is_autocast_enabled('cpu')
+        computed_in.append(torch.get_autocast_dtype('cpu') if mixed else torch.float32)
+        return token_nats(*args, **options)
+    monkeypatch.setattr(compare, 'token_nats', watched)
+    compare.main([*common, f'--dtype={dtype}', '--block_size=8', '--names=feedback', '--seeds=1',
+                  f'--out={tmp_path}'])
+    assert computed_in == [getattr(torch, dtype)]
+
+
 def test_a_run_killed_in_its_last_evaluation_ends_like_the_uninterrupted_one(common, tmp_path):
     """From a shell."""
     folder = tmp_path / 'loop-s3'
@@ -617,6 +633,13 @@ def test_without_beside_a_method_stands_beside_the_plain_run_that_starts_alike()
                      'depth_attn': '-0.5000', 'plain_scaled_2x': '-0.2500'}
 
 
+def test_a_start_that_no_plain_run_has_stands_beside_none(monkeypatch):
+    monkeypatch.setitem(compare.RUNS, 'mine', ('loop', '--embed_scale=1.0'))
+    runs = [('plain', 1, 1.5, 100), ('plain_scaled', 1, 1.25, 100), ('mine', 1, 1.0, 400)]
+    assert table_of(*runs)[2][4] == ''
+    assert table_of(*runs, beside='plain')[2][4].startswith('-0.5000')
+
+
 @pytest.mark.parametrize('name, file, option, start', [
     ('mine', 'embedding', '--ponder_steps=1', 'plain_ponderlm'),
     ('plainest', 'loop', '--ponder_steps=1', 'plain_scaled'),
@@ -624,6 +647,8 @@ def test_without_beside_a_method_stands_beside_the_plain_run_that_starts_alike()
     ('inject', 'vanilla', '--ponder=loop', 'plain_scaled'),     # as docs/modify.md names one
     ('paused', 'depth_attn', '--ponder=pause', 'plain_ponderlm'),
     ('wide', 'vanilla', '--n_embd=384', 'plain'),
+    ('unscaled', 'loop', '--embed_scale=1.0', None),    # no plain run has this start
+    ('small', 'vanilla', '--init_std=0.01', None),
 ])
 def test_a_run_of_ones_own_starts_as_its_settings_say(name, file, option, start, monkeypatch):
     monkeypatch.setitem(compare.RUNS, name, (file, option))
@@ -637,7 +662,7 @@ def test_a_run_of_ones_own_is_not_called_as_a_change_of_another(common, monkeypa
 
 
 def test_where_others_start():
-    assert compare.start_of('depth_attn') == compare.start_of('plain_stock') == 'plain'
+    assert compare.start_of('depth_attn') == 'plain'
     assert compare.start_of('of_old_records') == 'plain_scaled'
 
 

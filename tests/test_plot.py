@@ -61,6 +61,15 @@ def test_curves(tmp_path):
     assert by_seconds[4][0] == pytest.approx([0.02, 0.06, 0.08])
 
 
+def test_curves_say_whose_flops_are_not_counted(tmp_path):
+    """A log has the model's, and a step of Muon costs more."""
+    paths = [write_run(tmp_path / name, 5, 4, optimizer=name) for name in ('adamw', 'muon')]
+    for x, of, words in (('flops', paths, "training FLOPs, without Muon's own"),
+                         ('flops', paths[:1], 'training FLOPs'),
+                         ('tokens', paths, 'training tokens')):
+        assert plot.curves(of, PlotSettings(x=x)).axes[0].get_xlabel() == words
+
+
 def test_race(tmp_path, capsys):
     lines = [dict(name=name, optimizer='adamw', learning_rate=rate, seed=seed, picks=seed == 0,
                   val_loss=loss, curve={'300': 3.0, '600': loss}, steps=600)
@@ -199,8 +208,8 @@ def test_two_rules_of_one_checkpoint_are_two_lines(tmp_path):
 
 
 def test_the_eleventh_line_is_no_other_colour_but_dashed():
-    looks = [tuple(plot.look_of_line(i).values()) for i in range(25)]
-    assert len(set(looks)) == 25
+    styles = [tuple(plot.style_of_line(i).values()) for i in range(25)]
+    assert len(set(styles)) == 25
 
 
 def test_the_seed_that_chose_the_rates_is_not_drawn(tmp_path):

@@ -1,6 +1,7 @@
 """tools/race.py: all are trained as train.py trains, and the table follows from the runs."""
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,16 +202,41 @@ def test_a_rate_that_diverges_is_not_the_best(started):
     assert chosen == [1e30, 1e-2, 1e-2]
 
 
-def test_a_step_that_is_not_finite_is_skipped(started, monkeypatch):
+def test_a_step_that_is_not_finite_is_skipped(started, tmp_path, monkeypatch):
+    """And is left out of the mean in its log."""
     forward, calls = race.NanoGPT.forward, []
 
     def once_nan(self, *args):
         calls.append(1)
         logits, loss = forward(self, *args)
-        return logits, loss * float('nan') if len(calls) == 2 else loss
+        return logits, loss * float('nan') if len(calls) in (2, 3) else loss   # in steps 1 and 2
     monkeypatch.setattr(race.NanoGPT, 'forward', once_nan)
-    [run, _] = started('--names=nanogpt', '--optimizers=adamw', '--lrs=1e-2', '--seeds=1')
+    [run, _] = started('--names=nanogpt', '--optimizers=adamw', '--lrs=1e-2', '--seeds=1',
+                       '--log_interval=4')
     assert run['curve']['4'] < run['curve']['2'] < float('inf')
+    log = read_log(tmp_path / 'race' / 'nanogpt-adamw-0.01-s1')
+    first, last = [line['loss'] for line in log if 'loss' in line]
+    assert first is None and 0 < last < float('inf')
+
+
+def test_an_evaluation_is_no_part_of_a_steps_time(started, tmp_path, monkeypatch):
+    """Also where it comes between two lines of steps."""
+    now = [0.0]
+
+    def takes(seconds, method):
+        def slow(self):
+            now[0] += seconds
+            return method(self)
+        return slow
+    monkeypatch.setattr(race.Run, 'train_step', takes(1, race.Run.train_step))
+    monkeypatch.setattr(race.Run, 'evaluate', takes(100, race.Run.evaluate))
+    monkeypatch.setattr(race, 'time', SimpleNamespace(perf_counter=lambda: now[0],
+                                                      strftime=race.time.strftime))
+    started('--names=ours', '--optimizers=adamw', '--lrs=1e-3', '--seeds=1', '--max_steps=5',
+            '--log_interval=4', '--eval_interval=3')
+    log = read_log(tmp_path / 'race' / 'ours-adamw-0.001-s1')
+    assert [(line['step'], line['ms']) for line in log if 'ms' in line] == [
+        (1, 1000), (4, 1000), (5, 1000)]
 
 
 def test_the_step_at_which_a_curve_has_a_loss():

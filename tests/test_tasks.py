@@ -490,5 +490,6 @@ def test_only_tasks_have_answers(small_data, in_tmp):
     save('model', make(**SMALL), data_dir=str(small_data))
     with pytest.raises(UserError, match='needs a made task: name its folder'):
         evaluate.main(['model', '--answers=50'])
+    save('sums', make(**SMALL), data_dir=prepare('addition'))
     with pytest.raises(UserError, match="ponder='none'"):
-        evaluate.main(['model', '--answers=50', '--ponder_steps=1'])
+        evaluate.main(['sums', '--answers=50', '--ponder_steps=1'])

@@ -48,11 +48,9 @@ from engine.trained import data_dir_of, exam_of_run, only, open_as
 from engine.windows import Windows
 from model import log_weight, some_rows_at_once
 
-
 TOKENS_AT_ONCE = 2 ** 14    # 8 windows of 2,048
-
-
 TAUS = '0.0001,0.1,0.5'
+PROGRESS = Progress()       # of all that is read
 
 
 @dataclass
@@ -69,7 +67,7 @@ class ChoiceSettings:
     device: Optional[str] = None        # 'cpu', 'cuda', 'mps' (None: the best there is)
 
     def __post_init__(self):
-        check_range(self, 1, 10 ** 9, 'lots', 'tokens', 'problems')
+        check_range(self, 1, math.inf, 'lots', 'tokens', 'problems')
         check_range(self, 0, 2 ** 63 - 1, 'seed')
         try:
             right = all(0 < float(tau) <= 1 for tau in (self.taus or TAUS).split(','))
@@ -130,7 +128,7 @@ def likeliest(gpt, h):
 
 
 @torch.inference_mode()
-def see(model, inputs, targets, passes=None, progress=Progress()):
+def see(model, inputs, targets, passes=None):
     """
     (losses (n,T), whether the likeliest token is the right one (n,T), passes (n,T) that were taken)
     of inputs and targets (n,T). passes: those that a halting model is told to take.
@@ -145,7 +143,7 @@ def see(model, inputs, targets, passes=None, progress=Progress()):
         right.append(likeliest(model, h) == targets[some])
         if halts(model):
             taken.append(model.mechanism.passes)
-        progress(f"{min(i + rows, len(inputs))} of {len(inputs)} texts")
+        PROGRESS(f"{min(i + rows, len(inputs))} of {len(inputs)} texts")
     return torch.cat(losses), torch.cat(right), torch.cat(taken) if taken else None
 
 

@@ -60,12 +60,12 @@ from train import Settings
 
 
 def code():
-    """The sum of the files that people edit of what trains: a comparison has one version of it."""
+    """The sum of TRAINS, the code of training that people edit: a comparison has one version."""
     return sum_of(source_of_model() + inspect.getsource(train_py) + inspect.getsource(muon))
 
 
-CODE = code()       # when compare.py began
 TRAINS = 'model.py, train.py or engine/muon.py'
+CODE = code()       # when compare.py began
 
 
 @dataclass
@@ -107,8 +107,8 @@ def check_seeds_and_rates(s):
             raise ValueError(f"lrs={s.lrs}: give learning rates, such as 1.5e-3,3e-3")
 
 
-# name: its config file, and what differs from it. A run of your own is one more line.
-RUNS = {
+# name: its config file, and what differs from it. `all` stands for these
+METHODS = {
     'plain': ('vanilla',),
     'plain_scaled': ('loop', '--ponder_steps=0'),
     'plain_ponderlm': ('embedding', '--ponder_steps=0'),
@@ -128,45 +128,9 @@ RUNS = {
     'exit': ('halting_exit',),
     'ouro': ('halting_ouro',),
 }
-
-
-def start_of(name):
-    """
-    The plain run with the embedding scale and the initial weights of this one: plain_ponderlm
-    starts as embedding, gate and pause do, plain_scaled as all others of pondering.
-    """
-    base = parts_of(name)[0]
-    ponder = 'loop'     # of records whose name is no longer in RUNS
-    if base in RUNS:
-        file, *options = RUNS[base]
-        given, _ = read([config_file(file), *options], '', Settings, GPTConfig)
-        ponder = given.get('ponder', 'none')
-    scale = PONDER.get(ponder, PONDER['loop']).default_embed_scale(4)   # 1, 4^0.5 or (2.5 x 4)^0.5
-    return {1.0: 'plain', 2.0: 'plain_ponderlm'}.get(scale, 'plain_scaled')
-
-
-def config_file(name):
-    return os.path.relpath(os.path.join(ROOT, 'config', f'{name}.py'))
-
-
-def parts_of(name):
-    """(BASE, TIMES, RATE, OTHER) of a name BASE_TIMESx@RATE_as_OTHER; None for what it lacks."""
-    return re.fullmatch(r'(.*?)(?:_(\d)x)?(?:@(.*?))?(?:_as_(.*))?', name).groups()
-
-
-METHODS = [*RUNS]
-
-
-def names_of(compare):
-    """The names that are asked for. All: each method and, where it costs more, a plain model."""
-    if compare.names != 'all':
-        return compare.names.split(',')
-    costly = [name for name in METHODS if not name.startswith(('plain', 'depth', 'smear'))]
-    return METHODS + [f'{start_of(name)}_as_{name}' for name in costly]
-
-
-# more, which `all` leaves out
-RUNS.update({
+# all names; a run of your own is one more line
+RUNS = {
+    **METHODS,
     # for docs/results.md and docs/claims.md: both in one; fewer steps; more thoughts
     'plain_scaled+depth_attn': ('loop', '--ponder_steps=0', '--depth_attn=True'),
     'plain_scaled+depth_uniform': ('loop', '--ponder_steps=0', '--depth_attn=True',
@@ -192,7 +156,7 @@ RUNS.update({
     # as PonderLM-2's released scripts have it: their vanilla baseline, and the norms of all runs
     'plain_stock': ('vanilla', '--norm_eps=0.1', '--init_std=0.01', '--weight_decay=0.01'),
     'latent_stock': ('latent', '--norm_eps=0.1'),
-})
+}
 OURS = ('seed', 'out_dir', 'init_from', 'eval_only', 'dry_run')  # of train.py, but chosen here
 LOSS = 'val_nats_per_byte'
 EXACT = 'exact_nats_per_byte'   # read token by token, of a model that else reads by iteration
@@ -201,7 +165,62 @@ NO_DIFFERENCES = "a table of right answers has no differences; leave it out"
 
 
 # -------------------------------------------------------------------------------------------------
+# Names
+
+
+def parts_of(name):
+    """(BASE, TIMES, RATE, OTHER) of a name BASE_TIMESx@RATE_as_OTHER; None for what it lacks."""
+    return re.fullmatch(r'(.*?)(?:_(\d)x)?(?:@(.*?))?(?:_as_(.*))?', name).groups()
+
+
+def at_rate(name, rate):
+    """NAME@RATE, or NAME@RATE_as_OTHER."""
+    base, as_, other = name.partition('_as_')
+    return f'{base}@{rate}{as_}{other}'
+
+
+def without_rate(name):
+    """NAME_as_OTHER of NAME@RATE_as_OTHER."""
+    return re.sub(r'@.*?(?=_as_|$)', '', name)
+
+
+def is_plain(name):
+    """Whether a run is a plain model's, of whatever size and for however long."""
+    return parts_of(name)[0] in ('plain', 'plain_scaled', 'plain_ponderlm', 'plain_stock')
+
+
+def start_of(name):
+    """
+    The plain run with the embedding scale and the initial weights of this one: plain_ponderlm
+    starts as embedding, gate and pause do, plain_scaled as all others of pondering. None where
+    RUNS sets one of these: no plain run starts so.
+    """
+    base = parts_of(name)[0]
+    ponder = 'loop'     # of records whose name is no longer in RUNS
+    if base in RUNS:
+        file, *options = RUNS[base]
+        given, _ = read([config_file(file), *options], '', Settings, GPTConfig)
+        if given.keys() & {'embed_scale', 'init_std'}:
+            return None
+        ponder = given.get('ponder', 'none')
+    scale = PONDER.get(ponder, PONDER['loop']).default_embed_scale(4)   # 1, 4^0.5 or (2.5 x 4)^0.5
+    return {1.0: 'plain', 2.0: 'plain_ponderlm'}.get(scale, 'plain_scaled')
+
+
+def names_of(compare):
+    """The names that are asked for. All: each method and, where it costs more, a plain model."""
+    if compare.names != 'all':
+        return compare.names.split(',')
+    costly = [name for name in METHODS if not name.startswith(('plain', 'depth', 'smear'))]
+    return [*METHODS, *(f'{start_of(name)}_as_{name}' for name in costly)]
+
+
+# -------------------------------------------------------------------------------------------------
 # What a run is
+
+
+def config_file(name):
+    return os.path.relpath(os.path.join(ROOT, 'config', f'{name}.py'))
 
 
 @dataclass
@@ -215,8 +234,8 @@ class Plan:
 
 def make_plan(name, common):
     """The Plan of a name. common: train.py's arguments for all."""
-    base, times, rate, like = parts_of(name)
-    if '@' in (like or ''):
+    base, times, rate, other = parts_of(name)
+    if '@' in (other or ''):
         raise UserError(f"--names={name}: a rate belongs to what is trained, as in "
                         "plain_scaled@3e-3_as_loop")
     if name != base and name in RUNS:
@@ -243,9 +262,9 @@ def make_plan(name, common):
         s, config = configs_of(args)
     settings = {**asdict(s), **asdict(config)}
     flops = flops_of(config, s)
-    if like:
-        other = make_plan(like, common)
-        total = other.flops * other.settings['max_steps'] * other.settings['batch_tokens']
+    if other:
+        theirs = make_plan(other, common)
+        total = theirs.flops * theirs.settings['max_steps'] * theirs.settings['batch_tokens']
         settings['max_steps'] = round(total / (flops * s.batch_tokens))
         args.append(f"--max_steps={settings['max_steps']}")
     return Plan(args, settings, flops, sum_of_data(s.data_dir))
@@ -319,6 +338,15 @@ def in_order(line):
     return line['step'], 'ms' not in line
 
 
+def settings_in(folder):
+    """A run's settings.json, {name: value}; empty if it is missing."""
+    path = os.path.join(folder, 'settings.json')
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding='utf-8') as f:
+        return json.load(f)
+
+
 def final_loss(folder, settings):
     """Validation nats per byte after the last step, None if the run is not finished."""
     for record in read_log(folder):
@@ -371,7 +399,7 @@ def record_of(name, seed, args, folder, plan, compare):
     if task_of(read_meta(settings['data_dir'])):
         more = summary(model, exam_of_run(kept, compare.answers), compare.answers)
     elif iterates(model):
-        more = {EXACT: exact_loss(model, settings)}
+        more = {EXACT: exact_loss(model, settings, kept['precision'])}
     return {
         **more,
         'name': name,
@@ -393,13 +421,15 @@ def record_of(name, seed, args, folder, plan, compare):
     }
 
 
-def exact_loss(model, settings):
-    """As final_loss, of the same windows read token by token."""
+def exact_loss(model, settings, precision):
+    """As final_loss, of the same windows in the run's precision, but read token by token."""
+    device, dtype = model.wte.weight.device, getattr(torch, precision)
     meta = read_meta(settings['data_dir'])
     data = Windows(settings['data_dir'], 'val', meta, settings['block_size'])
     windows = data.spread(max(1, settings['eval_tokens'] // data.T))
-    x, y = data.get(windows, model.wte.weight.device)
-    losses = token_nats(model, torch.cat((x, y[:, -1:]), dim=1), exact=True)
+    x, y = data.get(windows, device)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        losses = token_nats(model, torch.cat((x, y[:, -1:]), dim=1), exact=True)
     return losses.mean().item() * meta['val']['tokens'] / meta['val']['bytes']
 
 
@@ -459,12 +489,6 @@ def make_all(compare, common, results):
     return make_runs(runs, compare, common, results)
 
 
-def at_rate(name, rate):
-    """NAME@RATE, or NAME@RATE_as_OTHER."""
-    base, as_, like = name.partition('_as_')
-    return f'{base}@{rate}{as_}{like}'
-
-
 def best_rate(name, rates, seeds, results):
     """The one of `rates` with which a name's runs of these seeds are best, in the mean."""
     made = {(r['name'], r['seed']): r for r in read_lines(results)}
@@ -498,8 +522,8 @@ def make_runs(runs, compare, common, results):
             if r.get('code', CODE) != CODE:
                 raise UserError(f"{results} has {r['name']}, seed {r['seed']}, of another "
                                 f"{TRAINS}: choose another --out")
-    settings = sum_of(repr(configs_of(common)))     # what the config files say now
-    keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'settings={settings}'],
+    says = sum_of(repr(configs_of(common)))     # what the config files say now
+    keep_recipe(compare.out, [*common, f'--answers={compare.answers}', f'settings={says}'],
                 data_dir)
     failed = 0
     for name, seed in runs:
@@ -532,24 +556,20 @@ def folder_of(compare, name, seed):
 
 def check_made(folder, settings):
     """UserError if there is a run with other settings, as before a config file was edited."""
-    path = os.path.join(folder, 'settings.json')
-    if not os.path.exists(path):
-        return
-    with open(path, encoding='utf-8') as f:
-        before = json.load(f)
+    before = settings_in(folder)
     for name, value in settings.items():
         if name not in OURS and before.get(name, value) != value:
             raise UserError(f"{folder} was made with {name}={before[name]}, not {value}: choose "
                             "another --out")
 
 
-def keep_recipe(out, common, data_dir):
+def keep_recipe(out, words, data_dir):
     """
-    Write down what holds for all runs in `out`, settings and data; UserError if those there have
-    another recipe.
+    Write down what holds for all runs in `out`, these words and the data; UserError if those there
+    have another recipe.
     """
     path = os.path.join(out, 'recipe.txt')
-    recipe = shlex.join([*common, f'data={sum_of_data(data_dir)}'])
+    recipe = shlex.join([*words, f'data={sum_of_data(data_dir)}'])
     os.makedirs(out, exist_ok=True)
     if not os.path.exists(path):
         with open(path, 'w', encoding='utf-8') as f:
@@ -594,7 +614,10 @@ def make_run(name, seed, plan, compare, results):
 
 
 def check_code(label, folder):
-    """UserError if the code that trains was edited since a run began, or compare.py."""
+    """
+    UserError if the code that trains was edited since compare.py began, or since this run did. A
+    new run's folder gets the sum of it.
+    """
     path = os.path.join(folder, 'code.txt')
     if code() != CODE:
         raise UserError(f"{label}: {TRAINS} was changed since compare.py began: start it again, "
@@ -619,18 +642,17 @@ def check_code(label, folder):
 def table_of(records, beside=None):
     """
     A row per name: medians of the seeds. Differences, to `beside` or to the plain run with the same
-    start, are between equal seeds: mean (lowest to highest). Below it what chose the learning
-    rates. UserError if there is no run `beside`, or if a name has a seed twice.
+    start, are between equal seeds: mean (lowest to highest). Below it, notes. UserError if there is
+    no run `beside`, or if a name has a seed twice.
     """
     runs = those_that_judge(records)
-    tried = [r for r in records if r.get('picks')]
-    records = [r for name in runs for r in runs[name]]
     base = base_of(runs, [beside] if beside else ['plain', 'plain_scaled', 'plain_ponderlm'])
     if beside and not base:
         raise UserError(f"beside={beside}: no finished run of those asked for, which are "
                         f"{', '.join(runs)}")
     base = base or [*runs][0]
-    if all('right' in r for r in records):
+    judges = [r for name in runs for r in runs[name]]
+    if all('right' in r for r in judges):
         if beside:
             raise UserError(f"beside={beside}: {NO_DIFFERENCES}")
         header = ['run', 'learned it', 'right', 'lowest to highest', 'passes', 'nats per byte']
@@ -642,10 +664,19 @@ def table_of(records, beside=None):
         rows = [loss_row(name, runs, base, beside) for name in runs]
     for row, name in zip(rows, runs):
         row.append(f"{median(runs[name], 'flops') / median(runs[base], 'flops'):.2f}")
-    text = table([*header, 'x FLOPs'], rows)
-    text += (f"\n\nMedians; differences: means; x: of {base}, before any token stops (exit then "
-             f"costs more, router less); learned it: {LEARNED:.0%} right or more; equal FLOPs: "
-             f"within 5 %. {where_made(records)}")
+    tried = [r for r in records if r.get('picks')]
+    return table([*header, 'x FLOPs'], rows) + '\n\n' + notes(judges, tried, base)
+
+
+def notes(records, tried, base):
+    """
+    Lines below a table of these records, whose FLOPs are multiples of those of `base`: what its
+    words mean, where the runs were made, what chose the learning rates (`tried`), and in what the
+    runs differ that should be alike.
+    """
+    text = (f"Medians; differences: means; x: of {base}, before any token stops (exit then costs "
+            f"more, router less); learned it: {LEARNED:.0%} right or more; equal FLOPs: within "
+            f"5 %. {where_made(records)}")
     if any(r.get('optimizer') == 'muon' for r in records):
         text += "\nFLOPs are those of the model, without Muon's own, which come with every step."
     asked = sorted({r['problems'] for r in records if 'problems' in r})
@@ -661,7 +692,7 @@ def table_of(records, beside=None):
         text += f"\n{TRAINS} was changed between: {' | '.join(versions.values())}"
     dtypes = runs_by(records, lambda r: re.search(r'(b?float\d+|)$', r['hardware'])[0])
     if len(dtypes) > 1:
-        text += ''.join(f"\nin {dtype}: {runs}" for dtype, runs in dtypes.items())
+        text += ''.join(f"\nin {dtype}: {those}" for dtype, those in dtypes.items())
     return text
 
 
@@ -708,11 +739,6 @@ def where_made(records):
     hardware, torch_, commit, date = [', '.join(sorted({str(r[key]) for r in records}))
                                       for key in ('hardware', 'torch', 'commit', 'date')]
     return f"{hardware}; torch {torch_}; commit {commit}; {date}."
-
-
-def without_rate(name):
-    """NAME_as_OTHER of NAME@RATE_as_OTHER."""
-    return re.sub(r'@.*?(?=_as_|$)', '', name)
 
 
 def loss_of(record):
@@ -771,11 +797,6 @@ def verdict(differences):
     return 'worse' if min(shown) > 0 else 'seeds disagree'
 
 
-def is_plain(name):
-    """Whether a run is a plain model's, of whatever size and for however long."""
-    return bool(re.fullmatch(r'plain(_scaled|_ponderlm|_stock)?(_\dx)?(@.*?)?(_as_.*)?', name))
-
-
 def plain_of_equal_flops(name, runs, base):
     """
     The plain run that was trained for as many FLOPs as this name (.._as_NAME); without one that of
@@ -826,7 +847,7 @@ def those_asked_for(records, given):
     """
     called = {'names': lambda r: {r['name'], without_rate(r['name']), 'all'},
               'seeds': lambda r: {str(r['seed'])}}
-    for setting in called.keys() & given.keys():
+    for setting in [setting for setting in called if setting in given]:
         asked = set(given[setting].split(','))
         missing = asked.difference(*map(called[setting], records))
         if missing:
@@ -845,18 +866,8 @@ def say_left_out(of_file, records, compare):
         print(f"Not compared with {', '.join(plain)}, which --names leaves out.")
 
 
-def main(argv):
-    names = CompareSettings.__dataclass_fields__
-    files = [arg for arg in argv
-             if not arg.startswith('--') and (arg.endswith('.jsonl') or holds_runs(arg))]
-    ours = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
-    common = [arg for arg in argv if arg not in (*files, *ours)]
-    given, _ = read(ours, __doc__, CompareSettings)
-    compare = build(CompareSettings, given)
-    asked, rest = read(common, '', Settings, GPTConfig)
-    if rest:
-        raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
-                        "(.py, .json)")
+def check_chosen(compare, asked, common):
+    """UserError for a setting of train.py, of those `asked`, that is chosen here for each run."""
     chosen = [*OURS, 'ponder', 'halting', 'depth_attn']
     if compare.lrs and any(arg.startswith('--learning_rate=') for arg in common):
         chosen.append('learning_rate')      # that of a file gives way to --lrs
@@ -866,8 +877,23 @@ def main(argv):
                             "--seeds and --lrs (--help); a run of your own is a line more of RUNS "
                             "here")
 
+
+def main(argv):
+    own = CompareSettings.__dataclass_fields__
+    files = [arg for arg in argv
+             if not arg.startswith('--') and (arg.endswith('.jsonl') or holds_runs(arg))]
+    ours = [arg for arg in argv if arg[2:].split('=')[0] in own or arg in ('-h', '--help')]
+    common = [arg for arg in argv if arg not in (*files, *ours)]
+    given, _ = read(ours, __doc__, CompareSettings)
+    compare = build(CompareSettings, given)
+    asked, rest = read(common, '', Settings, GPTConfig)
+    if rest:
+        raise UserError(f"{rest[0]}: neither a setting (--name=value) nor a config file "
+                        "(.py, .json)")
+    check_chosen(compare, asked, common)
+
     failed = 0
-    named = bool(files)
+    named = bool(files)     # the user named files of runs that are made
     idle = [name for name in (*given, *asked) if name not in ('names', 'seeds', 'beside')]
     if named and idle:
         raise UserError(f"{idle[0]}: does nothing for a file of runs that are made; leave it out")

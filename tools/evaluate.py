@@ -45,6 +45,8 @@ from engine.trained import data_dir_of, exam_of_run, load_model
 from prepare_data import is_jsonl, is_utf8
 from sample import SampleSettings, override, warn_of_text
 
+PROGRESS = Progress()   # of all texts together
+
 
 @dataclass
 class EvaluateSettings:
@@ -95,7 +97,7 @@ def each_setting(model, s):
 
 # ---- loss on texts -------------------------------------------------------------------------------
 
-def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=False, taken=None):
+def nats(model, tokens, batch_size, counts=None, exact=False, taken=None):
     """
     Total of -log p in nats of all tokens (n,) but the first, each given those before it in its
     window of block_size. counts: which of them count, (n - 1,) bool (None: all). exact: read token
@@ -116,7 +118,7 @@ def nats(model, tokens, batch_size, progress=Progress(), counts=None, exact=Fals
             taken.append(model.mechanism.passes.flatten()[:len(losses)].cpu()[chosen])
         losses = losses[chosen]
         total += losses.sum().item()
-        progress(f"{first + len(part):,} of {len(tokens):,} tokens")
+        PROGRESS(f"{first + len(part):,} of {len(tokens):,} tokens")
     return total
 
 
@@ -189,7 +191,7 @@ def about(path):
 
 def evaluate_text(model, tokenizer, path, arrays, s):
     """
-    (tokens predicted, nats per token, nats per byte, passes per token) of a text, from its token
+    (tokens that count, nats per token, nats per byte, passes per token) of a text, from its token
     arrays. End-of-text tokens count as tokens of no bytes. Bytes are the text's own, in proportion:
     a tokenizer may have read others (U+FFFD, NFC). None for what is not known, and for passes
     without halting.
@@ -197,11 +199,12 @@ def evaluate_text(model, tokenizer, path, arrays, s):
     taken = [] if halts(model) and not s.exact else None
     text_bytes, task = about(path)
     lengths = token_lengths(tokenizer).astype(np.int16)
-    total, count, read, size, whole = 0.0, 0, 0, 0, 0
+    total, count, predicted = 0.0, 0, 0
+    size, whole = 0, 0      # bytes of the tokens that are predicted, and of all
     for tokens in map(np.array, arrays):    # copied: a shard is a map of a file
         whole += int(lengths[tokens].sum(dtype=np.int64))
         if s.tokens is not None:
-            tokens = tokens[:s.tokens - read]
+            tokens = tokens[:s.tokens - predicted]
         if len(tokens) < 2:
             continue
         counts = np.full(len(tokens) - 1, True)
@@ -209,7 +212,7 @@ def evaluate_text(model, tokenizer, path, arrays, s):
             counts = answers_in(tokens, model.config.block_size, task, tokenizer.eot_token)
         total += nats(model, tokens, s.batch_size, counts=counts, exact=s.exact, taken=taken)
         count += int(counts.sum())
-        read += len(tokens) - 1
+        predicted += len(tokens) - 1
         size += int(lengths[tokens[1:]].sum(dtype=np.int64))
     if size == 0 or count == 0:
         raise UserError(f"{path}: no text in it")
@@ -224,7 +227,7 @@ def evaluate_text(model, tokenizer, path, arrays, s):
 
 
 def print_texts(model, tokenizer, paths, s):
-    """A table of the loss on each text, of what is done if it is stopped."""
+    """A table of the loss on each text; if it is stopped, of those that are done."""
     for path in paths:
         if not os.path.exists(path):
             raise UserError(f"{path}: there is no such file or folder")
@@ -264,15 +267,15 @@ def exams_of(texts, settings, count):
 
 def print_answers(model, exam, s, folder):
     """
-    A line for each setting; and with halting, what the passes went to; of what is done if it is
-    stopped. folder: whose problems they are, None if they are of the run's own data.
+    A line for each setting, and with halting one of its passes; if it is stopped, for those that
+    are done. folder: whose problems they are, None if they are of the run's own data.
     """
+    if exam is None:
+        raise UserError("this model was trained on a text, and --answers needs a made task: name "
+                        "its folder, such as data/addition")
     results = {}
     try:
         for name, value in each_setting(model, s):
-            if exam is None:
-                raise UserError("this model was trained on a text, and --answers needs a made "
-                                "task: name its folder, such as data/addition")
             results[value] = summary(model, exam, s.answers, s.exact)
     finally:
         if results:

@@ -332,11 +332,11 @@ def second_model(s, tokenizer, idx):
 
 def serve_page(s, folders):
     """Answer on a page until Ctrl-C; returns the exit status."""
-    served = []
+    models = []
     for folder in dict.fromkeys(folders):       # each once
         model, tokenizer, settings = open_as(s, folder)
-        served.append(Served(folder, model, tokenizer, exam_for_prompt(settings)))
-    return serve(served, look, s.top, s.port)
+        models.append(Served(folder, model, tokenizer, exam_for_prompt(settings)))
+    return serve(models, look, s.top, s.port)
 
 
 def main(argv):

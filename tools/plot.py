@@ -40,7 +40,8 @@ from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
 from sample import encode_prompt
 from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
-from tools.compare import loss_of, read_lines, read_log, seconds_by_step, those_that_judge
+from tools.compare import loss_of, read_lines, read_log, seconds_by_step, settings_in
+from tools.compare import those_that_judge
 from tools.explain import look, validation_tokens
 from tools.race import at_best_rate, runs_of
 
@@ -50,6 +51,7 @@ X = {
     'seconds': 'seconds of training steps',
     'generated': 'FLOPs of a new token in generation',
 }
+WITHOUT_MUONS = ", without Muon's own"      # behind training FLOPs, which are the model's
 TEXT = 12   # size of all text in points: readable when a picture is shown at half its size
 
 # few colours, apart for colour-blind readers and in grey
@@ -85,7 +87,7 @@ class PlotSettings:
                 raise UserError(f"names={self.names}: {name} is in none of these")
 
 
-def look_of_line(i):
+def style_of_line(i):
     """Of line number i, for matplotlib: dashed when the colours have been used."""
     return dict(color=COLOURS[i % len(COLOURS)],
                 linestyle=('-', '--', '-.')[i // len(COLOURS) % 3])
@@ -158,16 +160,16 @@ def records(paths, s):
         panels = [in_generation(panels)]
     others = list(dict.fromkeys(name for runs in panels for name in runs
                                 if name not in PLAIN_WORDS))
-    looks = {name: (name, OTHERS[i // len(MARKS) % len(OTHERS)], MARKS[i % len(MARKS)])
-             for i, name in enumerate(others)}
-    looks.update(PLAIN_WORDS)
+    styles = {name: (name, OTHERS[i // len(MARKS) % len(OTHERS)], MARKS[i % len(MARKS)])
+              for i, name in enumerate(others)}
+    styles.update(PLAIN_WORDS)
     rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
     lines = len({name for runs in panels for name in runs}) // 2    # of the legend
     height = 4.2 * rows + 0.9 + 0.3 * max(0, lines - 2)
     figure, axes = new_figure(len(panels), size=(6 * columns, height))
     for ax, runs in zip(axes, panels):
-        draw_records(ax, runs, looks, s.x)
-    add_legend(figure, [looks[name][0] for name in (*PLAIN_WORDS, *others)])
+        draw_records(ax, runs, styles, s.x)
+    add_legend(figure, [styles[name][0] for name in (*PLAIN_WORDS, *others)])
     return figure
 
 
@@ -226,30 +228,33 @@ def args_of(record):
     return shlex.split(command)[2:]     # python train.py ..
 
 
-def draw_records(ax, runs, looks, x):
-    """A dot for each seed and a mark at the median, against multiples of the least cost drawn."""
-    found = [record for records in runs.values() for record in records]
-    answers = all('right' in record for record in found)
-    least = min(np.median([record[x] for record in records]) for records in runs.values())
-    for name in sorted(runs, key=list(looks).index):
-        words, colour, mark = looks[name]
-        cost = np.median([record[x] for record in runs[name]]) / least
+def draw_records(ax, runs, styles, x):
+    """
+    A dot for each seed and a mark at the median, against multiples of the least cost drawn. styles:
+    {name: (what it is called, its colour, its mark)}.
+    """
+    drawn = [record for found in runs.values() for record in found]
+    answers = all('right' in record for record in drawn)
+    costs = {name: np.median([record[x] for record in found]) for name, found in runs.items()}
+    least = min(costs.values())
+    for name in sorted(runs, key=list(styles).index):
+        words, colour, mark = styles[name]
+        cost = costs[name] / least
         ends = [100 * r['right'] if answers else loss_of(r) for r in runs[name]]
         front = 2 if name in PLAIN_WORDS else 1
         ax.plot([cost] * len(ends), ends, mark, color=colour, markersize=4, zorder=front)
-        look = dict(markersize=10, markeredgecolor='white')
+        size = dict(markersize=10, markeredgecolor='white')
         if name == 'plain_scaled_4x':
-            look = dict(markersize=18, markerfacecolor='none', markeredgewidth=2)
+            size = dict(markersize=18, markerfacecolor='none', markeredgewidth=2)
         ax.plot(cost, np.median(ends), mark, color=colour, zorder=front, label=words,
-                linestyle='none', **look)
+                linestyle='none', **size)
         if answers and name in PLAIN_WORDS and name != 'plain_scaled_4x':
             learned = sum(end >= 100 * LEARNED for end in ends)
             ax.annotate(f"{learned} of {len(ends)}", (cost, np.median(ends)), (13, 0),
                         textcoords='offset points', color=colour, size=TEXT, va='center')
     if x == 'generated':
-        sizes = [(np.median([r[x] for r in runs[name]]) / least,
-                  np.median([loss_of(r) for r in runs[name]])) for name in runs
-                 if is_plain(name)]
+        sizes = [(costs[name] / least, np.median([loss_of(r) for r in runs[name]]))
+                 for name in runs if is_plain(name)]
         ax.plot(*zip(*sorted(sizes)), color=INK, linewidth=1.2, zorder=0)
     ax.set_xscale('log', base=2)
     ax.xaxis.set_major_formatter('{x:g}')
@@ -258,11 +263,11 @@ def draw_records(ax, runs, looks, x):
     low, high = ax.get_xlim()
     if high < 2 * low:      # equal costs stand together
         ax.set_xlim(low / 1.5, high * 1.5)
-    by_muon = any(record.get('optimizer') == 'muon' for record in found)
-    without = ", without Muon's own" if by_muon and x == 'flops' else ''
+    by_muon = any(record.get('optimizer') == 'muon' for record in drawn)
+    without = WITHOUT_MUONS if by_muon and x == 'flops' else ''
     ax.set_xlabel(f"{X[x]}{without}, least = 1")
     if answers:
-        task = found[0].get('task', 'task')
+        task = drawn[0].get('task', 'task')
         counted = ' (n of m: seeds that learned it)' if ax.texts else ''
         ax.set_title(f"{task}{counted}", loc='left', size=TEXT, parse_math=False)
         ax.set_ylabel('right answers (%), better ↑')
@@ -278,11 +283,37 @@ def draw_records(ax, runs, looks, x):
 
 def halting(paths, s):
     """A panel for each data set: medians over seeds, against the passes that were taken."""
-    panels = {}     # {data set: {name: [record, ..]}}
-    looks = {}      # of a name, in all panels
-    found = {}      # of each data set
-    last = {}       # of each run, with its newest line for each threshold
-    for record in read_all(paths):
+    made = newest_of(read_all(paths))
+    s.check_names({name_of(record['checkpoint']) for record in made})
+    of_data = {}    # of each data set, the records to draw
+    for record in made:
+        if s.draws(name_of(record['checkpoint'])):
+            of_data.setdefault(record['data'], []).append(record)
+    if not of_data:
+        raise UserError(f"{', '.join(paths)}: no line of tools/choices.py")
+    panels = {data: lines_of(records) for data, records in of_data.items()}
+    names = dict.fromkeys(name for lines in panels.values() for name in lines)
+    styles = {name: style_of_line(i) for i, name in enumerate(names)}   # the same in all panels
+    size = (1 + 4.2 * len(panels), 4.2)
+    figure, axes = new_figure(len(panels), size, most_columns=len(panels))
+    titles = [os.path.basename(data) for data in panels]
+    for ax, (data, lines) in zip(axes, panels.items()):
+        for name, records in lines.items():
+            draw_halting(ax, name, records, styles[name])
+        ax.set(xlabel='passes per token', ylabel='loss (nats per token), better ↓')
+        if of_data[data][0]['answers']:
+            ax.set(xlabel='passes per character', ylabel='right answers (%), better ↑')
+            ax.set_ylim(0, 106)
+        title = data if titles.count(os.path.basename(data)) > 1 else os.path.basename(data)
+        ax.set_title(one_line(title), loc='left', size=TEXT, parse_math=False)
+    add_legend(figure)
+    return figure
+
+
+def newest_of(records):
+    """A record of each checkpoint, rule and data set, with its newest line for each threshold."""
+    last = {}
+    for record in records:
         if not record.get('checkpoint') or 'data' not in record:    # not of choices.py
             continue
         folder = os.path.normpath(record['checkpoint'])
@@ -294,31 +325,7 @@ def halting(paths, s):
             rows = {row['tau']: row for row in [*earlier['taus'], *record['taus']]}
             record['taus'] = [*rows.values()]
         last[key] = record
-    s.check_names({name_of(folder) for folder, *_ in last})
-    for record in last.values():
-        if s.draws(name_of(record['checkpoint'])):
-            found.setdefault(record['data'], []).append(record)
-    for data, beside in found.items():
-        runs = panels[data] = lines_of(beside)
-        for name in runs:
-            looks.setdefault(name, look_of_line(len(looks)))
-    if not panels:
-        raise UserError(f"{', '.join(paths)}: no line of tools/choices.py")
-    size = (1 + 4.2 * len(panels), 4.2)
-    figure, axes = new_figure(len(panels), size, most_columns=len(panels))
-    titles = [os.path.basename(data) for data in panels]
-    for ax, (data, runs) in zip(axes, panels.items()):
-        for name, found in runs.items():
-            draw_halting(ax, name, found, looks[name])
-        answers = found[0]['answers']
-        ax.set(xlabel='passes per token', ylabel='loss (nats per token), better ↓')
-        if answers:
-            ax.set(xlabel='passes per character', ylabel='right answers (%), better ↑')
-            ax.set_ylim(0, 106)
-        title = data if titles.count(os.path.basename(data)) > 1 else os.path.basename(data)
-        ax.set_title(one_line(title), loc='left', size=TEXT, parse_math=False)
-    add_legend(figure)
-    return figure
+    return [*last.values()]
 
 
 def lines_of(records):
@@ -354,7 +361,7 @@ def names_of(folders):
             for folder, path in paths.items()}
 
 
-def draw_halting(ax, name, records, look):
+def draw_halting(ax, name, records, style):
     """
     A line over the thresholds that as many seeds have as any; a dotted one for the same passes at
     random.
@@ -372,9 +379,9 @@ def draw_halting(ax, name, records, look):
         passes = np.median([row['passes'] for row in rows])
         points.append((passes, scale * np.median(chosen), scale * np.median(dealt or chosen)))
     passes, chosen, dealt = zip(*sorted(points))
-    ax.plot(passes, chosen, marker='o', markersize=5, label=name, **look)
+    ax.plot(passes, chosen, marker='o', markersize=5, label=name, **style)
     if key == 'taus':
-        ax.plot(passes, dealt, **{**look, 'linestyle': ':'})
+        ax.plot(passes, dealt, **{**style, 'linestyle': ':'})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -387,11 +394,11 @@ def read_run(folder, x):
     if not any('ms' in r for r in found):
         raise UserError(f"{folder}: no log.jsonl of train.py in it")
     at = places(found, x, folder)
-    run = {key: [(place, r[key]) for place, r in zip(at, found) if r.get(key) is not None]
-           for key in ('loss', 'val_loss')}
-    if not run['loss']:
+    lines = {key: [(place, r[key]) for place, r in zip(at, found) if r.get(key) is not None]
+             for key in ('loss', 'val_loss')}
+    if not lines['loss']:
         raise UserError(f"{folder}: no loss in its log is finite: leave it out")
-    return run
+    return lines
 
 
 def places(found, x, folder):
@@ -412,19 +419,22 @@ def curves(paths, s):
     if s.x == 'generated':
         raise UserError("x=generated is for records")
     figure, (ax,) = new_figure()
-    looks = {}      # of a name, which its seeds share
+    styles = {}     # of a name, which its seeds share
     s.check_names({name_of(path) for path in paths})
-    for path, name in names_of([path for path in paths if s.draws(name_of(path))]).items():
-        known = name in looks
-        look = looks.setdefault(name, look_of_line(len(looks)))
-        run = read_run(path, s.x)
-        x, losses = zip(*run['loss'])
+    names = names_of([path for path in paths if s.draws(name_of(path))])
+    for path, name in names.items():
+        known = name in styles
+        style = styles.setdefault(name, style_of_line(len(styles)))
+        lines = read_run(path, s.x)
+        x, losses = zip(*lines['loss'])
         late = sum(place < x[-1] / 20 for place in x)   # the fall from ln V says little
         ax.plot(x[late:], losses[late:], linewidth=1.2, alpha=0.8, label=None if known else name,
-                **look)
-        if run['val_loss']:
-            ax.plot(*zip(*run['val_loss']), 'o', color=look['color'], markersize=5)
-    ax.set(xlabel=X[s.x], ylabel='loss (nats per target), better ↓')
+                **style)
+        if lines['val_loss']:
+            ax.plot(*zip(*lines['val_loss']), 'o', color=style['color'], markersize=5)
+    by_muon = any(settings_in(path).get('optimizer') == 'muon' for path in names)
+    without = WITHOUT_MUONS if by_muon and s.x == 'flops' else ''
+    ax.set(xlabel=X[s.x] + without, ylabel='loss (nats per target), better ↓')
     ax.set_title('lines: what training lowers, marks: validation loss', loc='left', size=TEXT)
     write_legend(ax, [ax])
     return figure
@@ -449,7 +459,7 @@ def race(paths, s):
         for r in made:
             steps, losses = zip(*((int(step), loss) for step, loss in r['curve'].items()))
             ax.plot(steps, losses, marker='o', linewidth=1.2, markersize=4, label=label,
-                    **look_of_line(i))
+                    **style_of_line(i))
             label = None        # its seeds share one
     ax.set(xlabel='steps', ylabel='validation loss (nats per token), better ↓')
     write_legend(ax, [ax])

@@ -249,22 +249,28 @@ class Run:
             losses.append(self.train_step())
             last = self.step == s.max_steps
             if last or self.step == 1 or self.step % s.log_interval == 0:
-                loss = statistics.fmean(losses)
                 ms = (time.perf_counter() - began) * 1e3 / len(losses)
+                finite = [loss for loss in losses if math.isfinite(loss)] or [math.nan]
+                loss = statistics.fmean(finite)
                 write(log, step=self.step, tokens=self.step * s.batch_tokens, loss=loss, ms=ms)
                 print(f"\r{label}: step {self.step} of {s.max_steps}, loss {loss:.4f}", end='',
                       flush=True)
                 losses, began = [], time.perf_counter()
             if last or self.step % s.eval_interval == 0:
+                begin = time.perf_counter()
                 curve[self.step] = self.evaluate()
                 write(log, step=self.step, tokens=self.step * s.batch_tokens,
                       val_loss=curve[self.step])
-                began = time.perf_counter()
+                began += time.perf_counter() - begin    # no part of a step's time
         print(f"\r{label}: {curve[self.step]:.4f} nats per token" + ' ' * 20, flush=True)
         return curve
 
 
 def write(file, **record):
+    """A line of log.jsonl; null where a number is not finite, as train.py has it."""
+    for name, value in record.items():
+        if not math.isfinite(value):
+            record[name] = None
     print(json.dumps(record), file=file, flush=True)
 
 
@@ -289,12 +295,12 @@ class Race:
             best = {pair: self.best_rate(pair, rates) for pair in pairs}
         for seed in map(int, self.chosen.seeds.split(',')):
             for pair in pairs:
-                self.loss_of(pair, best[pair], seed)
+                self.make(pair, best[pair], seed)
         self.time_in_turns()
 
     def best_rate(self, pair, rates):
         """The one of `rates` with which the picking seeds end lowest, in the mean."""
-        ends = {rate: sum(self.loss_of(pair, rate, seed) for seed in seeds_that_pick(self.chosen))
+        ends = {rate: sum(self.make(pair, rate, seed) for seed in seeds_that_pick(self.chosen))
                 for rate in rates}
         best = min(ends, key=ends.get)
         if best in (min(rates), max(rates)):
@@ -302,8 +308,8 @@ class Race:
                   "beyond it", flush=True)
         return best
 
-    def loss_of(self, pair, rate, seed):
-        """The last validation loss of a run, which is made now if it is not in the results."""
+    def make(self, pair, rate, seed):
+        """Make a run, if it is not in the results; returns its last validation loss."""
         for record in read_lines(self.results):
             if key_of(record) == (*pair, rate, seed):
                 check_role(record, self.chosen)
@@ -404,8 +410,8 @@ def table_of(records):
     header = ['model', 'optimizer', 'weights', 'rate', 'of seeds that pick',
               'of each other seed', 'mean', f"steps to {goal:.3f}" if goal else 'steps',
               'ms a step']
-    made = where_made([*runs, *timing_in(records)])     # perhaps timed elsewhere
-    return f"{table(header, lines)}\n\nNats per token. {made}"
+    where = where_made([*runs, *timing_in(records)])    # perhaps timed elsewhere
+    return f"{table(header, lines)}\n\nNats per token. {where}"
 
 
 def at_best_rate(made):
@@ -449,9 +455,36 @@ def words_of(step, curve):
     return f"<={step}" if step == min(map(int, curve)) else f'{step:.0f}'
 
 
+def hold_race(path, chosen, given, asked, options):
+    """
+    Make what is missing of a race's runs; returns the path of their records. UserError if OUT has
+    those of another race. path: of nanoGPT's model.py. chosen: RaceSettings, of `given`. asked:
+    what the arguments `options` set of train.py.
+    """
+    only_with('several --lrs', seeds_that_pick(chosen), given, 'pick')
+    prepare_data.prepare_builtin(build(Settings, asked).data_dir)
+    s, config = configs_of([*START, *options])
+    if task_of(read_meta(s.data_dir)):
+        raise UserError(f"{s.data_dir} is a made task; a race is on text")
+    dtype = pick_dtype(s.dtype, pick_device(s.device))[0]
+    if dtype == torch.float16:
+        raise UserError("a race has no gradient scaler for float16: choose --dtype=float32")
+    s = replace(s, compile=False, dtype=str(dtype).removeprefix('torch.'))
+    if s.threads is not None:
+        torch.set_num_threads(s.threads)
+    own = sum_of(inspect.getsource(sys.modules[__name__]))  # CONTENDERS may have been edited
+    keep_recipe(chosen.out, [*options, f'nanogpt={checksum(path)[:12]}', f'code={CODE}',
+                             f'race={own}', f'settings={sum_of(repr((s, config)))}',
+                             f'dtype={s.dtype}'], s.data_dir)
+    results = os.path.join(chosen.out, 'runs.jsonl')
+    with alone(chosen.out):
+        Race(path, chosen, s, config, results, sum_of_data(s.data_dir)).make_all()
+    return results
+
+
 def main(argv):
-    names = RaceSettings.__dataclass_fields__
-    mine = [arg for arg in argv if arg[2:].split('=')[0] in names or arg in ('-h', '--help')]
+    own = RaceSettings.__dataclass_fields__
+    mine = [arg for arg in argv if arg[2:].split('=')[0] in own or arg in ('-h', '--help')]
     files = [arg for arg in argv if os.path.basename(arg) == 'model.py' or arg.endswith('.jsonl')]
     options = [arg for arg in argv if arg not in (*mine, *files)]
     given, _ = read(mine, __doc__, RaceSettings)
@@ -467,31 +500,11 @@ def main(argv):
                         "settings, or has no use for it (--help)")
 
     [path] = files
-    results = path
     idle = {**given, **asked}
     if path.endswith('.jsonl') and idle:
         raise UserError(f"{min(idle)}: does nothing for a file of runs that are made; leave it "
                         "out")
-    if path.endswith('.py'):
-        results = os.path.join(chosen.out, 'runs.jsonl')
-        only_with('several --lrs', seeds_that_pick(chosen), given, 'pick')
-        prepare_data.prepare_builtin(build(Settings, asked).data_dir)
-        s, config = configs_of([*START, *options])
-        if task_of(read_meta(s.data_dir)):
-            raise UserError(f"{s.data_dir} is a made task; a race is on text")
-        dtype = pick_dtype(s.dtype, pick_device(s.device))[0]
-        if dtype == torch.float16:
-            raise UserError("a race has no gradient scaler for float16: choose --dtype=float32")
-        s = replace(s, compile=False, dtype=str(dtype).removeprefix('torch.'))
-        if s.threads is not None:
-            torch.set_num_threads(s.threads)
-        own = sum_of(inspect.getsource(sys.modules[__name__]))  # CONTENDERS may have been edited
-        keep_recipe(chosen.out, [*options, f'nanogpt={checksum(path)[:12]}', f'code={CODE}',
-                                 f'race={own}',
-                                 f'settings={sum_of(repr((s, config)))}', f'dtype={s.dtype}'],
-                    s.data_dir)
-        with alone(chosen.out):
-            Race(path, chosen, s, config, results, sum_of_data(s.data_dir)).make_all()
+    results = path if path.endswith('.jsonl') else hold_race(path, chosen, given, asked, options)
     records = read_lines(results)
     if not runs_of(records):
         raise UserError(f"{results}: no finished run here")

@@ -71,8 +71,11 @@ class Question:
         check_range(self, 1, MOST_TOKENS, 'max_new_tokens')
 
 
-def read_question(body, served):
-    """The Question in the bytes of a request; UserError for anything else."""
+def read_question(body, names):
+    """
+    The Question in the bytes of a request; UserError for anything else, or for a model that is none
+    of `names`.
+    """
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -83,7 +86,7 @@ def read_question(body, served):
     question = block_of(Question, given)
     question.sides = [block_of(Side, side) for side in sides]
     for side in question.sides:
-        if side.model not in served:
+        if side.model not in names:
             raise UserError(f"there is no model {side.model[:100]!r} here")
     return question
 
@@ -224,9 +227,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64     # requests that wait until they are looked at
 
-    def __init__(self, port, served, look, top):
+    def __init__(self, port, models, look, top):
         super().__init__(('127.0.0.1', port), Handler)
-        self.served = served        # {name: Served}
+        self.models = models        # {name: Served}
         self.look = look
         self.top = top
         self.asking = threading.Lock()      # whoever has it draws an answer
@@ -308,9 +311,10 @@ class Handler(BaseHTTPRequestHandler):
     def show_page(self):
         with open(FRAGMENT, encoding='utf-8') as f:
             fragment = f.read()
-        about = [served.about() for served in self.server.served.values()]
+        models = self.server.models
+        about = [served.about() for served in models.values()]
         live = fragment.replace('{{MODELS}}', as_script(about))
-        page = fill_template(None, list(self.server.served), live).encode()
+        page = fill_template(None, list(models), live).encode()
         self.send_head(200, 'text/html')
         self.wfile.write(page)
 
@@ -321,7 +325,7 @@ class Handler(BaseHTTPRequestHandler):
     def ask(self):
         """Answers a question, by one side after the other, until it is stopped or nobody reads."""
         server = self.server
-        question = read_question(self.body(), server.served)
+        question = read_question(self.body(), server.models)
         if not server.asking.acquire(timeout=3):
             raise Refused(409, "another answer is being drawn, perhaps in another tab: stop it, or "
                                "ask again when it is there")
@@ -337,7 +341,7 @@ class Handler(BaseHTTPRequestHandler):
         for i, side in enumerate(question.sides):
             if stopped():
                 break
-            served = server.served[side.model]
+            served = server.models[side.model]
             try:
                 for event in answer(served, question, side, server.look, server.top, stopped):
                     self.send_event(side=i, **event)
@@ -356,10 +360,10 @@ class Handler(BaseHTTPRequestHandler):
 
 # ---- begin ---------------------------------------------------------------------------------------
 
-def serve(served, look, top, port):
+def serve(models, look, top, port):
     """Answers what is asked of these models, [Served, ..], until Ctrl-C; the exit status."""
     try:
-        server = Server(port, {one.name: one for one in served}, look, top)
+        server = Server(port, {served.name: served for served in models}, look, top)
     except OSError as error:
         raise UserError(f"--port={port}: nobody can listen there ({error.strerror}): give another, "
                         "or --port=0 for any that is free") from None
