@@ -21,6 +21,7 @@ files moves no other document (but for the one that ends the cutting), and a cop
 other side. Whatever is interrupted goes on, or starts over, with the same command.
 """
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -53,6 +54,7 @@ SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts of a user are cut
 FEW_FILES = 100              # below this all texts are cut, or validation might get nothing
 PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
+PIECE_BYTES = 512            # of such a piece, at least: who learns from shreds writes shreds
 
 SETS = (*FINEWEB, *TASKS, 'shakespeare')     # what a path may name instead of files
 # what train.py makes by itself: the folder, and this program's arguments for it
@@ -295,6 +297,8 @@ def is_jsonl(path):
 def documents(f, path, longest):
     """The documents of an open file; those longer than `longest` bytes in pieces."""
     if not is_jsonl(path):
+        if f.peek(3)[:3] == codecs.BOM_UTF8:    # as Windows begins a file; it is no text
+            f.read(3)
         yield from cut(f, os.path.getsize(path), longest)
         return
     for number, line in enumerate(iter(f.readline, b''), start=1):
@@ -318,7 +322,7 @@ def cut(f, size, longest):
     """
     limit = size
     if size > longest:
-        limit = min(DOCUMENT_BYTES, size // PIECES + 16)
+        limit = min(DOCUMENT_BYTES, max(size // PIECES + 16, PIECE_BYTES))
     while text := f.read(limit):
         text += f.readline(limit)
         for _ in range(3):  # where no line ends near, not inside a character at least

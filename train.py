@@ -326,11 +326,12 @@ class Trainer:
             loss, norm = self.train_step()
             last = self.step == s.max_steps
             stop = self.stop.asked()
-            if last or stop or self.step % s.save_interval == 0:
+            saves = last or stop or self.step % s.save_interval == 0
+            if saves:
                 with self.log.clock_stopped():
                     self.save()
             lr = self.optimizer.param_groups[0]['lr']
-            self.log.step(self.step, loss, norm, lr, last or stop)
+            self.log.step(self.step, loss, norm, lr, saves)
             if last or self.step % s.eval_interval == 0:
                 with self.log.clock_stopped():
                     self.evaluate()     # says that it does not, if the run is to stop

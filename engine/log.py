@@ -228,15 +228,15 @@ class Log:
             shares = [(passes > k).float().mean() for k in range(most)]
             self.passes.append(torch.stack(shares))                     # (most,)
 
-    def step(self, step, loss, norm, lr, last):
+    def step(self, step, loss, norm, lr, saved):
         """
-        Count a step that is done. Of every log_interval-th say so, of the last, of one after long
-        silence, and of the first in this process, whose time is another one: it compiles. last: no
-        more come.
+        Count a step that is done. Of every log_interval-th say so, of one after long silence, of
+        the first in this process, whose time is another one: it compiles; and of one that was
+        saved, as the last is, so that a run goes on behind a line.
         """
         self.losses.append(loss)
         s = self.settings
-        due = self.first or last or step % s.log_interval == 0
+        due = self.first or saved or step % s.log_interval == 0
         self.first = False
         if not due and not self.silent():
             return

@@ -101,8 +101,12 @@ def read_meta(folder, tokenizer=None):
         arguments = KNOWN.get(name, typed('PATH...', f'--name={name}'))
         command = f"python prepare_data.py {arguments}".rstrip()
         raise UserError(f"{folder}: no data set (no meta.json); make data/{name} with: {command}")
-    with open(path, encoding='utf-8') as f:
-        meta = json.load(f)
+    try:
+        with open(path, encoding='utf-8') as f:
+            meta = json.load(f)
+    except ValueError:      # a copy that broke off
+        raise UserError(f"{path}: damaged: copy the folder again, or remove that file and prepare "
+                        "the data again") from None
     if tokenizer is None:
         return meta
     same = (meta['n_tokens'], meta['eot']) == (tokenizer.n_vocab, tokenizer.eot_token)

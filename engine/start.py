@@ -59,6 +59,7 @@ def start_model(settings, given, meta, state, ranks, device):
     if ranks.rank == 0:
         say_data(meta, state, settings)
         if goes_on(settings):
+            say_counts(state, settings, model.config)
             say_changes(state, given, model.config)
             say_unsaved(state, given, settings.out_dir)
         idle = idle_settings(model, asked)
@@ -217,7 +218,7 @@ def check_data(config, meta, state, settings):
 def check_resume(state, step, settings, ranks, device):
     """
     UserError if ranks are to go on from different steps, from weights alone or with another
-    optimizer; a warning of another batch_tokens.
+    optimizer.
     """
     if not state['optimizer']:
         option = typed(f'--init_from={settings.out_dir}')
@@ -233,11 +234,6 @@ def check_resume(state, step, settings, ranks, device):
         if mean != step:
             raise UserError(f"this rank found step {step} in {settings.out_dir}, other ranks "
                             "another: give them all the same folder")
-    if ranks.rank > 0:
-        return
-    if state['settings']['batch_tokens'] != settings.batch_tokens:
-        print(f"warning: batch_tokens was {state['settings']['batch_tokens']}: the data goes on, "
-              "and tokens are counted, as if all steps had been of today's size", file=sys.stderr)
 
 
 def check_ranks(settings, given, meta, ranks, device):
@@ -289,10 +285,22 @@ def say_other_data(folder, meta, kept, splits=('train', 'val')):
                   file=sys.stderr)
 
 
+def say_counts(state, settings, config):
+    """Warnings of what a run that goes on counts as if it had been so from its first step on."""
+    was = state['settings']['batch_tokens']
+    if was != settings.batch_tokens:
+        print(f"warning: batch_tokens was {was}: the data goes on, and tokens are counted, as if "
+              "all steps had been of today's size", file=sys.stderr)
+    was = state['config'].get('ponder_steps', config.ponder_steps)
+    if was != config.ponder_steps:
+        print(f"warning: ponder_steps was {was}: log.jsonl counts FLOPs as if all steps had cost "
+              "what they cost now", file=sys.stderr)
+
+
 def say_changes(state, given, config):
     """
     One line with what the user's settings change in a run that goes on: given for a test, they
-    would stay. (Of batch_tokens check_resume tells.)
+    would stay. (Of batch_tokens say_counts tells.)
     """
     before = {**state['config'], **state['settings']}
     told = []

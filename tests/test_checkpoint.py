@@ -293,7 +293,7 @@ def test_a_full_disk_keeps_the_settings_and_half_a_line_of_the_log_costs_no_othe
     run_train('out', '--init_from=resume', '--max_steps=5')
     lines = (out / 'log.jsonl').read_text().splitlines()
     lines.remove('{"step": 4, "val')
-    assert [json.loads(line)['step'] for line in lines] == [1, 4, 4, 5, 5]
+    assert [json.loads(line)['step'] for line in lines] == [1, 2, 4, 4, 5, 5]
 
 
 def test_no_run_overwrites_another(out, run_train, tmp_path):

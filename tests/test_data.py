@@ -189,7 +189,8 @@ def test_a_single_file_is_cut_at_line_ends(tmp_path, monkeypatch):
         assert piece.startswith(b'line') and piece.endswith(b'file\n')
 
 
-@pytest.mark.parametrize('text', ['日本語の文章。' * 999, 'without end, ' * 400, '\n' * 999])
+@pytest.mark.parametrize('text', [
+    '日本語の文章。' * 9999, 'without end, ' * 4000, '\n' * 19_999])
 def test_cutting_loses_nothing_and_splits_no_character(text):
     text = text.encode()
     pieces = list(prepare_data.cut(io.BufferedReader(io.BytesIO(text)), len(text), 0))
@@ -197,6 +198,25 @@ def test_cutting_loses_nothing_and_splits_no_character(text):
     assert len(pieces) > 30
     for piece in pieces:
         piece.decode()
+
+
+def test_short_files_are_not_cut_to_shreds():
+    """Eighty scripts of 3 kB: a model of shreds ends a text after a line or two."""
+    text = b'    a line of a short script\n' * 100
+    pieces = list(prepare_data.cut(io.BufferedReader(io.BytesIO(text)), len(text), 0))
+    assert b''.join(pieces) == text
+    assert all(512 <= len(piece) < 600 for piece in pieces[:-1])
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
+    (tmp_path / 'a.txt').write_bytes(b'\xef\xbb\xbftext')
+    assert [*prepare_data.your_texts([str(tmp_path / 'a.txt')], 'mine')] == [b'text']
+
+
+def test_half_a_description_is_named(tmp_path):
+    (tmp_path / 'meta.json').write_text('{"tokenizer": "by')
+    with pytest.raises(UserError, match='meta.json: damaged'):
+        read_meta(str(tmp_path))
 
 
 def test_large_files_are_never_in_memory_as_a_whole(tmp_path, monkeypatch):

@@ -70,6 +70,33 @@ def test_curves_say_whose_flops_are_not_counted(tmp_path):
         assert plot.curves(of, PlotSettings(x=x)).axes[0].get_xlabel() == words
 
 
+def test_curves_of_other_tokens_are_told(tmp_path, capsys):
+    paths = [write_run(tmp_path / name, 5, 4, n_tokens=n) for name, n in (('a', 257), ('b', 300))]
+    plot.curves(paths[:1], PlotSettings())
+    assert not capsys.readouterr().err
+    plot.curves(paths, PlotSettings())
+    assert 'these runs read other tokens' in capsys.readouterr().err
+
+
+def test_each_step_of_a_curve_has_its_own_price(tmp_path):
+    """A run that goes on with more passes: 128 tokens of 1e6 FLOPs each, then 256 of 3e6."""
+    path = write_run(tmp_path / 'a', 5)
+    lines = [dict(step=2, tokens=128, flops=128e6, loss=5, ms=10),
+             dict(step=4, tokens=256, flops=256 * 3e6, loss=4, ms=10),
+             dict(step=6, tokens=384, flops=384 * 3e6, loss=3, ms=10),
+             dict(step=6, tokens=384, val_loss=3)]
+    (tmp_path / 'a' / 'log.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    run = plot.read_run(path, 'flops')
+    assert [x for x, _ in run['loss']] == pytest.approx([128e6, 512e6, 896e6])
+    assert run['val_loss'] == [(pytest.approx(896e6), 3)]
+
+
+def test_a_runs_log_has_no_records(tmp_path):
+    (tmp_path / 'log.jsonl').write_text('{"step": 2, "val_loss": 1, "val_nats_per_byte": 1}\n')
+    with pytest.raises(UserError, match='no run of tools/compare.py'):
+        plot.records([str(tmp_path / 'log.jsonl')], PlotSettings())
+
+
 def test_race(tmp_path, capsys):
     lines = [dict(name=name, optimizer='adamw', learning_rate=rate, seed=seed, picks=seed == 0,
                   val_loss=loss, curve={'300': 3.0, '600': loss}, steps=600)

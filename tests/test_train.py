@@ -196,6 +196,17 @@ def test_the_last_evaluation_is_made_when_time_is_up(run_train, tmp_path, capsys
     assert [r['step'] for r in log_of(tmp_path / 'out') if 'val_loss' in r] == [4]
 
 
+def test_what_is_counted_as_if_it_had_been_so_from_the_start_is_told(run_train, capsys):
+    run_train('out', '--ponder=loop', '--ponder_steps=0', '--max_steps=1')
+    again = ['--init_from=resume', '--ponder_steps=2', '--batch_tokens=128']
+    run_train('out', *again, '--max_steps=2', shape=[])
+    told = capsys.readouterr().err
+    assert 'ponder_steps was 0: log.jsonl counts FLOPs as if' in told
+    assert 'batch_tokens was 256: the data goes on' in told
+    run_train('out', *again, '--max_steps=3', shape=[])
+    assert ' was ' not in capsys.readouterr().err
+
+
 def test_a_run_says_whose_weights_it_begins_with(run_train, tmp_path, capsys):
     """Also where a settings.json asks for them, which the user may not have looked into."""
     first = tmp_path / 'first'
@@ -634,12 +645,12 @@ def test_time_of_a_step_is_without_that_of_saving_and_evaluating(run_train, tmp_
     run_train('out', '--log_interval=4', '--eval_interval=2', '--save_interval=3', '--warmup=0.4')
 
     records = [r for r in log_of(tmp_path / 'out') if 'ms' in r]
-    assert [r['step'] for r in records] == [1, 4, 8, 10]
+    assert [r['step'] for r in records] == [1, 3, 4, 6, 8, 9, 10]   # also of what was saved
     for r in records:
         assert r['ms'] == pytest.approx(500)
         assert r['tokens_per_second'] == pytest.approx(512)
-    on_the_way = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 3 / 5))
-    rates = [1e-2 * 1 / 4, 1e-2, 1e-2 * on_the_way, 1e-2 * 0.1]
+    on_the_way = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * n / 5)) for n in (1, 3, 4)]
+    rates = [1e-2 * share for share in (1 / 4, 3 / 4, 1, *on_the_way, 0.1)]
     assert [r['lr'] for r in records] == pytest.approx(rates)
     out = capsys.readouterr().out
     assert '0:00:03 left' in out and '0:00:01 left' in out  # 6 steps, 2 steps
@@ -1260,11 +1271,10 @@ def test_ranks_of_other_settings_or_data_are_refused(monkeypatch, small_data):
         check_ranks(Settings(), {}, meta, Ranks(0, 2), CPU)
 
 
-def test_ranks_that_found_different_checkpoints_are_refused(monkeypatch, capsys):
-    state = dict(optimizer=dict(state={}), settings=dict(batch_tokens=7, optimizer='adamw'))
+def test_ranks_that_found_different_checkpoints_are_refused(monkeypatch):
+    state = dict(optimizer=dict(state={}), settings=dict(optimizer='adamw'))
     monkeypatch.setattr(dist, 'all_reduce', lambda value: value.add_(6))    # the other one's step
     check_resume(state, 6, Settings(), Ranks(0, 2), CPU)
-    assert 'batch_tokens was 7: the data goes on' in capsys.readouterr().err
     with pytest.raises(UserError, match='found step 4 .*other ranks another'):
         check_resume(state, 4, Settings(), Ranks(0, 2), CPU)
 

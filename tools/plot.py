@@ -175,7 +175,8 @@ def records(paths, s):
 
 def read_records(path, s):
     """{name: [record, ..]} of the runs to draw; UserError if there are none."""
-    made = [r for r in read_all([path]) if LOSS in r]   # neither choices.py's nor race.py's records
+    # no record of choices.py or race.py, and no line of train.py's log
+    made = [r for r in read_all([path]) if LOSS in r and 'name' in r]
     runs = those_that_judge([r for r in made if s.draws(r['name'])])
     if not runs:
         raise UserError(f"{path}: no run of tools/compare.py with one of these names")
@@ -409,7 +410,15 @@ def places(found, x, folder):
         per_token = [r['flops'] / r['tokens'] for r in found if 'flops' in r]
         if not per_token:
             raise UserError(f"{folder}: its log has no FLOPs: take --x=tokens")
-        return [r['tokens'] * per_token[0] for r in found]
+        # ponder_steps may change where a run goes on: each line's new tokens at its own price
+        total, tokens, price = 0.0, 0, per_token[0]
+        at = []
+        for r in found:
+            price = r['flops'] / r['tokens'] if 'flops' in r else price
+            total += (r['tokens'] - tokens) * price
+            tokens = r['tokens']
+            at.append(total)
+        return at
     seconds = seconds_by_step(found)
     return np.interp([r['step'] for r in found], [*seconds], [*seconds.values()]).tolist()
 
@@ -432,7 +441,11 @@ def curves(paths, s):
                 **style)
         if lines['val_loss']:
             ax.plot(*zip(*lines['val_loss']), 'o', color=style['color'], markersize=5)
-    by_muon = any(settings_in(path).get('optimizer') == 'muon' for path in names)
+    settings = [settings_in(path) for path in names]
+    if len({of['n_tokens'] for of in settings if 'n_tokens' in of}) > 1:
+        print("warning: these runs read other tokens, so their losses cannot be compared: see "
+              "val_nats_per_byte in log.jsonl", file=sys.stderr)
+    by_muon = any(of.get('optimizer') == 'muon' for of in settings)
     without = WITHOUT_MUONS if by_muon and s.x == 'flops' else ''
     ax.set(xlabel=X[s.x] + without, ylabel='loss (nats per target), better ↓')
     ax.set_title('lines: what training lowers, marks: validation loss', loc='left', size=TEXT)

@@ -243,7 +243,7 @@ class Run:
         return total / len(windows) if math.isfinite(total) else math.inf
 
     def to_the_end(self, log, label):
-        """Train, with a line of `log` wherever train.py would write one; returns the curve."""
+        """Train, with a line of `log` where train.py without saving has one; returns the curve."""
         s, losses, began, curve = self.s, [], time.perf_counter(), {}
         while self.step < s.max_steps:
             losses.append(self.train_step())
