@@ -152,7 +152,8 @@ def texts_to_learn_from(folder):
     (folder / 'config').symlink_to(os.path.join(ROOT, 'config'))
     (folder / 'my_texts').mkdir()
     for name in ('my_texts/a.txt', 'notes.txt'):
-        (folder / name).write_text('Some words to learn from. ' * 99)
+        lines = (f'Some words to learn from, line {i} of {name}.\n' for i in range(500))
+        (folder / name).write_text(''.join(lines))
     (folder / 'prompt.txt').write_text('def ')
     models = dict(ponderlm2=released.LATENT, ouro=released.OURO, ponder=released.PONDER,
                   depth=released.DEPTH, pythia=released.NEOX)
