@@ -15,7 +15,7 @@ whose own keep their names (see engine/shards.py), and meta.json with tokenizer,
 and checksums; it comes last, so a folder with meta.json is complete.
 
 A document is a file, or a record {"text": ...} of a .jsonl file; of your files one above a megabyte
-is cut into many at line ends, and so are all if they are fewer than 100, unless one is a .jsonl.
+is cut at line ends, and so are all above 512 bytes, if they are fewer than 100 and no .jsonl.
 Documents end with an end-of-text token, and go to train or val by a hash of their content: adding
 files moves no other document (but for the one that ends the cutting), and a copy never lands on the
 other side. Whatever is interrupted goes on, or starts over, with the same command.
@@ -54,7 +54,7 @@ SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
 DOCUMENT_BYTES = 2 ** 20     # longer texts of a user are cut
 FEW_FILES = 100              # below this all texts are cut, or validation might get nothing
 PIECES = 128                 # of a text that is cut, at most; above 128 MB one for each megabyte
-PIECE_BYTES = 512            # of such a piece, at least: who learns from shreds writes shreds
+PIECE_BYTES = 512            # of a piece at least, but for a text's last: shreds teach shreds
 
 SETS = (*FINEWEB, *TASKS, 'shakespeare')     # what a path may name instead of files
 # what train.py makes by itself: the folder, and this program's arguments for it

@@ -38,10 +38,10 @@ from engine.checkpoint import CHECKPOINTS, load_optimizer, optimizer_state, save
 from engine.command import say_order
 from engine.files import UserError, run, stamp
 from engine.hardware import check_causal, pick_dtype, process_group
+from engine.log import Log, Stop, lacks_evaluation
 from engine.mechanisms import halts
 from engine.muon import MuonAndAdamW, matrices_of_blocks
 from engine.prepare import prepare
-from engine.log import Log, Stop, lacks_evaluation
 from engine.shards import read_meta
 from engine.start import check_out_dir, check_ranks, checkpoint_of, goes_on, start_model
 from engine.track import MODULES, package_of
@@ -184,8 +184,8 @@ class Trainer:
         check_causal(device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
-        # {path: stamp} of the checkpoints in out_dir, as this run found or saved them. Another one
-        # tells of a second run in the folder, where no lock keeps it out.
+        # {path: stamp} of the checkpoints in out_dir, as this run found them, then of the ckpt.pt
+        # that it saved. Another one tells of a second run in the folder, where no lock keeps it out.
         self.stamps = state['files'] if goes_on(s) else {}
         # what the run began from, which checkpoints and settings.json keep: never 'resume'
         self.began_from = state['settings'].get('init_from', 'scratch') if state else s.init_from

@@ -8,7 +8,7 @@ Read start.py and prepare.py to see how a run begins, then what you need:
 
     a model     build.py        GPT of a config, or its shapes alone
                 mechanisms.py   what programs ask about a mechanism
-                trained.py      one from a checkpoint's folder, with what its run kept of its data
+                trained.py      one from a checkpoint's folder, with what that says of the run
     a command   command.py      config files that take back what stands before them
     training    start.py        the model that a run starts from, and what must fit together
                 prepare.py      moved to its device, compiled, its blocks recomputed in backward

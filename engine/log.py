@@ -57,7 +57,7 @@ class Stop:
         """A line of the log is lost: its reader has left, or the disk is full."""
         if not isinstance(error, BrokenPipeError):
             error = UserError(f"a line of the log cannot be written ({error.strerror}): see to it, "
-                              "then go on with --init_from=resume")
+                              "then go on with --init_from=resume, if steps are left")
         self.error = self.error or error
 
     def hear(self, number, frame):

@@ -97,7 +97,7 @@ def start_config(settings, asked, n_tokens, old):
             vocabulary = vocabulary_of(n_tokens) if n_tokens else {}
             return GPTConfig(**{**vocabulary, **asked})
         allowed = {*asked} - {*FIXED} if is_new(settings) else {*FREE}
-        if settings.eval_only:  # the model has the steps of its weights, then take_weights changes
+        if settings.eval_only:  # take_weights changes the steps, once the model has its weights
             allowed.remove('ponder_steps')
         # --name=None asks for the default
         changed = {name: value for name, value in asked.items() if name in allowed}

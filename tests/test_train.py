@@ -31,9 +31,9 @@ from engine.checkpoint import load_checkpoint, load_optimizer
 from engine.files import UserError
 from engine.flops import flops_per_token
 from engine.hardware import Ranks
+from engine.log import Log, Stop
 from engine.muon import MuonAndAdamW, equalized
 from engine.prepare import prepare
-from engine.log import Log, Stop
 from engine.shards import read_meta
 from engine.start import check_memory, check_ranks, check_resume, idle_settings
 from engine.trained import load_model

@@ -211,7 +211,8 @@ def names_of(compare):
     """The names that are asked for. All: each method and, where it costs more, a plain model."""
     if compare.names != 'all':
         return compare.names.split(',')
-    costly = [name for name in METHODS if not name.startswith(('plain', 'depth', 'smear'))]
+    costly = [name for name in METHODS
+              if not name.startswith(('plain', 'depth', 'smear')) and start_of(name)]
     return [*METHODS, *(f'{start_of(name)}_as_{name}' for name in costly)]
 
 
@@ -812,7 +813,8 @@ def plain_of_equal_flops(name, runs, base):
     start = start_of(base if is_plain(name) else name)
 
     def unlike(other):      # the least comes first
-        return not other.endswith(as_this), start_of(other) != start, off[other], other != base
+        same = start is None or start_of(other) == start    # None: no plain run starts so
+        return not other.endswith(as_this), not same, off[other], other != base
     return min(near, key=unlike, default=None)
 
 
