@@ -185,7 +185,7 @@ class Trainer:
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         # {path: stamp} of the checkpoints in out_dir, as this run found them, then of the ckpt.pt
-        # that it saved. Another one tells of a second run in the folder, where no lock keeps it out.
+        # that it saved. Another one tells of a second run in it, where no lock keeps that out.
         self.stamps = state['files'] if goes_on(s) else {}
         # what the run began from, which checkpoints and settings.json keep: never 'resume'
         self.began_from = state['settings'].get('init_from', 'scratch') if state else s.init_from
