@@ -81,6 +81,8 @@ def typical_mistakes(name, q, k, v):
             sdpa(q, k, v),
         f"{name} has the mask upside down: each position reads itself and the future":
             sdpa(q, k, v, attn_mask=itself_and_the_future),
+        f"{name} gives later positions the score 0; exp(0) is 1, so they still count":
+            (q @ k.mT / math.sqrt(hd)).tril().softmax(-1) @ v,
         f"{name} forgets to divide the scores by sqrt(hd)":
             sdpa(q, k, v, is_causal=True, scale=1.0),
         f"{name} divides the scores by hd, not by its square root":
@@ -120,8 +122,8 @@ def check_plain():
     y = attention(large, far_below_0, v)
     expect(y.isfinite().all(),
            f"{name} is right only while the scores are small: exp() of very negative ones is 0, "
-           "and a row becomes 0 / 0. Take torch's softmax, or subtract each row's maximum first, "
-           "over what it reads")
+           "and a row becomes 0 / 0. Take torch's softmax, after the mask. Or subtract each row's "
+           "maximum first, over what it reads")
     expect(same(y, v),
            f"{name} is right only while the scores are small: the mask should be -inf, which no "
            "score is below")
@@ -165,7 +167,7 @@ def grouping_mistakes(name, q, k, v):
 
 def in_place_of_kernel(q, k, v, **options):
     """The student's function with the arguments of Attention.kernel."""
-    return attention(q, k, v)
+    return attention(q, k, v).to(v.dtype)   # it may compute in float64
 
 
 def check_inside():

@@ -44,10 +44,25 @@ ADVICE = {  # words in an error message: what they usually mean here
     'File too large':
         "It prints, or writes, without end.",
     'same dtype|expected scalar type':
-        "Make new tensors with dtype=x.dtype, as the tensor they meet has it.",
-    'inplace operation':
-        "Backward needs what was overwritten there (x += y does that): make a new tensor, "
-        "as in x = x + y.",
+        "Make new tensors with dtype=x.dtype, as the tensor they meet has it. "
+        "x.float() makes float32 of whole numbers (long), and of float64 (double).",
+    'in-?place operation':
+        "Backward needs what was overwritten there (x += y and x[i] = y do that): make a new "
+        "tensor, as in x = x + y.",
+    'is ambiguous':
+        "`if`, `and`, `or` and `not` take a single True or False. Between tensors of True and "
+        "False write &, | and ~.",
+    'bitwise_|Boolean-type|boolean (mask|tensor)':
+        "Is it a tensor of True and False (dtype=torch.bool)? And & comes before a comparison, "
+        "so a comparison needs brackets.",
+    'Python scalar|must be Tensor, not':
+        "Functions of math take a single number, and functions of torch take a tensor.",
+    'tuple of Tensors':
+        "It takes one tuple or list, with all the tensors in it.",
+    'invalid combination|interpreted as an integer':
+        "An argument is of the wrong type. Is it 3.0 instead of 3? Whole numbers come from //.",
+    "'indices'":
+        "An embedding looks up tokens, which are whole numbers. These are none.",
     'NoneType':
         "Something is None there: a function without `return`, or a value that was never set.",
     'is not defined':
@@ -106,11 +121,14 @@ def difference(name, got, want, axes):
     """
     shaped(name, got, want.shape, axes)
     record(got)
-    if same(got, want):
-        return None
+    expect(got.is_floating_point(),
+           f"{name} holds whole numbers ({got.dtype}), and should hold {want.dtype}: what stands "
+           "behind the point is lost")
     expect(got.dtype in (want.dtype, torch.float64),
            f"{name} holds numbers of type {got.dtype}, and should hold {want.dtype}: keep "
            "the dtype of the tensors that came in")
+    if same(got, want):
+        return None
     return Difference(name, got.detach().to(want.dtype), want.detach(), axes)
 
 
@@ -207,8 +225,8 @@ def shaped(name, got, shape, axes):
     expect(len(wrong) == 0,
            f"{name} is NaN or infinite in {len(wrong)} of {got.numel()} places, first at "
            f"{wrong[:1].flatten().tolist()}: a softmax over nothing but -inf does that (does it "
-           "run over the right axis, and may each position read itself?), and so do -inf times a "
-           "number, exp() of a large one, and a division by 0")
+           "run over the right axis, is the mask the right way round, and may each position read "
+           "itself?), and so do -inf times 0, exp() of a large number, and a division by 0")
 
 
 def pairs(n):

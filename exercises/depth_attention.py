@@ -23,8 +23,9 @@ One softmax per position and key/value head; no position looks at another here. 
 sources: v~_0 = v_0. With grouped queries (exercise 1), the g queries that share a key/value head
 are averaged first, and the scale stays 1 / sqrt(hd).
 
-You are compared with what the real model computes in a real pass. Afterwards, think about this:
-why does a model with Depth-Attention need no larger cache than the one of exercise 3?
+Write the softmax over the layers yourself, without F.scaled_dot_product_attention. You are
+compared with what the real model computes in a real pass. Afterwards, think about this: why does a
+model with Depth-Attention need no larger cache than the one of exercise 3?
 """
 import check    # finds the project's files
 import torch
@@ -198,13 +199,15 @@ def wrong_sources(name, layers, s):
             walk(layers, lambda layer, j: j == 0),
         f"{name} makes a layer a source of itself; mix() has the layer's own key and value already":
             walk(layers, lambda layer, j: j % s == 0, itself=True),
+        f"{name} has the pairs of its sources the wrong way round: (k_j, v~_j), the key first":
+            walk(layers, lambda layer, j: j % s == 0, value_first=True),
     }
 
 
-def walk(layers, reads, raw=False, itself=False):
+def walk(layers, reads, raw=False, itself=False, value_first=False):
     """
     v~ of all layers if a layer reads those j below it for which reads(layer, j) is true; their own
-    values if raw; with `itself` its own value, too.
+    values if raw; with `itself` its own value, too; value_first: values are taken for keys.
     """
     mixed = []
     for layer, (q, k, v) in enumerate(layers):
@@ -212,7 +215,8 @@ def walk(layers, reads, raw=False, itself=False):
         for j in range(layer + 1 if itself else layer):
             _, k_j, v_j = layers[j]
             if reads(layer, j):
-                sources.append((k_j, v_j if raw or j == layer else mixed[j]))
+                pair = k_j, v_j if raw or j == layer else mixed[j]
+                sources.append(pair[::-1] if value_first else pair)
         mixed.append(library(q, k, v, sources))
     return mixed
 
@@ -220,7 +224,7 @@ def walk(layers, reads, raw=False, itself=False):
 def in_place_of_the_library(q, k, v, sources, mode):
     """The student's function with the arguments of model.depth_attention."""
     sources = list(sources)
-    return mix(q, k, v, sources) if sources else v
+    return mix(q, k, v, sources).to(v.dtype) if sources else v  # it may compute in float64
 
 
 def check_heads(*pairs):

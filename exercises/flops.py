@@ -169,6 +169,10 @@ def forward_mistakes(c, T, right):
             right - scores,
         "is for training; the forward pass alone was asked for":
             3 * right,
+        f"is for all T = {T} tokens; asked for is the cost of one of them":
+            T * right,
+        "counts one layer; the model has c.n_layer of them":
+            (right - head) / c.n_layer + head,
         "has two matrices in the MLP; it has three, the gate counts too":
             right - terms['the MLP'] / 3,
         "counts the head in every layer; it comes once":

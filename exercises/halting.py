@@ -15,7 +15,8 @@ means that all tokens are active. In pass k = 0 .. K, for every token:
 and then, in all passes but the last, which has no gate:
 
     s        = sigmoid(gate_k(h))         one number per token
-    m        = m and (s >= tau)           monotone: who has halted never wakes up again
+    m        = m and (s >= tau)           tau: a threshold between 0 and 1
+                                          monotone: who has halted never wakes up again
     E        = E + m s e                  e = Embedding.mixture(gpt, h): the mean embedding of
                                           exercise 5, here times s
 
@@ -341,7 +342,8 @@ def looking(tau):
     return Case(
         what=f"gates that look at the token, and tau = {tau:g}",
         gates=[gate_that_looks() for _ in range(3)],
-        about_passes="compare with the equations, line by line; tau is an argument",
+        about_passes="compare with the equations, line by line; tau is an argument, and each "
+                     "Frozen gets the Frozen of the pass before",
         tau=tau)
 
 

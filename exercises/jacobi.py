@@ -43,6 +43,7 @@ def read(gpt, slots, pos):
     gpt.trunk over a sequence of slots (B, S, C) at the rotary positions pos (S,): each slot reads
     itself and those before it. -> (B, S, C). This is given; use it.
     """
+    assert len(pos) == slots.size(1), f"pos has {len(pos)} positions for {slots.size(1)} slots"
     memory = Memory()
     memory.begin(slots)     # it counts, as in a text: 0, 1, 2, ..
     memory.pos = pos        # but slots of one token share its position
@@ -79,7 +80,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from answers import read as row_of
-from check import (NotYet, call, causal, difference, draw, expect, gradients, record, tiny)
+from check import (NotYet, call, causal, difference, draw, expect, gradients, record, same, tiny)
 
 GIVEN = ('Memory',)  # what may be imported from the project
 HINTS = (
@@ -146,7 +147,8 @@ def variant(gpt, x, R, joined='in turn', put_back='tokens', repeated=False):
     """
     Jacobi iteration with a mistake in it.
     joined: 'one after the other' for x_0 x_1 .. z_0 z_1 ..; 'thoughts first' for z_0 x_0 z_1 ..
-    put_back: 'thoughts' to make the outputs at the thoughts' slots the next thoughts.
+    put_back: 'thoughts' to make the outputs at the thoughts' slots the next thoughts; 'all' to put
+    the outputs of all slots back into them; 'sum' to add the new thoughts to the old ones.
     repeated: the positions are 0 1 2 .. 0 1 2 .., where the slots take turns.
     """
     pos = torch.arange(x.size(1))
@@ -160,7 +162,12 @@ def variant(gpt, x, R, joined='in turn', put_back='tokens', repeated=False):
         else:
             h = row_of(gpt, torch.cat((x, z), 1), pos.repeat(2))
             of_tokens, of_thoughts = h.chunk(2, dim=1)
-        z = of_tokens if put_back == 'tokens' else of_thoughts
+        if put_back == 'all':
+            x = of_tokens
+        if put_back == 'sum':
+            z = z + of_tokens
+        else:
+            z = of_tokens if put_back == 'tokens' else of_thoughts
     return of_thoughts
 
 
@@ -192,6 +199,10 @@ def check_sequential(gpt, x):
             variant(gpt, x, T, joined='one after the other'),
     })
     causal(name, lambda changed: sequential(gpt, changed), x)
+    right = [same(got[:, t], found.want[:, t]) for t in (0, 1)]
+    expect(right != [True, False],
+           f"{name} is right at position 0 and wrong at 1. The slots of token 1 should see x_0 and "
+           "the thought z_0, too. And is z_t the output at the slot of x_t?")
     found.locate()
 
 
@@ -216,6 +227,10 @@ def check_jacobi(gpt, x, R):
         f"{name} puts the outputs at the thoughts' slots back; the new z_t is the output at x_t's "
         "slot":
             variant(gpt, x, R, put_back='thoughts'),
+        f"{name} puts outputs into all slots; x_t stays in its slot, and only z_t changes":
+            variant(gpt, x, R, put_back='all'),
+        f"{name} adds the new thoughts to the old ones; they take their place":
+            variant(gpt, x, R, put_back='sum'),
         f"{name} did one iteration more than asked":
             library(gpt, x, R + 1),
         f"{name} is the exact result: it should stop after {R}, that is how training can afford "

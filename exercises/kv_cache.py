@@ -11,8 +11,9 @@ its keys and values. Keep those, and a new token costs one position.
 
 model.py gives this work to one object, a `memory`, with two methods:
 
-    memory.begin(x)               is called before each gpt.trunk(x, memory). It counts the S new
-                                  tokens of x, and says in memory.pos where they stand
+    memory.begin(x)               is called before each gpt.trunk(x, memory), which runs x through
+                                  all layers. It counts the S new tokens of x, and says in
+                                  memory.pos where they stand
     memory.update(layer, k, v)    is called by the trunk in each layer. It takes the keys and values
                                   of the new tokens, and returns those of all tokens so far
 
@@ -87,7 +88,7 @@ def generate(gpt, prompt, n):
 from contextlib import suppress
 from unittest.mock import patch
 
-from check import NotYet, call, compare, draw, expect, record, shaped, tiny
+from check import NotYet, call, compare, draw, expect, places, record, shaped, tiny
 from torch.nn.functional import scaled_dot_product_attention
 
 from model import Attention
@@ -168,7 +169,11 @@ def check_update():
 def check_append(cache, layer, k, v, first, end):
     """Positions first .. end - 1 of k and v join those before in the cache."""
     new_k, new_v = k[:, :, first:end].clone(), v[:, :, first:end].clone()  # the cache's from now on
+    tokens = cache.tokens
     got = call(cache.update, layer, new_k, new_v, name='Cache.update')
+    expect(cache.tokens == tokens,
+           f"Cache.update() changes self.tokens from {tokens} to {cache.tokens}: Cache.begin() "
+           "counts the new tokens, once, and update() is called in every layer")
     expect(isinstance(got, (tuple, list)) and len(got) == 2,
            "Cache.update() should return two tensors: all keys, all values")
     so_far = f"that Cache.update() returns after {end} positions"
@@ -228,6 +233,9 @@ def check_mask(n, S):
             torch.ones(S, N).tril(n + 1),
         f"{name} does not let a new token read itself":
             torch.ones(S, N).tril(n - 1),
+        f"{name} lets a new token read itself and later ones; it should read itself and earlier "
+        "ones":
+            torch.ones(S, N).triu(n),
         f"{name} is upside down: True means that it may be read":
             1 - want,
     })
@@ -260,6 +268,7 @@ def check_generate(gpt, prompt, n):
     """How many positions the student's generate() runs through the trunk."""
     trunk, T = gpt.trunk, prompt.size(1)
     read = []  # all positions that go through the trunk, in this order
+    embeddings = []  # and what stands there
 
     def spy(x, memory=None):
         expect(memory is not None,
@@ -268,18 +277,22 @@ def check_generate(gpt, prompt, n):
                f"generate() gives the trunk {x.size(1)} embeddings, but the cache has not heard of "
                "them, as its pos says: call cache.begin(x) in front of each trunk(x, cache)")
         read.extend(memory.pos.tolist())
+        embeddings.append(x)
         return trunk(x, memory)
 
     with patch.object(gpt, 'trunk', spy):
         got = call(generate, gpt, prompt, n)
     shaped("what generate() returns, prompt and new tokens,",
            got, (len(prompt), T + n), ('row', 'position'))
+    expect(not got.is_floating_point(),
+           f"generate() returns numbers of type {got.dtype}; tokens are whole numbers, torch.long "
+           "as in the prompt")
     expect(got.max() < gpt.config.n_tokens,
            f"generate() chose token {int(got.max())}, which is padding of the vocabulary: "
            "gpt.head masks it, gpt.lm_head does not")
     expect(len(read) <= T + n,
-           f"generate() ran {len(read)} positions through the trunk, and {T + n - 1} are enough: "
-           "read only what the cache does not hold yet")
+           f"generate() ran {len(read)} positions through the trunk, and {T + n - 1} are enough, "
+           "with all rows in one pass: read only what the cache does not hold yet")
     expect(read == list(range(len(read))),
            f"generate() tells the trunk the positions {read}: they should count on, {T} after "
            f"{T - 1}, and never start again. Call cache.begin(x) once in front of each "
@@ -287,6 +300,12 @@ def check_generate(gpt, prompt, n):
     record(got)
     wrong = (got != gpt.generate(prompt, n, temperature=0)).nonzero()
     if len(wrong):
+        returned = gpt.embed(got.long().clamp(min=0))[:, :len(read)]
+        same_text = torch.cat(embeddings, 1) == returned
+        elsewhere = ~same_text.all(-1).all(0)       # one bool for each position that was read
+        expect(not elsewhere.any(),
+               f"generate() gives the trunk other tokens at {places('position', elsewhere)} than "
+               "it returns there: is a token read twice, such as the last one of the prompt?")
         _, first = wrong[0].tolist()
         raise NotYet(
             f"generate() has another token than GPT.generate at position {first}: is each new "

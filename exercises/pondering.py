@@ -17,6 +17,8 @@ embedding under this distribution is added to the input. Then the same model run
 With K steps the trunk runs K + 1 times. There is no new parameter, all positions ponder side by
 side, and gradients flow back through all passes.
 
+    shape letters    B rows    T positions    C width of the model    V rows of the vocabulary
+
 In the model, gpt.embed(idx) is E_0, gpt.trunk(x) runs all blocks and the final norm over a whole
 text, gpt.head(h) gives logits, W is gpt.wte.weight (V, C), and its scale is
 gpt.config.embed_scale. Do not call Embedding.mixture or gpt.hidden: you are compared with them.
@@ -118,6 +120,8 @@ def typical_mistakes(name, gpt, idx, steps):
             walk(gpt, idx, steps, lambda start, x, h, e: x + gpt.lm_head(h).softmax(-1) @ table),
         f"{name} feeds back the hidden state; it should feed back the mean embedding":
             walk(gpt, idx, steps, lambda start, x, h, e: x + h),
+        f"{name} adds the mean embedding to the hidden state; it should join the input, E_k + e_k":
+            walk(gpt, idx, steps, lambda start, x, h, e: h + e),
         f"{name} gives the mean to the next position; each position adds what it found itself":
             walk(gpt, idx, steps, lambda start, x, h, e: x + F.pad(e[:, :-1], (0, 0, 1, 0))),
         f"{name} scales the sum; only the mean embedding is scaled, E_0 has its scale already":

@@ -10,6 +10,7 @@ The hd channels of a head are paired, i with i + hd/2, and each pair is a point 
 position p the plane of pair i is turned by the angle
 
     angle(p, i) = p * theta^(-2i / hd)                          i = 0 .. hd/2 - 1
+                                                                theta: a number, such as 10,000
 
     x'_i        = x_i cos(angle) - x_{i+hd/2} sin(angle)        the usual rotation by that angle
     x'_{i+hd/2} = x_i sin(angle) + x_{i+hd/2} cos(angle)
@@ -39,7 +40,7 @@ def angles(pos, hd, theta):
 def rotate(x, pos, theta):
     """
     Turn x (B, S, heads, hd), whose entries x[:, s] stand at position pos[s] -> the same shape.
-    Use angles().
+    (Here the heads come after the positions; in exercise 1 they came before.) Use angles().
     """
     raise NotImplementedError(
         "rotate() is still empty: write it in place of this line")
@@ -85,7 +86,7 @@ def check_angles(pos, hd, theta):
         f"{name} has the exponent -i / hd; it should be -2i / hd":
             place * theta ** (-i / hd),
         f"{name} has the exponent -2i / (hd/2): hd is the width of the head, not the number of "
-        "pairs":
+        "pairs. Or it has -4i / hd: is i doubled twice?":
             place * theta ** (-4 * i / hd),
         f"{name} grows with the pair: the exponent should be negative, so that later pairs turn "
         "more slowly":
@@ -106,6 +107,21 @@ def library_with_neighbours(x, pos, theta):
     return library(x[..., to_halves], pos, theta)[..., to_halves.argsort()]
 
 
+def pairs_mixed_up(x, pos, theta, neighbours):
+    """
+    What comes of two conventions in one: the channels are paired as neighbours and the angles stand
+    as for halves, or the other way round.
+    """
+    cos, sin = rope_table(pos, x.size(-1), theta, x.dtype)              # (S, 1, hd/2) each
+    if neighbours:
+        a, b = x[..., 0::2], x[..., 1::2]
+        quarter_turn = torch.stack((-b, a), -1).flatten(-2)
+        return x * torch.cat((cos, cos), -1) + quarter_turn * torch.cat((sin, sin), -1)
+    a, b = x.chunk(2, -1)
+    quarter_turn = torch.cat((-b, a), -1)
+    return x * cos.repeat_interleave(2, -1) + quarter_turn * sin.repeat_interleave(2, -1)
+
+
 def check_rotate(x, pos, theta):
     name = "rotate()"
     found = difference(name, call(rotate, x, pos, theta), library(x, pos, theta), AXES)
@@ -117,6 +133,12 @@ def check_rotate(x, pos, theta):
             library(x, -pos, theta),
         f"{name} pairs neighbours, (0, 1), (2, 3), ..; here the pairs are i and i + hd/2":
             library_with_neighbours(x, pos, theta),
+        f"{name} pairs neighbours, (0, 1), (2, 3), .., and has the angles in another order; here "
+        "the pairs are i and i + hd/2":
+            pairs_mixed_up(x, pos, theta, neighbours=True),
+        f"{name} gives channels 0 and 1 the same angle; channel i has the angle of pair i, and so "
+        "has channel i + hd/2":
+            pairs_mixed_up(x, pos, theta, neighbours=False),
         f"{name} counts positions 0, 1, 2, .. itself instead of reading pos":
             library(x, torch.arange(len(pos)), theta),
         f"{name} has a theta of its own; it should take the argument":
@@ -132,10 +154,14 @@ def check_rotate(x, pos, theta):
     found.locate()
 
 
+def in_place_of_the_library(x, pos, theta):
+    return rotate(x, pos, theta).to(x.dtype)    # it may compute in float64
+
+
 def check_inside():
     """The model makes a table once and rotates with it; here the "table" is what rotate() needs."""
     table = patch.object(model, 'rope_table', lambda pos, hd, theta, dtype: (pos, theta))
-    turn = patch.object(model, 'apply_rope', rotate)
+    turn = patch.object(model, 'apply_rope', in_place_of_the_library)
     inside("your rotate()", tiny(), table, turn)
 
 

@@ -7,6 +7,8 @@ ANY = ''  # with any sentence: the numbers that are drawn tell it from a right o
 
 # what stands in answers.py several times over
 SHARED = 'k.repeat_interleave(g, dim=1), v.repeat_interleave(g, dim=1)'
+ANGLES = 'pos[:, None] * theta ** (-torch.arange(0, hd, 2) / hd)'
+TURNED = 'torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)'
 MIXED = 'x + p @ (gpt.wte.weight * gpt.config.embed_scale)'
 PONDER = '(K + 1) * (trunk + head) + K * head'
 FAIR = 'tokens * ponder_flops(c, T) / forward_flops(c, T)'
@@ -18,6 +20,13 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
     'attention': [
         ('.masked_fill(~seen, -math.inf)', '', 'sees the future: without a mask'),
         ('.tril()', '.triu()', 'mask upside down'),
+        ('scores.masked_fill(~seen, -math.inf)', '(scores * seen)', r'exp\(0\) is 1'),
+        ('masked_fill(~seen', 'masked_fill(seen', 'is the mask the right way round'),
+        ('dtype=torch.bool, device=q.device', 'device=q.device', 'tensor of True and False'),
+        (SHARED, SHARED.replace('(g', '(q.size(1) / k.size(1)'), 'Whole numbers come from //'),
+        ('math.sqrt(q.size(-1))', 'torch.sqrt(q.size(-1))', 'functions of torch take a tensor'),
+        ('~seen, -math.inf).softmax(-1) @ v', '~seen, -math.inf).softmax(-1).matmul(v).half()',
+         r'^attention\(\) holds numbers of type torch.float16'),
         (' / math.sqrt(q.size(-1))', '', r'forgets to divide the scores by sqrt\(hd\)'),
         ('math.sqrt(q.size(-1))', 'q.size(-1)', 'not by its square root'),
         ('/ math.sqrt(q.size(-1))', '* math.sqrt(q.size(-1))', 'multiplies the scores'),
@@ -67,6 +76,19 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('pos[:, None] * theta', 'pos.clamp(max=29)[:, None] * theta', 'only at places 0, 1, 2, 3'),
         ('-torch.arange(0, hd, 2) / hd', '-torch.arange(hd // 2) / hd', 'exponent -i / hd'),
         ('-torch.arange(0, hd, 2) / hd', '-torch.arange(0, hd, 2) / (hd / 2)', r'hd/2\): hd is'),
+        ('-torch.arange(0, hd, 2) / hd', '-2 * torch.arange(0, hd, 2) / hd', 'doubled twice'),
+        (ANGLES, f'({ANGLES}).half()', r'^angles\(.*\) holds numbers of type torch.float16'),
+        (ANGLES, f'({ANGLES}).long()', 'behind the point is lost'),
+        (ANGLES, 'pos[:, None] @ (theta ** (-torch.arange(0, hd, 2) / hd))[None]',
+         'of whole numbers'),
+        (TURNED, 'torch.cat(a * cos - b * sin, a * sin + b * cos)', 'one tuple or list'),
+        (f'return {TURNED}',
+         'cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)\n'
+         '    return x * cos + torch.cat((-b, a), -1) * sin', 'channels 0 and 1 the same angle'),
+        (f'return {TURNED}', 'cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)\n'
+         '    a, b = x[..., 0::2], x[..., 1::2]\n'
+         '    return x * cos + torch.stack((-b, a), -1).flatten(-2) * sin',
+         'has the angles in another order'),
         ('-torch.arange(0, hd, 2) / hd', 'torch.arange(0, hd, 2) / hd', 'should be negative'),
         ('-torch.arange(0, hd, 2) / hd', '-torch.arange(0, hd, 2) / 8', ANY),
         ('a * cos - b * sin, a * sin + b * cos', 'a * cos + b * sin, b * cos - a * sin',
@@ -105,6 +127,9 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('        if layer in self.keys', '        k, v = v, k\n        if layer in self.keys',
          'values where keys should be'),
         ('torch.cat((self.keys[layer], k), dim=2)', 'torch.cat((k, self.keys[layer]), dim=2)', ANY),
+        ('        if layer in self.keys', '        self.tokens += k.size(2)\n'
+         '        if layer in self.keys', 'changes self.tokens from 4 to 8'),
+        ('.tril(N - S)', '.triu(N - S)', 'lets a new token read itself and later ones'),
         ('.tril(N - S)', '.tril()', r'new token i stands at 4 \+ i'),
         ('.tril(N - S)', '', 'later ones too'),
         ('.tril(N - S)', '.tril(N - S + 1)', 'read the one behind it'),
@@ -126,6 +151,15 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('        x = gpt.embed(new)', '        cache, x = Cache(), gpt.embed(out)',
          r'ran \d+ positions through the trunk, and 1\d are enough'),
         ('range(n)', 'range(n - 1)', 'and should have'),
+        ('    return out\n', '    return out.float()\n', 'tokens are whole numbers'),
+        ('    cache, out, new = Cache(), prompt, prompt\n',
+         '    cache, out, new = Cache(), prompt, prompt[:, -1:]\n'
+         '    x = gpt.embed(prompt)\n    cache.begin(x)\n    gpt.trunk(x, cache)\n',
+         'is a token read twice'),
+        ('    cache, out, new = Cache(), prompt, prompt\n',
+         '    if len(prompt) > 1:\n'
+         '        return torch.cat([generate(gpt, row[None], n) for row in prompt])\n'
+         '    cache, out, new = Cache(), prompt, prompt\n', 'with all rows in one pass'),
     ],
     'depth_attention': [
         ('    q = q.reshape(B, nkv', '    (k, v), *sources = sources\n    q = q.reshape(B, nkv',
@@ -155,6 +189,7 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('mix(q, k, v, anchors)', 'mix(q, k, v, anchors[-1:])', 'only the newest'),
         ('mix(q, k, v, anchors)', 'mix(q, k, v, anchors[:1])', 'reads only layer 0'),
         ('anchors + [(k, mixed[-1])]', 'anchors + [(k, v)]', 'mixes raw values'),
+        ('anchors + [(k, mixed[-1])]', 'anchors + [(mixed[-1], k)]', 'the key first'),
         ('if layer % stride == 0', 'if True', 'reads all layers below'),
         ('mixed.append(mix(q, k, v, anchors))', 'mixed.append(mix(q, k, v, [(layers[j][1], '
          'mixed[j]) for j in range(layer % stride, layer, stride)]))', 'the anchors are fixed'),
@@ -191,6 +226,12 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
          'x = (x + p @ (gpt.wte.weight * gpt.config.embed_scale)) / 2', 'should add them'),
         (MIXED,
          'x + (p @ (gpt.wte.weight * gpt.config.embed_scale)).roll(-1, 1)', 'sees the future'),
+        (MIXED, 'gpt.trunk(x) + p @ (gpt.wte.weight * gpt.config.embed_scale)',
+         'adds the mean embedding to the hidden state'),
+        (MIXED, 'x + gpt.wte(p)', 'looks up tokens'),
+        ('gpt.wte.weight * gpt.config.embed_scale', 'gpt.wte.weight.mul_(gpt.config.embed_scale)',
+         'Backward needs what was overwritten'),
+        ('    return gpt.trunk(x)\n', '    return gpt.trunk(x).half()\n', 'type torch.float16'),
         ('x = x + p', 'x += p', 'Backward needs what was overwritten'),
         ('(x)).softmax(-1)', '(x)).detach().softmax(-1)', 'gradient is lost'),
         ('    return gpt.trunk(x)\n', '    return gpt.trunk(x).detach()\n',
@@ -213,7 +254,11 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
          '    return h[:, x.size(1):]\n', 'all tokens first and then all thoughts'),
         ('results.append(last_output(gpt, slots))', 'results.append(slots[-1])',
          'sequential.. returns the outputs at the token slots'),
+        ('slots.append(last_output(gpt, slots))', 'slots.append(gpt.trunk(x[:, :t + 1])[:, -1])',
+         'right at position 0 and wrong at 1'),
         ('z = h[:, 0::2]', 'z = h[:, 1::2]', "thoughts' slots back"),
+        ('z = h[:, 0::2]', 'x, z = h[:, 0::2], h[:, 1::2]', 'puts outputs into all slots'),
+        ('z = h[:, 0::2]', 'z = z + h[:, 0::2]', 'adds the new thoughts to the old ones'),
         ('return h[:, 1::2]', 'return h[:, 0::2]', 'jacobi.. .* outputs at the token slots'),
         ('pos.repeat_interleave(2)', 'torch.arange(2 * len(pos))', 'jacobi.. .* of its own'),
         ('read(gpt, slots, pos.repeat_interleave(2))', 'gpt.trunk(slots)',
@@ -249,6 +294,10 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('(s >= tau)', '(s >= 0.5)', 'tau is an argument'),
         ('(s >= tau)', '(s > tau)', 'nobody halts while s >= tau'),
         ('m = m & (s >= tau)', 'm = s >= tau', 'never wakes up again'),
+        ('m = m & (s >= tau)', 'm = m and (s >= tau)', 'write &, | and ~'),
+        ('m & (s >= tau)', 'm & s >= tau', 'a comparison needs brackets'),
+        ('Frozen(x.size(1), m, memory)', 'Frozen(x.size(1), m, memory.before or memory)',
+         'each Frozen gets the Frozen of the pass before'),
         ('(m * s)[..., None]', 'm[..., None]', 'the gate should scale it'),
         ('gate(h).sigmoid()', 'gate(h)', 'the sigmoid of it is s'),
         ('passes = m.long()', 'passes = 0 * m.long()', 'the first one included'),
@@ -286,6 +335,8 @@ SLIPS = {  # exercise: [(what stands in answers.py, what is written in its place
         ('return trunk + head\n', 'return trunk + c.n_layer * head\n', 'head in every layer'),
         ('return trunk + head\n', 'return trunk + 2 * head\n', 'it is a look-up'),
         ('return trunk + head\n', 'return 3 * (trunk + head)\n', 'is for training'),
+        ('return trunk + head\n', 'return T * (trunk + head)\n', 'asked for is the cost of one'),
+        ('return trunk + head\n', 'return trunk / c.n_layer + head\n', 'counts one layer'),
         ('return trunk + head\n', 'return (trunk + head) / 2\n', 'half of what it should be'),
         (PONDER, 'K * (trunk + head) + K * head', 'should be forward_flops|forgets that K steps'),
         (PONDER, '(K + 1) * (trunk + head) + (K + 1) * head', 'mixture after the last pass'),

@@ -70,6 +70,18 @@ def test_a_mistake_gets_its_sentence(name, right, wrong, words):
     assert '\n' not in said
 
 
+@pytest.mark.parametrize('name, right, wide', [
+    ('attention', 'return scores.masked', 'scores, v = scores.double(), v.double()\n'
+                                          '    return scores.masked'),
+    ('rope', 'return pos[:, None]', 'return pos.double()[:, None]'),
+    ('depth_attention', '    q = q.reshape(B', '    q = q.double()\n    q = q.reshape(B'),
+])
+def test_float64_on_the_way_is_no_mistake(name, right, wide):
+    assert right in ANSWERS
+    accepted, said = check.verdict(solved(name, ANSWERS.replace(right, wide)))
+    assert accepted, said
+
+
 @pytest.mark.parametrize('seed', [2, 5, 17])
 def test_no_draw_lets_a_wrong_token_pass(seed):
     """In the first model of these seeds padding is never the likeliest."""
@@ -168,6 +180,16 @@ def test_what_is_wrong_in_a_file_is_said_with_its_line(name, code, words, tmp_pa
     if said.startswith('line'):
         number = int(re.search(r'line (\d+)', said)[1])
         assert source.splitlines()[number - 1].strip() in code
+
+
+def test_as_many_positions_as_slots(tmp_path):
+    """Else the trunk speaks of keys, and of classes that the exercise does not know."""
+    path = tmp_path / 'jacobi.py'
+    with open(os.path.join(FOLDER, 'jacobi.py'), encoding='utf-8') as f:
+        wrong = '    return read(gpt, x, torch.arange(99))'
+        path.write_text(STUB.sub(lambda match: wrong, f.read(), count=1), encoding='utf-8')
+    right, said = check.verdict_on_file(check.load(str(path)))
+    assert not right and 'pos has 99 positions for 5 slots' in said
 
 
 def test_a_file_by_another_name_is_refused_in_words(tmp_path):
