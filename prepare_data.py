@@ -15,7 +15,7 @@ whose own keep their names (see engine/shards.py), and meta.json with tokenizer,
 and checksums; it comes last, so a folder with meta.json is complete.
 
 A document is a file, or a record {"text": ...} of a .jsonl file; of your files one above a megabyte
-is cut at line ends, and so are all above 512 bytes, if they are fewer than 100 and no .jsonl.
+is cut at line ends, and so are all above 512 bytes if they are fewer than 100, none a .jsonl.
 Documents end with an end-of-text token, and go to train or val by a hash of their content: adding
 files moves no other document (but for the one that ends the cutting), and a copy never lands on the
 other side. Whatever is interrupted goes on, or starts over, with the same command.

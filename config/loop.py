@@ -5,4 +5,4 @@ Cost: 4 plain passes.
 out_dir = 'out/loop'
 ponder = 'loop'
 ponder_steps = 3
-loop_norm = True        # as Ouro: without, some runs on the made tasks do not learn
+loop_norm = True        # as in Ouro

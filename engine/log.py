@@ -160,9 +160,7 @@ class Log:
         """A line of log.jsonl, which the tracker gets, too."""
         if not record or not self.file:
             return
-        for name, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[name] = None     # JSON has no such number
+        record = without_nan(record)
         print(json.dumps(record), file=self.file, flush=True)
         if self.tracker:
             self.tracker.log(record)
@@ -242,8 +240,7 @@ class Log:
             return
         now = time.perf_counter()
         seconds = (now - self.began) / len(self.losses)
-        finite = [loss for loss in self.losses if math.isfinite(loss)] or [math.nan]
-        loss = fmean(finite)    # what is trained on: with halting's term
+        loss = mean_loss(self.losses)   # what is trained on: with halting's term
         tokens, rate = step * s.batch_tokens, s.batch_tokens / seconds
         mfu, shares = self.mfu(rate), self.shares()
         left = round((s.max_steps - step) * seconds)
@@ -342,6 +339,17 @@ class Log:
         if self.tracker and text:
             self.tracker.show('sample', ('validation text <|model|> what it makes of it',),
                               [(text,)])
+
+
+def mean_loss(losses):
+    """Of the steps that were not skipped, whose loss is finite; NaN if all were."""
+    return fmean([loss for loss in losses if math.isfinite(loss)] or [math.nan])
+
+
+def without_nan(record):
+    """{name: value} with None for each number that is not finite: JSON has no such number."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()}
 
 
 def in_bytes(loss, meta, exam):

@@ -41,6 +41,7 @@ from configurator import build, only_with, read
 from engine.build import new_model
 from engine.files import UserError, alone, append_line, checksum, run, table
 from engine.hardware import pick_device, pick_dtype
+from engine.log import mean_loss, without_nan
 from engine.prepare import prepare
 from engine.shards import read_meta
 from engine.sums import sum_of
@@ -250,8 +251,7 @@ class Run:
             last = self.step == s.max_steps
             if last or self.step == 1 or self.step % s.log_interval == 0:
                 ms = (time.perf_counter() - began) * 1e3 / len(losses)
-                finite = [loss for loss in losses if math.isfinite(loss)] or [math.nan]
-                loss = statistics.fmean(finite)
+                loss = mean_loss(losses)
                 write(log, step=self.step, tokens=self.step * s.batch_tokens, loss=loss, ms=ms)
                 print(f"\r{label}: step {self.step} of {s.max_steps}, loss {loss:.4f}", end='',
                       flush=True)
@@ -267,11 +267,8 @@ class Run:
 
 
 def write(file, **record):
-    """A line of log.jsonl; null where a number is not finite, as train.py has it."""
-    for name, value in record.items():
-        if not math.isfinite(value):
-            record[name] = None
-    print(json.dumps(record), file=file, flush=True)
+    """A line of log.jsonl."""
+    print(json.dumps(without_nan(record)), file=file, flush=True)
 
 
 # ---- the race ------------------------------------------------------------------------------------
