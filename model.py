@@ -108,10 +108,9 @@ class GPTConfig:
     ponder_topk: Optional[int] = None    # Embedding, Gate: likeliest tokens to mix (None: all)
     jacobi_iters: int = 3                # Latent, Mask: R, sweeps that refine the thoughts
 
-    # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop.
-    # (Where nothing is to be predicted, as in the question of a made task, targets are negative.
-    # Exit's halt_lambda, and Ouro's halt_start and halt_full, are for such tokens alone. What is
-    # `the rule's` stands in `defaults` of its class.)
+    # halting: gate works on embedding, mask on latent, router on chain, exit and ouro on loop. None
+    # takes the number in `defaults` of the rule's class. (Exit's halt_lambda, and Ouro's halt_start
+    # and halt_full, are for tokens with a negative target alone, such as those of a question.)
     halting: str = 'none'                # gate, mask, router, exit or ouro
     halt_tau: Optional[float] = None     # a token stops below it, see part 5 (None: the rule's)
     halt_lambda: Optional[float] = None  # weight of the halting loss (None: the rule's)
@@ -267,8 +266,8 @@ class Attention(nn.Module):
         if self.config.depth_attn:                                      # part 3
             sources = depth_sources(self.config, self.layer, memory, x.size(1))
             v = depth_attention(q, k, v, sources, self.config.depth_mode)
-        # (B, nkv, n_keys, hd): in part 4 there may be several keys for each slot (ChainMemory), and
-        # 8 more channels (WeightedMemory)
+        # (B, nkv, n_keys, hd): n_keys is N, but in part 4 a ChainMemory has several keys for each
+        # slot, and a WeightedMemory 8 more channels
         keys, values = memory.update(self.layer, k, v)
         y = self.attend(q, keys, values, memory.keys_per_slot)          # (B, nh, S, hd)
         return self.c_proj(y.transpose(1, 2).flatten(2))                # heads side by side
@@ -400,7 +399,7 @@ class GPT(nn.Module):
         """
         Tokens (B,T) -> (logits, loss), one of which is None. targets (B,T) are the next tokens,
         negative where none is to be predicted, as in a question (part 5: Exit and Ouro teach such
-        tokens, padding too, to take every pass).
+        tokens to take every pass).
 
             without targets             (logits (B,T,V), None)
             with targets, in eval mode  (None, the mean cross-entropy in nats)
@@ -422,7 +421,8 @@ class GPT(nn.Module):
         """
         if memory is None:
             memory = self.new_memory()
-        length, limit = memory.tokens + idx.size(1), self.config.block_size
+        length = memory.tokens + idx.size(1)
+        limit = self.config.block_size
         require(length <= limit, f"{length} tokens are more than block_size={limit}")
         memory.begin(idx)
         x = self.embed(idx)
@@ -502,12 +502,12 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits)
-    # the largest becomes 0; without the bounds a temperature of inf or 1e-45 would make NaN
+    # the largest becomes 0; without the bounds a temperature of inf or 1e-45 could make NaN
     logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, 1e-30), 1e30)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:     # in fp32 the sum of all is not always exactly 1
         sorted_p, order = logits.softmax(-1).sort(descending=True)
         mass_before = sorted_p.cumsum(-1) - sorted_p    # the probability of all that are likelier
         beyond = mass_before >= max(top_p, 1e-30)       # the likeliest of all has 0: it stays
@@ -599,15 +599,16 @@ def depth_attention(q, k, v, sources, mode='softmax'):
 #     Pause, Latent, Feedback     one SlotMemory: all slots of all tokens in a row
 #
 # So the KV cache of Smear and Feedback is as large as a plain one, and that of the others K + 1
-# times as large. Before each pass SlotMemory and part 5's memories want begin_pass called. Keys can
-# have weights: those of padding weigh 0, and part 5 uses weights for more.
+# times as large. Keys can have weights: those of padding weigh 0, and part 5 uses weights for more.
+# Before each pass SlotMemory wants begin_pass(n) called, and part 5's memories begin_pass(takes).
 #
 # k counts passes and slots from 0. E_k, a loop's x_k and Latent's z_{t,k} go into pass or slot k;
 # h_k, or of token t h_{t,k}, comes out of it. (In some papers k is a superscript.) Elsewhere x_t is
 # the embedding of token t.
 #
-# To add a mechanism: a subclass of Mechanism with `forward`, and perhaps `new_memory`; its name in
-# PONDER; its settings in GPTConfig. Smear is the simplest.
+# To add a mechanism: a subclass of Mechanism with `forward`; with `new_memory`, too, if it calls
+# the trunk more than once (as Embedding), or asks its memory for is_token or carried (as Smear, the
+# simplest); its name in PONDER; its settings in GPTConfig.
 
 
 class Mechanism(nn.Module):
@@ -682,10 +683,10 @@ class Mechanism(nn.Module):
 
     def this_draw(self):
         """In training what begin_step drew from `draws`, else the first of them."""
-        return self.known(self.drawn) if self.training else self.draws()[0]
+        return self.from_begin_step(self.drawn) if self.training else self.draws()[0]
 
     @staticmethod
-    def known(value):
+    def from_begin_step(value):
         """value, an attribute that begin_step sets; ValueError while it is None."""
         require(value is not None, "in training mode: call gpt.mechanism.begin_step(step, steps) "
                                    "before each optimizer step (to generate: gpt.eval())")
@@ -729,9 +730,10 @@ class WeightedMemory(Memory):
                     so no token reads it. (What comes out of padding is not used.) In part 4 nothing
                     else has a weight: skip `weighted` at first.
 
-    No mask holds the weights, so the fastest kernels serve: they lie with the keys, in 8 more
-    channels. There a query has 1 (Attention.attend), a key c = log w sqrt(hd) / 8, and so its
-    scores get 8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as the keys are.)
+    The weights lie with the keys, in 8 more channels, and not in a mask, so the fastest kernels of
+    attention serve. In these channels a query has 1 (Attention.attend), and a key
+    c = log w sqrt(hd) / 8. So its scores get 8 c / sqrt(hd) = log w. (In bf16 log w is as coarse as
+    the keys are.)
     """
 
     def __init__(self, pad=None, earlier=()):
@@ -763,6 +765,7 @@ class WeightedMemory(Memory):
         return torch.cat((k, channels), dim=-1), F.pad(v, (0, n))
 
     def newest(self, layer, S):
+        """As in Memory, without the 8 channels: parts 3 and 5 want the keys and values alone."""
         k, v = super().newest(layer, S)
         if self.log_w is None:
             return k, v
@@ -908,18 +911,12 @@ class ChainMemory(WeightedMemory):
         self.keys_per_slot = len(self.earlier) + 1
 
     def update(self, layer, k, v):
-        k, v = super().update(layer, k, v)
-        if not self.earlier:
-            return k, v
+        super().update(layer, k, v)
         memories = [*self.earlier, self]
-        # (B, nkv, N, passes, hd)
-        keys = torch.stack([memory.keys[layer] for memory in memories], dim=3)
-        values = torch.stack([memory.values[layer] for memory in memories], dim=3)
-        # This only saves memory. Backward keeps the two stacks; with views of them in self.keys and
-        # self.values, the tensors that were copied into them are freed.
-        if torch.is_grad_enabled():
-            self.keys[layer], self.values[layer] = keys[..., -1, :], values[..., -1, :]
-        return keys.flatten(2, 3), values.flatten(2, 3)                 # (B, nkv, N passes, hd)
+        # (B, nkv, N, passes, hd) -> (B, nkv, N passes, hd)
+        keys = torch.stack([memory.keys[layer] for memory in memories], dim=3).flatten(2, 3)
+        values = torch.stack([memory.values[layer] for memory in memories], dim=3).flatten(2, 3)
+        return keys, values
 
 
 class Chain(Mechanism):
@@ -974,11 +971,11 @@ class SlotMemory(WeightedMemory):
 
     def rewind(self):
         """Forget the slots of the newest tokens: they were guesses."""
-        self.N = n = self.N_before
-        if n == 0:      # empty entries would make `update` copy for nothing
-            self.keys, self.values = {}, {}
-        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items()}
-        self.values = {layer: v[:, :, :n] for layer, v in self.values.items()}
+        n = self.N_before
+        self.N = n
+        # for n = 0 no entries, rather than empty ones, which `update` would copy for nothing
+        self.keys = {layer: k[:, :, :n] for layer, k in self.keys.items() if n > 0}
+        self.values = {layer: v[:, :, :n] for layer, v in self.values.items() if n > 0}
 
 
 def side_by_side(slots):
@@ -1074,7 +1071,7 @@ class Latent(Mechanism):
 
     def slots_of_sweeps(self):
         """The slots of a token in each sweep: 1, 2, .. K, and after that K + 1, R + 1 times."""
-        if self.K == 0:
+        if self.K == 0:     # no thoughts to refine: one pass, whatever R is
             return [1]
         growing = list(range(1, self.K + 1))
         return growing + [self.K + 1] * (self.this_draw() + 1)
@@ -1097,11 +1094,11 @@ class Feedback(Mechanism):
 
     h_{t,k} is exact once k >= t, where t counts from the first of the new tokens. The loss reads
     the last pass; each optimizer step draws whether that is K or K - 1: trained with K = 3 alone,
-    a model generated badly (docs/results.md). K = 1 is always 1.
+    a model generated badly (docs/results.md). With K = 1 it is always pass 1.
 
     Cost: K + 1 passes to read a text, in training K + 1 or K (K > 1); in generation one.
-    P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. It has no cached
-    decoding; here that is the first equation.
+    P2N scales x by 1 / sqrt(2) and h by 1 / sqrt(2 C); here both begin with RMS 1. P2N has no
+    cached decoding; here a new token takes the first equation, with h_{t-1} from the memory.
     """
 
     def draws(self):
@@ -1144,6 +1141,13 @@ PONDER = {'none': Plain, 'smear': Smear, 'loop': Loop, 'embedding': Embedding, '
 #
 # halt_start and halt_full are shares of the training run. `onset` is 0 until the first, 1 from the
 # second on, and a line between. Each docstring says what grows with it.
+#
+# Keys of Mask and Router always carry their weights. So their KV cache is (K + 1) (hd + 8) / hd
+# times as large as a plain one, and that of the other rules K + 1 times.
+#
+# To add a rule for Loop: a subclass of LoopExit with `who_takes_next` and `penalty`; its name in
+# HALTING; its settings in GPTConfig. Any other rule is a subclass of Halting: `works_on`,
+# `defaults`, `new_memory`, `penalty`, and in `forward` the loop that follows.
 
 
 class Halting(Mechanism):
@@ -1182,7 +1186,8 @@ class Halting(Mechanism):
     def __init__(self, config):
         super().__init__(config)
         self.taken = []
-        self.kept = None    # before the first call, and in training after `loss`
+        self.kept = None    # before the first call, and in training after `loss`. (Outside of
+                            # training and of torch.no_grad it holds the graph of the last call.)
 
     @property
     def passes(self):
@@ -1195,7 +1200,7 @@ class Halting(Mechanism):
 
     def onset(self):
         """0 until halt_start, 1 from halt_full on, a line between: shares of the training run."""
-        progress = self.known(self.progress)
+        progress = self.from_begin_step(self.progress)
         start, full = self.config.halt_start, self.config.halt_full
         if progress >= full:
             return 1.0
@@ -1209,7 +1214,7 @@ class Halting(Mechanism):
         return loss
 
     def predictions_loss(self, gpt, h, targets):
-        """Of h (B,T,C), which `forward` returned, or of what it kept."""
+        """The loss of predictions: of h (B,T,C), which `forward` returned, or of what it kept."""
         return gpt.loss(h, targets)
 
     def penalty(self, gpt, targets):
@@ -1326,7 +1331,7 @@ class Gate(Halting, Embedding):
                 break
             s = without_autocast(self.gates[k], h).squeeze(-1).sigmoid()            # (2), (3)
             self.kept.scores.append(s)                                  # (B,T)
-            if not self.training or self.known(self.progress) >= self.config.halt_start:
+            if not self.training or self.from_begin_step(self.progress) >= self.config.halt_start:
                 takes = takes & self.goes_on(s)                         # m_{k+1}, (4), (5)
             if not self.training and not takes.any():
                 break
@@ -1403,7 +1408,7 @@ class Mask(Halting, Latent):
 
     def forward(self, gpt, x, memory):
         is_token = memory.is_token                                      # (B,T)
-        # at first all weigh 1. (Not None: the keys of a text may be in the cache, with 8 channels.)
+        # At first all weigh 1. (None would give keys without the 8 channels that cached ones have.)
         log_w = at_least_fp32(x.new_zeros(*x.shape[:2], self.K + 1))    # (B,T,K+1)
         if x.size(1) == 1 and not self.training:    # a single token: slot after slot
             h = gpt.trunk(x, memory.begin_pass(log_w=log_w[..., 0]))
@@ -1423,8 +1428,8 @@ class Mask(Halting, Latent):
 
         self.taken = needed.unbind(-1)              # (B,T) each
         self.kept = SimpleNamespace(s=s, scores=w[..., 1:].unbind(-1))
-        kept_s = s if self.training else s * needed
-        out = sum(kept_s[..., k, None] * h_k for k, h_k in enumerate(outs))    # (B,T,C)
+        share = s if self.training else s * needed      # a hidden thought has no share
+        out = sum(share[..., k, None] * h_k for k, h_k in enumerate(outs))      # (B,T,C)
         return out.to(x.dtype)
 
     def penalty(self, gpt, targets):
@@ -1602,13 +1607,14 @@ class Exit(LoopExit):
 
        This pulls P_k towards equal probabilities. There doubt is high, so the token goes on.
 
-    Cost: K + 1 passes, in generation as many as are taken, with a head after each. In training
-    there are heads after earlier passes, too: from halt_start on for uniform and ramp, and for
-    questions if there are any; from halt_full on to know who stops.
+    Cost: K + 1 passes, in generation as many as are taken. There the head runs after each pass but
+    pass K, for doubt, and once more for the output: for a token that stops after one pass it runs
+    twice. In training there are heads after earlier passes, too: from halt_start on for uniform and
+    ramp, and for questions if there are any; from halt_full on to know who stops.
     """
 
     def who_takes_next(self, gpt, h, takes):
-        if self.training and self.known(self.progress) < self.config.halt_full:
+        if self.training and self.from_begin_step(self.progress) < self.config.halt_full:
             return takes            # nobody stops yet; no score either, it would cost a head
         with torch.no_grad():
             doubt = 1 - self.confidence(gpt, h)                         # (B,T)
@@ -1663,8 +1669,8 @@ class Ouro(LoopExit):
     Exits from the looped Transformer by a learned gate: Ouro, Scaling Latent Reasoning via Looped
     Language Models (arXiv 2510.25741)
 
-        lam_k   = sigmoid(Linear(h_k))          k < K: the gate, probability of leaving after pass k
-                                                for a token that took it; the same in all passes
+        lam_k   = sigmoid(Linear(h_k))          k < K: the gate, probability that a token which took
+                                                pass k leaves after it; one Linear for all passes
         stay_k  = (1 - lam_0) .. (1 - lam_k)    probability of taking pass k + 1, too; a token stops
                                                 once it is below tau
         p_k     = stay_{k-1} - stay_k           probability that pass k is the last, where

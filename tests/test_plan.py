@@ -100,11 +100,6 @@ def test_blocks_that_run_again_keep_their_inputs_alone(ponder):
     assert 1 <= of_one_pass_more(ponder, 4, checkpoint_activations=True) < 1.5
 
 
-def test_a_chain_keeps_its_newest_keys_once():
-    """Those that pass 3 reads, of four passes, and not its own beside them."""
-    assert of_one_pass_more('chain', 2) == pytest.approx(23.2, abs=0.5)
-
-
 def test_norms_on_a_gpu_keep_their_input_alone():
     config = GPTConfig(vocab_size=320, block_size=64, n_layer=4, n_head=4, n_embd=64,
                        mlp_hidden=128)

@@ -37,7 +37,7 @@ WRITTEN = {
     'MLP': 'b31626d0680e',
     'Block': '5da5201dffb9',
     'GPT.__init__': '631886c8e279',
-    'GPT.hidden': '4f07d8a1b0ec',
+    'GPT.hidden': '0c3555eea471',
     'Mechanism.new_memory': 'fbc48552eff0',
     'Plain.forward': '1f5e14ce8e64',
     'GPT.embed': 'f78a777e77ec',
