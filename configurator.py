@@ -63,6 +63,12 @@ def read(argv, usage, *blocks, files=True):
     return given, rest
 
 
+def own_words(argv, block):
+    """The words of a command that set something of this block, and --help."""
+    names = {'-h', '--help', *(f'--{field.name}' for field in fields(block))}
+    return [word for word in argv if word.partition('=')[0] in names]
+
+
 # An assignment is (name, the value as a tree that nobody has calculated yet, where it stands).
 
 

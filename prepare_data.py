@@ -43,7 +43,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))   # `python -P` leaves it out
 from configurator import build, read
-from engine.download import FINEWEB, Progress, fineweb, shakespeare
+from engine.download import FINEWEB, ProgressLine, fineweb, shakespeare
 from engine.files import (
     UserError, alone, checksum, on_disk, one_line, run, same_folder, typed, whole)
 from engine.shards import HEADER_BYTES, KNOWN, MAGIC, VERSION
@@ -265,7 +265,7 @@ def your_texts(files, folder):
     texts = [path for path in files if reads[path]]
     few = len(texts) < FEW_FILES and not any(map(is_jsonl, texts))
     longest = 0 if few else DOCUMENT_BYTES
-    progress = Progress(folder, sum(map(os.path.getsize, texts)))
+    progress = ProgressLine(folder, sum(map(os.path.getsize, texts)))
     done, count = 0, 0
     for path in texts:
         with on_disk(path, 'read'), open(path, 'rb') as f:

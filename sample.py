@@ -28,7 +28,7 @@ from engine.generate import stream
 from engine.mechanisms import halts, iterates, slots_per_token
 from engine.shards import encode
 from engine.tasks import TASKS, answer_to
-from engine.trained import exam_for_prompt, only, open_as
+from engine.trained import exam_for_prompt, load_model, only
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def main(argv):
     options, folders = read(argv, __doc__, SampleSettings)
     s = build(SampleSettings, options)
     folder = only(folders, "python sample.py out/depth_attn")
-    model, tokenizer, settings = open_as(s, folder)
+    model, tokenizer, settings = load_model(folder, s.device, s.dtype, s.halting)
     override(model, s)
     only_with('latent, mask and feedback', iterates(model), options, 'exact')
     start, exam = None if s.start == '<|endoftext|>' else s.start, exam_for_prompt(settings)

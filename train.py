@@ -25,6 +25,7 @@ import math
 import os
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Optional
 
 import torch
@@ -37,7 +38,7 @@ from engine.answers import exam_of_data
 from engine.checkpoint import CHECKPOINTS, load_optimizer, optimizer_state, save_checkpoint
 from engine.command import say_order
 from engine.files import UserError, run, stamp
-from engine.hardware import check_causal, pick_dtype, process_group
+from engine.hardware import autocast, check_causal, pick_dtype, process_group
 from engine.log import Log, Stop, lacks_evaluation
 from engine.mechanisms import halts
 from engine.muon import MuonAndAdamW, matrices_of_blocks
@@ -129,10 +130,10 @@ class Settings:
 
 # ---- set-up --------------------------------------------------------------------------------------
 
-def make_optimizer(s, model, ranks, device, dtype=torch.float32):
+def make_optimizer(s, model, device, dtype=torch.float32, world=1):
     """
-    AdamW, in one piece or shared out among the ranks; or Muon for the matrices of the blocks and
-    AdamW for the rest. Weight decay on matrices only. dtype: of the run's products.
+    AdamW, in one piece or shared out among `world` ranks; or Muon for the matrices of the blocks
+    and AdamW for the rest. Weight decay on matrices only. dtype: of the run's products.
     """
     by_muon = matrices_of_blocks(model) if s.optimizer == 'muon' else []
     of_blocks = set(by_muon)
@@ -144,7 +145,7 @@ def make_optimizer(s, model, ranks, device, dtype=torch.float32):
     if s.optimizer == 'muon':
         for_muon = dict(params=by_muon, weight_decay=s.weight_decay)
         return MuonAndAdamW(for_muon, groups, **options, dtype=dtype)
-    if s.shard_optimizer and ranks.world > 1:
+    if s.shard_optimizer and world > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
     return torch.optim.AdamW(groups, **options)
@@ -182,6 +183,7 @@ class Trainer:
         own, self.why = pick_dtype(s.dtype or kept, device)     # a run keeps what it had
         self.dtype = ranks.dtype_of_first(own, device)
         check_causal(device, self.dtype)
+        self.autocast = partial(autocast, device, self.dtype)
         self.stop = Stop(ranks, device, s.max_seconds)
         self.bad_steps = 0          # in a row, whose loss or gradient is not finite
         # {path: stamp} of the checkpoints in out_dir, as this run found them, then of the ckpt.pt
@@ -215,7 +217,7 @@ class Trainer:
         """Data, optimizer, and what a step calls; state: the checkpoint to go on from, or None."""
         s, ranks = self.settings, self.ranks
         self.train_data = Windows(s.data_dir, 'train', self.meta, self.config.block_size)
-        self.optimizer = make_optimizer(s, self.model, ranks, self.device, self.dtype)
+        self.optimizer = make_optimizer(s, self.model, self.device, self.dtype, ranks.world)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         if goes_on(s):      # weights of another folder come without their optimizer
             load_optimizer(self.optimizer, self.scaler, state)
@@ -296,10 +298,6 @@ class Trainer:
     def precision(self):
         """The name of what it computes in, as 'bfloat16'."""
         return str(self.dtype).removeprefix('torch.')
-
-    def autocast(self):
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
     def may_update(self, loss, norm):
         """Whether both are finite; says so if not. UserError after BAD_STEPS in a row."""

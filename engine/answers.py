@@ -12,8 +12,6 @@ two other problems of the validation set and their answers, or as many as fit in
 """
 
 import os
-import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
@@ -21,6 +19,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
+from engine.files import Progress
 from engine.generate import stream
 from engine.shards import open_shard, read_meta
 from engine.tasks import TASKS, check_room, in_answers, task_of
@@ -203,15 +202,3 @@ def by_difficulty(task, outcomes):
     for outcome in outcomes:
         levels[outcome.difficulty].append(outcome)
     return [{task.unit: level, **totals(some)} for level, some in sorted(levels.items())]
-
-
-class Progress:
-    """Says every ten seconds how far it is, for work that prints its result at the end."""
-
-    def __init__(self):
-        self.said = time.monotonic()
-
-    def __call__(self, words):
-        if time.monotonic() - self.said > 10:
-            print(words, file=sys.stderr, flush=True)
-            self.said = time.monotonic()

@@ -40,11 +40,7 @@ def save_checkpoint(folder, state):
     ckpt_prev.pt. UserError if a weight or a moment is not finite, or the disk refuses.
     """
     path, previous = (os.path.join(folder, name) for name in CHECKPOINTS)
-    try:
-        check_finite(state)
-    except ValueError as error:
-        raise UserError(f"after step {state['step']} {error}: lower learning_rate, and go on with "
-                        "--init_from=resume from the last checkpoint") from None
+    check_finite(state)
     try:
         with whole(path, 'wb', before=partial(keep, path, previous)) as f:
             torch.save({'version': VERSION, **state}, f)
@@ -73,14 +69,16 @@ def check_sums(path):
 
 
 def check_finite(state):
-    """ValueError for the first weight or moment that holds NaN or infinity."""
+    """UserError for the first weight or moment that holds NaN or infinity."""
     tensors = {f'model.{name}': tensor for name, tensor in state['model'].items()}
     for number, moments in state['optimizer'].get('state', {}).items():
         tensors.update({f'optimizer.{number}.{name}': moments[name] for name in moments})
     for name, tensor in tensors.items():
         lowest, highest = (extreme.item() for extreme in tensor.detach().aminmax())
-        finite = math.isfinite(lowest) and math.isfinite(highest)   # NaN, if any number is NaN
-        require(finite, f"{name} is not finite (from {lowest:.3g} to {highest:.3g})")
+        if not (math.isfinite(lowest) and math.isfinite(highest)):  # NaN, if any number is NaN
+            raise UserError(f"after step {state['step']} {name} is not finite (from {lowest:.3g} "
+                            f"to {highest:.3g}): lower learning_rate, and go on with "
+                            "--init_from=resume from the last checkpoint")
 
 
 def optimizer_state(optimizer):
@@ -112,15 +110,15 @@ def optimizer_state(optimizer):
 
 # ---- loading -------------------------------------------------------------------------------------
 
-def load_checkpoint(folder, mapped=False):
+def load_checkpoint(folder):
     """
     The newest readable checkpoint of a folder: what train.py saved, a dict of step, config,
     settings, tokenizer, model, optimizer and so on. A damaged or missing one is reported and the
     one before it used. UserError if there is none. hf:FOLDER is a Hugging Face folder, see
     engine/released.py.
 
-    mapped (hf: always): tensors lie in the file, of which many processes share one copy, and which
-    others may write over: copy them at once, then call check_whole with `files`.
+    Its tensors lie in the file, of which many processes share one copy, and which others may write
+    over: copy them at once, then call check_whole with `files`.
     """
     if folder.startswith('hf:'):
         return load_released(folder.removeprefix('hf:'))
@@ -137,7 +135,7 @@ def load_checkpoint(folder, mapped=False):
             problems.append(f"{path}: missing")
             continue
         try:
-            state = read_checkpoint(path, mapped)
+            state = read_checkpoint(path)
         except Exception as error:
             reason = ' '.join(str(error).split())[:120] or type(error).__name__
             problems.append(f"{path}: damaged, or not a checkpoint of this program ({reason})")
@@ -145,7 +143,7 @@ def load_checkpoint(folder, mapped=False):
         for problem in problems:
             print(f"warning: {problem}; using {path}", file=sys.stderr)
         warn_of_unknown(state['config'], path)
-        return {**state, 'files': files} if mapped else state
+        return {**state, 'files': files}
     raise UserError('; '.join(problems))
 
 
@@ -158,13 +156,13 @@ def warn_of_unknown(config, path):
               file=sys.stderr)
 
 
-def read_checkpoint(path, mapped):
+def read_checkpoint(path):
     """
     The dict that is in one file. Of a damaged file, or another program's, ValueError or nearly any
     other error. Executes nothing.
     """
     check_sums(path)
-    mapped = mapped and sys.platform != 'win32'     # which cannot rename a mapped file
+    mapped = sys.platform != 'win32'    # which cannot rename a mapped file
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:  # PyTorch's own text advises to trust the file

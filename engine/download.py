@@ -40,7 +40,7 @@ class Failed(Exception):
     """A try that failed and is worth another."""
 
 
-class Progress:
+class ProgressLine:
     """
     How far, how fast and how long still: one line rewritten twice a second on a terminal, a new one
     every 30 s in a file.
@@ -189,7 +189,7 @@ def fineweb(kind, shards, tokenizer, folder):
         before = read_meta(folder)
         known = {shard['name']: shard['sha256']
                  for split in splits for shard in before[split]['shards']}
-    progress = Progress(folder, (shards + 1) * FINEWEB_BYTES)
+    progress = ProgressLine(folder, (shards + 1) * FINEWEB_BYTES)
     for i in range(shards + 1):
         split = 'train' if i > 0 else 'val'
         name = f"{stem}_{split}_{i:06d}.bin"
@@ -211,7 +211,7 @@ def fineweb(kind, shards, tokenizer, folder):
 def shakespeare(folder):
     """Download the classic megabyte of Shakespeare; returns the path of the text."""
     path = os.path.join(folder, 'input.txt')
-    fetch(SHAKESPEARE, path, check_shakespeare, Progress(folder, 1115394))
+    fetch(SHAKESPEARE, path, check_shakespeare, ProgressLine(folder, 1115394))
     return path
 
 

@@ -7,7 +7,7 @@ for what the user can mend, and an exit status that says so.
     with whole(path) as f:          a file that becomes `path` when all of it is written
     with alone(folder):             keeps other processes out of a folder
     with on_disk(path, 'read'):     what the disk refuses is a UserError that names the path
-    append_line(path, record)       a line of a .jsonl file
+    append_line(path, record)       a line of a .jsonl file; read_lines(path): all of them
     checksum(path)                  SHA-256
     typed(word, ..)                 words of a command, as a shell takes them
     table(header, rows)             for a terminal, or a page
@@ -176,6 +176,18 @@ def append_line(path, record):
         f.write(json.dumps(record) + '\n')
 
 
+def read_lines(path):
+    """The objects of a .jsonl file, none if it is missing; not the half a line of a killed run."""
+    if not os.path.exists(path):
+        return []
+    records = []
+    with open(path, encoding='utf-8', errors='replace') as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
 def end_torn_line(file):
     """End the last line of an open .jsonl file, if a full disk or a kill cut it short."""
     file.seek(max(0, file.tell() - 1))
@@ -201,6 +213,18 @@ def check_whole(stamps):
         now = stamp(path)
         if now != before and now and before and now[0] == before[0]:
             raise UserError(f"{path}: written over while it was read; start again when it is whole")
+
+
+class Progress:
+    """Says every ten seconds how far it is, for work that prints its result at the end."""
+
+    def __init__(self):
+        self.said = time.monotonic()
+
+    def __call__(self, words):
+        if time.monotonic() - self.said > 10:
+            print(words, file=sys.stderr, flush=True)
+            self.said = time.monotonic()
 
 
 def table(header, rows):

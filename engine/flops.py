@@ -109,12 +109,11 @@ def counted():
         model.QUERIES_AT_ONCE = queries_at_once
 
 
-def flops_of_new_token(gpt, T=None):
-    """FLOPs of token number T (None: block_size) in generation. Not for models that halt."""
-    T = T or gpt.config.block_size
+def flops_of_new_token(gpt):
+    """FLOPs of token number block_size in generation. Not for models that halt."""
     with shapes_only():
         twin = new_model(gpt.config).eval()
-        idx = torch.zeros(1, T, dtype=torch.long)
+        idx = torch.zeros(1, gpt.config.block_size, dtype=torch.long)
         memory = twin.new_memory()
     with torch.no_grad():
         twin.hidden(idx[:, 1:], memory)

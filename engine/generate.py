@@ -181,7 +181,7 @@ class Sampler:
 
     def check(self):
         """UserError if something was drawn from logits that were not finite."""
-        if not self.finite.is_meta and not self.finite:
+        if not self.finite:
             raise UserError("the model's output is not finite: take another checkpoint, or a wider "
                             "dtype such as float32")
 

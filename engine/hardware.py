@@ -116,6 +116,11 @@ def time_products():
     return list(best.values())
 
 
+def autocast(device, dtype):
+    """Around what computes its products in this type; fp32 has it off."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 def check_causal(device, dtype):
     """UserError if PyTorch's causal attention is wrong there: on MPS in 16 bits it was."""
     if device.type not in ('cpu', 'cuda') and not attention_is_right(device, dtype):

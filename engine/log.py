@@ -20,7 +20,8 @@ from statistics import fmean
 import torch
 
 from engine.answers import answer_problems
-from engine.files import UserError, alone, end_torn_line, for_terminal, one_line, whole
+from engine.files import (
+    UserError, alone, end_torn_line, for_terminal, one_line, read_lines, whole)
 from engine.flops import flops_per_token
 from engine.generate import check_pieces, generate
 from engine.hardware import peak_flops, without_cudnn_attention
@@ -327,7 +328,6 @@ class Log:
         """
         if self.ranks.rank > 0:
             return
-        self.model.eval()
         if self.outcomes:
             print_answers(self.outcomes)
             rows = [(one.question, one.answer, one.text, one.right) for one in self.outcomes]
@@ -368,11 +368,7 @@ def in_bytes(loss, meta, exam):
 
 def lacks_evaluation(folder, step):
     """Whether log.jsonl does not end with the evaluation after this step: the run was killed."""
-    line = {}
-    with contextlib.suppress(OSError), open(os.path.join(folder, 'log.jsonl'), 'rb') as f:
-        for text in f:
-            with contextlib.suppress(ValueError):   # half a line
-                line = json.loads(text)
+    *_, line = [{}, *read_lines(os.path.join(folder, 'log.jsonl'))]
     return line.get('step') != step or 'val_loss' not in line
 
 

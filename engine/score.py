@@ -5,7 +5,7 @@ import torch
 from model import LOGITS_AT_ONCE
 
 
-def read(model, idx, exact):
+def read_tokens(model, idx, exact):
     """The hidden states (B,T,C) of idx (B,T). exact: token by token, where at once is iteration."""
     if not exact:
         return model.hidden(idx)
@@ -25,7 +25,7 @@ def token_nats(model, rows, batch_size=16, exact=False):
     at_once = max(1, LOGITS_AT_ONCE // (rows.size(1) * model.config.vocab_size))
     for part in rows.split(batch_size):
         part = part.to(model.wte.weight.device)
-        h = read(model, part[:, :-1].clamp(min=0), exact)
+        h = read_tokens(model, part[:, :-1].clamp(min=0), exact)
         for some, targets in zip(h.split(at_once), part[:, 1:].split(at_once)):
             losses.append(model.token_losses(some, targets))
     model.train(was_training)

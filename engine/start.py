@@ -44,7 +44,7 @@ def start_model(settings, given, meta, state, ranks, device):
     """
     asked = asked_of_model(given)
     if state is None and settings.init_from != 'scratch':
-        state = load_checkpoint(settings.init_from, mapped=True)
+        state = load_checkpoint(settings.init_from)
     config = start_config(settings, asked, meta['n_tokens'], state and state['config'])
     check_memory(config, settings, ranks, device)
     torch.manual_seed(settings.seed)
@@ -55,7 +55,7 @@ def start_model(settings, given, meta, state, ranks, device):
     check_asked(model.config, asked)
     check_data(model.config, meta, state, settings)
     if goes_on(settings):
-        check_resume(state, state['step'], settings, ranks, device)
+        check_resume(state, settings, ranks, device)
     if ranks.rank == 0:
         say_data(meta, state, settings)
         if goes_on(settings):
@@ -121,7 +121,7 @@ def old_config(init_from, state):
         return None
     if init_from.startswith('hf:'):
         return describe(init_from.removeprefix('hf:'))
-    return (state or load_checkpoint(init_from, mapped=True))['config']
+    return (state or load_checkpoint(init_from))['config']
 
 
 # ---- its weights ---------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def check_data(config, meta, state, settings):
         check_room(*task_of(meta), config.block_size)
 
 
-def check_resume(state, step, settings, ranks, device):
+def check_resume(state, settings, ranks, device):
     """
     UserError if ranks are to go on from different steps, from weights alone or with another
     optimizer.
@@ -230,6 +230,7 @@ def check_resume(state, step, settings, ranks, device):
                         "leave the setting out, or start a new run from its weights with "
                         f"{typed(f'--init_from={settings.out_dir}')} and another --out_dir")
     if ranks.world > 1:
+        step = state['step']
         mean = ranks.mean(torch.tensor([float(step)], dtype=torch.float64, device=device))
         if mean != step:
             raise UserError(f"this rank found step {step} in {settings.out_dir}, other ranks "
@@ -383,7 +384,7 @@ def checkpoint_of(settings):
         folder = settings.init_from
     else:
         return None, {}
-    state = load_checkpoint(folder, mapped=True)
+    state = load_checkpoint(folder)
     state['settings'].setdefault('optimizer', 'adamw')  # the only one that there was
     gone = sorted(state['settings'].keys() - {field.name for field in fields(settings)})
     if gone:

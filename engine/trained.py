@@ -15,16 +15,16 @@ from engine.hardware import check_causal, pick_device, without_cudnn_attention
 from engine.shards import get_tokenizer, identity, knows_tokens, one_tokenizer, read_meta
 
 
-def load_model(folder, device, dtype=torch.float32, halting=None):
+def load_model(folder, device, dtype='float32', halting=None):
     """
     Of a checkpoint folder, or hf:FOLDER: (the model in eval mode on `device` and in `dtype`, its
     tokenizer, {name: value} of train.py's settings, and of what else the run kept: its data's
     description, its exam, the precision it computed in). halting: a rule it was not trained with.
     UserError if there is no checkpoint.
     """
-    device = torch.device(device)
+    device, dtype = pick_device(device), getattr(torch, dtype)
     check_causal(device, dtype)
-    state = load_checkpoint(folder, mapped=True)
+    state = load_checkpoint(folder)
     if halting is not None:
         state = with_halting(state, halting)
     model = model_of(state)
@@ -49,12 +49,6 @@ def only(folders, example):
     if len(folders) != 1:
         raise UserError(f"name one checkpoint folder, such as: {example}")
     return folders[0]
-
-
-def open_as(s, folder):
-    """load_model on s.device; with the dtype and the halting of s, if it has these."""
-    dtype = getattr(torch, getattr(s, 'dtype', 'float32'))
-    return load_model(folder, pick_device(s.device), dtype, getattr(s, 'halting', None))
 
 
 def data_dir_of(settings):

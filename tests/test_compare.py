@@ -636,11 +636,12 @@ def test_without_beside_a_method_stands_beside_the_plain_run_that_starts_alike()
 def test_a_start_that_no_plain_run_has_stands_beside_none(monkeypatch):
     monkeypatch.setitem(compare.RUNS, 'mine', ('loop', '--embed_scale=1.0'))
     monkeypatch.setitem(compare.METHODS, 'mine', compare.RUNS['mine'])
-    runs = [('plain', 1, 1.5, 100), ('plain_stock', 1, 2.5, 100), ('mine', 1, 1.0, 100)]
+    runs = [('plain_stock', 1, 2.5, 100), ('plain', 1, 1.5, 100), ('mine', 1, 1.0, 100)]
     assert table_of(*runs)[2][4:6] == ['', '-0.5000 (-0.5000 to -0.5000), better, 1 seed']
     assert table_of(*runs, beside='plain')[2][4].startswith('-0.5000')
-    assert not any(name.startswith('None') for name in
-                   compare.names_of(compare.CompareSettings()))
+    names = compare.names_of(compare.CompareSettings())
+    assert not any(name.startswith('None') for name in names)
+    assert 'plain_scaled_as_loop' in names and 'plain_scaled_as_smear' not in names
 
 
 @pytest.mark.parametrize('name, file, option, start', [

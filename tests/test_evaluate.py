@@ -264,7 +264,7 @@ def test_what_is_wrong_shows_before_anything_is_computed_and_what_is_done_stays(
     assert texts[0] in told and texts[1] not in told
 
 
-def test_a_file_of_utf_16_is_no_text(model, tmp_path, capsys):
+def test_a_file_of_utf_16_is_no_text(tmp_path, capsys):
     for encoding in ('utf-8', 'utf-16'):
         path = tmp_path / 'text.txt'
         path.write_text('def f(x): return x\n', encoding=encoding)

@@ -50,7 +50,7 @@ def test_compiled_decoding_changes_nothing(name, compiler):
     want, logits = draw(model, prompts, 20)
     one = generate.generate(model, [[3]], 9, temperature=0)[0].tolist()
 
-    compile_decoding(model)
+    compile_decoding(model, 16)
     tokens, compiled = draw(model, prompts, 20)
     assert tokens == want
     close(compiled, logits)
@@ -66,7 +66,7 @@ def test_who_cannot_be_compiled_decodes_as_before(name, compiler):
     model = make(**{**TOGGLES[name], 'block_size': 16, 'n_layer': 2, 'jacobi_iters': 48})
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
     want, logits = draw(model, prompts, 20)
-    compile_decoding(model)
+    compile_decoding(model, 16)
     tokens, same = draw(model, prompts, 20)
     assert tokens == want
     assert torch.equal(same, logits)

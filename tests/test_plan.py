@@ -146,7 +146,7 @@ def test_muon_keeps_one_moment_where_adamw_keeps_two():
     config = GPTConfig(vocab_size=320, block_size=64, n_layer=2, n_head=2, n_embd=64, mlp_hidden=64)
     s = Settings(micro_batch=4, batch_tokens=256, device='cpu', optimizer='muon')
     model = GPT(config)
-    optimizer = make_optimizer(s, model, Ranks(0, 1), CPU)
+    optimizer = make_optimizer(s, model, CPU)
     model(torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long))[1].backward()
     optimizer.step()
     held = [moment for state in optimizer.state.values() for moment in state.values()]
@@ -214,7 +214,7 @@ def test_a_plan_is_of_what_the_command_line_says(dry_run, monkeypatch):
     assert one - eight == pytest.approx(7 * 0.362, abs=0.02)
 
 
-def test_a_plan_has_the_vocabulary_that_training_makes(dry_run, monkeypatch, tmp_path):
+def test_a_plan_has_the_vocabulary_that_training_makes(dry_run, monkeypatch):
     monkeypatch.setattr('engine.plan.activations', lambda *_: 0)
     assert 'vocabulary 320 (of data/python)' in dry_run('--n_tokens=257')
     with pytest.raises(UserError, match='n_tokens=257 is larger than vocab_size=100'):

@@ -193,11 +193,12 @@ def test_flops_of_a_head_that_runs_again_are_counted():
 def test_flops_of_a_new_token():
     keys = 3 * 2 * 100 * 128
     for ponder, passes in ('none', 1), ('smear', 1), ('feedback', 1), ('loop', 4):
-        model = GPT(GPTConfig(**SIZE, ponder=ponder, ponder_steps=3))
-        got = flops_of_new_token(model, 100)
+        model = GPT(GPTConfig(**{**SIZE, 'block_size': 100}, ponder=ponder, ponder_steps=3))
+        got = flops_of_new_token(model)
         assert got == pytest.approx(2 * (passes * (LAYERS + keys) + HEAD), rel=0.01), ponder
     # a slot of latent reads those of all four passes
-    got = flops_of_new_token(GPT(GPTConfig(**SIZE, ponder='latent', ponder_steps=3)), 100)
+    got = flops_of_new_token(
+        GPT(GPTConfig(**{**SIZE, 'block_size': 100}, ponder='latent', ponder_steps=3)))
     assert got == pytest.approx(2 * (4 * (LAYERS + 4 * keys) + HEAD), rel=0.01)
 
 

@@ -257,6 +257,7 @@ def test_the_step_at_which_a_curve_has_a_loss():
     (['--ponder_steps=3'], 'ponder_steps=3: the race chooses'),
     (['--learning_rate=1e-3'], 'learning_rate=0.001: the race chooses'),
     (['--dtype=float16'], 'gradient scaler'),
+    (['--dropout=0.1'], 'set --dropout=0'),
 ])
 def test_refusals(started, args, words):
     with pytest.raises(UserError, match=words):

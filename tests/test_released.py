@@ -79,7 +79,7 @@ def test_pythia_equals_transformers(change, tmp_path, tokens):
 ])
 def test_plain_models_there_and_back_equal_transformers(settings, tmp_path, idx):
     model = make(**settings)
-    save_hf(model.float(), str(tmp_path))
+    save_hf(model.float(), str(tmp_path), 'byte')
     with torch.no_grad():
         want = model.double()(idx)[0][..., :50]     # the rows of padding are left out
         close(load_released(str(tmp_path)).double()(idx)[0], want)
@@ -487,7 +487,7 @@ def test_only_plain_models_are_exported(tmp_path):
     for model in (load_released(folder), make(depth_attn=True), make(ponder='loop'),
                   make(embed_scale=2.0)):
         with pytest.raises(UserError, match='only plain models'):
-            save_hf(model, str(tmp_path / 'out'))
+            save_hf(model, str(tmp_path / 'out'), 'byte')
     assert not (tmp_path / 'out').exists()
 
 
@@ -498,11 +498,11 @@ def test_the_export_knows_the_parts_of_model_py_that_it_was_written_for(
     """
     source = hf.source_of_model()
     assert hf.sums_of(source, tuple(hf.WRITTEN)) == hf.WRITTEN
-    save_hf(make(), str(tmp_path))
+    save_hf(make(), str(tmp_path), 'byte')
     assert capsys.readouterr().err == ''
     edited = source.replace('logits = self.lm_head(h)', 'logits = 2 * self.lm_head(h)')
     monkeypatch.setattr(hf, 'source_of_model', lambda: edited)
-    save_hf(make(), str(tmp_path))
+    save_hf(make(), str(tmp_path), 'byte')
     assert 'warning: GPT.head of model.py was changed' in capsys.readouterr().err
 
 

@@ -424,7 +424,7 @@ def test_ctrl_c_ends_it_in_one_line(tmp_path):
         assert running.said() == ''
 
 
-def test_a_taken_port_is_one_line(server, capsys):
+def test_a_taken_port_is_one_line(server):
     with pytest.raises(explain.UserError, match='nobody can listen there .* or --port=0'):
         explain.main([str(server.folder / 'text'), '--serve', f'--port={server.port}'])
 

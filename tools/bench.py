@@ -42,14 +42,15 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, check_range, only_with, read
-from engine.answers import Progress, answer_problems, ask, totals
+from engine.answers import answer_problems, ask, totals
 from engine.build import new_model
 from engine.cpu import tune_cpu
 from engine.decode import compile_decoding
-from engine.files import UserError, run, table
+from engine.files import Progress, UserError, run, table
 from engine.flops import flops_per_token
 from engine.generate import generate, stream
-from engine.hardware import Ranks, pick_compile, pick_device, pick_dtype, without_cudnn_attention
+from engine.hardware import (
+    autocast, pick_compile, pick_device, pick_dtype, without_cudnn_attention)
 from engine.mechanisms import halts, iterates, slots_per_token
 from engine.prepare import prepare
 from engine.skip import skip_stopped_tokens
@@ -181,15 +182,14 @@ class TrainingStep:
         self.idx = idx          # (B,T); each token is its own target, which does not matter here
         self.dtype = dtype
         self.cudnn = torch.backends.cuda.cudnn_sdp_enabled()    # as it was prepared
-        self.optimizer = make_optimizer(settings, model, Ranks(0, 1), idx.device, dtype)
+        self.optimizer = make_optimizer(settings, model, idx.device, dtype)
 
     def __call__(self):
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn)    # models take turns
         mechanism = self.model.mechanism
         mechanism.begin_step(0, 1)
         mechanism.drawn = mechanism.draws()[0]
-        mixed = self.dtype != torch.float32
-        with torch.autocast(self.idx.device.type, self.dtype, enabled=mixed):
+        with autocast(self.idx.device, self.dtype):
             _, loss = self.model(self.idx, self.idx)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -333,7 +333,7 @@ def bench_answers(setup, folders):
     """Runs on made tasks, each against the first: questions read, and whole answers written."""
     runs = {}       # of each folder: its model, and what it is asked
     for folder in folders:
-        model, _, settings = load_model(folder, setup.device)
+        model, _, settings = load_model(folder, setup.train.device)
         exam = exam_of_run(settings)
         if exam is None:
             raise UserError(f"{folder}: was trained on a text, which asks nothing: name runs on a "

@@ -38,13 +38,13 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import build, check_range, only_with, read
-from engine.answers import Progress, exam_of_data, read_answers
+from engine.answers import exam_of_data, read_answers
 from engine.checkpoint import change_steps
-from engine.files import UserError, append_line, run, table
+from engine.files import Progress, UserError, append_line, run, table
 from engine.mechanisms import halts, iterates, slots_per_token
 from engine.shards import read_meta
 from engine.start import is_own_data, say_other_data
-from engine.trained import data_dir_of, exam_of_run, only, open_as
+from engine.trained import data_dir_of, exam_of_run, load_model, only
 from engine.windows import Windows
 from model import log_weight, some_rows_at_once
 
@@ -307,7 +307,7 @@ def main(argv):
     given, folders = read(argv, __doc__, ChoiceSettings)
     s = build(ChoiceSettings, given)
     folder = only(folders, "python tools/choices.py out/halting_router")
-    model, tokenizer, settings = open_as(s, folder)
+    model, tokenizer, settings = load_model(folder, s.device, halting=s.halting)
     if s.json is not None:
         os.makedirs(os.path.dirname(s.json) or '.', exist_ok=True)
         open(s.json, 'a').close()   # an error now, and not when all is computed

@@ -18,7 +18,6 @@ text read token by token. Writes OUT/NAME-sSEED (train.py's folder, output.txt a
 code), a line per run in OUT/runs.jsonl, and what holds for all in OUT/recipe.txt.
 """
 
-import contextlib
 import inspect
 import json
 import math
@@ -39,14 +38,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
 import train as train_py
-from configurator import build, check_range, only_with, read
+from configurator import build, check_range, only_with, own_words, read
 from engine import muon
-from engine.answers import Progress, summary
+from engine.answers import summary
 from engine.checkpoint import CHECKPOINTS
 from engine.build import without_numbers
-from engine.files import UserError, append_line, checksum, run, table
+from engine.files import Progress, UserError, append_line, checksum, read_lines, run, table
 from engine.flops import flops_per_token
-from engine.hardware import pick_device
+from engine.hardware import autocast, pick_device
 from engine.mechanisms import iterates
 from engine.score import token_nats
 from engine.shards import read_meta
@@ -303,18 +302,6 @@ def configs_of(args):
 # Making the runs
 
 
-def read_lines(path):
-    """The objects of a .jsonl file, none if it is missing; not the half a line of a killed run."""
-    if not os.path.exists(path):
-        return []
-    records = []
-    with open(path, encoding='utf-8', errors='replace') as f:
-        for line in f:
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
-
-
 def holds_runs(path):
     """Whether this is a file with lines of runs, whatever it is called."""
     return os.path.isfile(path) and any('command' in record for record in read_lines(path))
@@ -395,7 +382,7 @@ def record_of(name, seed, args, folder, plan, compare):
     settings = plan.settings
     tokens = settings['max_steps'] * settings['batch_tokens']
     seconds = seconds_by_step(read_log(folder))
-    model, _, kept = load_model(folder, pick_device(settings['device']))
+    model, _, kept = load_model(folder, settings['device'])
     more = {}
     if task_of(read_meta(settings['data_dir'])):
         more = summary(model, exam_of_run(kept, compare.answers), compare.answers)
@@ -429,7 +416,7 @@ def exact_loss(model, settings, precision):
     data = Windows(settings['data_dir'], 'val', meta, settings['block_size'])
     windows = data.spread(max(1, settings['eval_tokens'] // data.T))
     x, y = data.get(windows, device)
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    with autocast(device, dtype):
         losses = token_nats(model, torch.cat((x, y[:, -1:]), dim=1), exact=True)
     return losses.mean().item() * meta['val']['tokens'] / meta['val']['bytes']
 
@@ -881,10 +868,9 @@ def check_chosen(compare, asked, common):
 
 
 def main(argv):
-    own = CompareSettings.__dataclass_fields__
     files = [arg for arg in argv
              if not arg.startswith('--') and (arg.endswith('.jsonl') or holds_runs(arg))]
-    ours = [arg for arg in argv if arg[2:].split('=')[0] in own or arg in ('-h', '--help')]
+    ours = own_words(argv, CompareSettings)
     common = [arg for arg in argv if arg not in (*files, *ours)]
     given, _ = read(ours, __doc__, CompareSettings)
     compare = build(CompareSettings, given)

@@ -31,13 +31,13 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # from anywhere
 from configurator import build, check_range, only_with, read
-from engine.answers import Progress, exam_of_data, summary
+from engine.answers import exam_of_data, summary
 from engine.checkpoint import CHECKPOINTS
 from engine.cpu import tune_cpu
-from engine.files import UserError, run, table
-from engine.hardware import explained, pick_device
+from engine.files import Progress, UserError, run, table
+from engine.hardware import explained
 from engine.mechanisms import halts, iterates
-from engine.score import read as read_tokens, token_nats
+from engine.score import read_tokens, token_nats
 from engine.shards import MAGIC, count_tokens, encode, open_shard, read_meta, token_lengths
 from engine.start import is_own_data, say_other_data
 from engine.tasks import TASKS, in_answers, task_of
@@ -417,10 +417,8 @@ def main(argv):
         raise UserError("name a checkpoint folder, such as: "
                         "python tools/evaluate.py out/depth_attn")
     checkpoint, *texts = paths
-    device = pick_device(s.device)
-    dtype = getattr(torch, s.dtype)
-    model, tokenizer, settings = load_model(checkpoint, device, dtype, s.halting)
-    if device.type == 'cpu':
+    model, tokenizer, settings = load_model(checkpoint, s.device, s.dtype, s.halting)
+    if model.wte.weight.device.type == 'cpu':
         tune_cpu()
 
     if not (texts or s.tasks or s.answers):

@@ -37,7 +37,7 @@ from engine.page import model_data, write_page
 from engine.prepare import with_own_dicts
 from engine.shards import identity, one_tokenizer
 from engine.tasks import TASKS, answer_to
-from engine.trained import data_dir_of, exam_for_prompt, load_model, only, open_as
+from engine.trained import data_dir_of, exam_for_prompt, load_model, only
 from model import Feedback, SlotMemory, Smear, depth_attention, depth_sources, source_layers
 from sample import check_length, encode_prompt, read_start
 from tools.evaluate import token_arrays
@@ -322,7 +322,7 @@ def show_page(s, name, model, idx, counts, tokenizer):
 
 def second_model(s, tokenizer, idx):
     """The model of --against; UserError if it cannot read the same tokens."""
-    model, other, _ = load_model(s.against, idx.device)
+    model, other, _ = load_model(s.against, s.device)
     if not one_tokenizer(identity(other), identity(tokenizer)):
         raise UserError(f"--against={s.against}: its tokenizer is {other.name}, the first model's "
                         f"is {tokenizer.name}; name one with the same")
@@ -334,7 +334,7 @@ def serve_page(s, folders):
     """Answer on a page until Ctrl-C; returns the exit status."""
     models = []
     for folder in dict.fromkeys(folders):       # each once
-        model, tokenizer, settings = open_as(s, folder)
+        model, tokenizer, settings = load_model(folder, s.device)
         models.append(Served(folder, model, tokenizer, exam_for_prompt(settings)))
     return serve(models, look, s.top, s.port)
 
@@ -346,7 +346,7 @@ def main(argv):
     if s.serve and folders:
         return serve_page(s, folders)
     folder = only(folders, "python tools/explain.py out/embedding")
-    model, tokenizer, settings = open_as(s, folder)
+    model, tokenizer, settings = load_model(folder, s.device)
     tokens, counts = what_to_read(s.start, settings, tokenizer, model.config.block_size)
     idx = torch.tensor(tokens, device=model.wte.weight.device)      # (T,)
     if s.html is not None:

@@ -106,11 +106,10 @@ def weights_to_hf(model):
     return out
 
 
-def save_hf(model, folder, tokenizer=None):
+def save_hf(model, folder, tokenizer):
     """
     Write a plain GPT as config.json and model.safetensors; the logits are the same. tokenizer: its
-    name (None: not known). UserError for other models: a stock model file would run their weights,
-    and wrongly.
+    name. UserError for other models: a stock model file would run their weights, and wrongly.
     """
     try:
         from safetensors.torch import save
@@ -125,14 +124,12 @@ def save_hf(model, folder, tokenizer=None):
     if changed:
         print(f"warning: {', '.join(changed)} of model.py was changed: see whether Hugging Face's "
               "Llama or Qwen3 computes the same", file=sys.stderr)
-    described = config_to_hf(c)
-    if tokenizer is not None:
-        described[released.TOKENIZER] = tokenizer
-        try:
-            described['eos_token_id'] = get_tokenizer(tokenizer).eot_token
-        except UserError as error:
-            print(f"warning: config.json has no eos_token_id, so texts will not end: {error}",
-                  file=sys.stderr)
+    described = {**config_to_hf(c), released.TOKENIZER: tokenizer}
+    try:
+        described['eos_token_id'] = get_tokenizer(tokenizer).eot_token
+    except UserError as error:
+        print(f"warning: config.json has no eos_token_id, so texts will not end: {error}",
+              file=sys.stderr)
     with on_disk(folder, 'written'):
         os.makedirs(folder, exist_ok=True)
         with whole(os.path.join(folder, 'model.safetensors'), 'wb') as f:
@@ -149,7 +146,7 @@ def main(argv):
     checkpoint, exported = folders
     if os.path.exists(os.path.join(exported, 'config.json')):
         raise UserError(f"{exported} holds a model: name another folder, or take that one away")
-    state = load_checkpoint(checkpoint, mapped=True)
+    state = load_checkpoint(checkpoint)
     save_hf(with_own_weights(model_of(state).float(), state), exported, state['tokenizer'])
     print(f"wrote {exported}")
 

@@ -33,14 +33,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 from configurator import build, only_with, read
 from engine.build import without_numbers
-from engine.files import UserError, one_line, run, whole
+from engine.files import UserError, one_line, read_lines, run, whole
 from engine.flops import flops_of_new_token
-from engine.hardware import pick_device
 from engine.mechanisms import halts, iterates
 from engine.trained import exam_for_prompt, load_model
 from sample import encode_prompt
 from tools.compare import EXACT, LEARNED, LOSS, configs_of, flops_of, has_flops, is_plain
-from tools.compare import loss_of, read_lines, read_log, seconds_by_step, settings_in
+from tools.compare import loss_of, read_log, seconds_by_step, settings_in
 from tools.compare import those_that_judge
 from tools.explain import look, validation_tokens
 from tools.race import at_best_rate, runs_of
@@ -487,7 +486,7 @@ def depth(paths, s):
     """Whose values each layer mixes, in the last pass, as a mean over a text's first window."""
     if len(paths) > 1:
         raise UserError("depth: name one checkpoint")
-    model, tokenizer, settings = load_model(paths[0], pick_device(s.device))
+    model, tokenizer, settings = load_model(paths[0], s.device)
     if not model.config.depth_attn:
         raise UserError("this model has depth_attn=False: name one with Depth-Attention")
     T = model.config.block_size

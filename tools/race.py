@@ -37,10 +37,10 @@ from torch import nn
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.insert(0, ROOT)  # run from anywhere
 import prepare_data
-from configurator import build, only_with, read
+from configurator import build, only_with, own_words, read
 from engine.build import new_model
-from engine.files import UserError, alone, append_line, checksum, run, table
-from engine.hardware import pick_device, pick_dtype
+from engine.files import UserError, alone, append_line, checksum, read_lines, run, table
+from engine.hardware import autocast, pick_device, pick_dtype
 from engine.log import mean_loss, without_nan
 from engine.prepare import prepare
 from engine.shards import read_meta
@@ -51,7 +51,7 @@ from model import Attention, GPTConfig
 from tools.bench import wait_for
 from tools.compare import (
     CODE, OURS, check_data, check_role, check_seeds_and_rates, commit, configs_of, hardware,
-    keep_recipe, read_lines, seeds_that_pick, sum_of_data, where_made)
+    keep_recipe, seeds_that_pick, sum_of_data, where_made)
 from train import Settings, learning_rate, make_optimizer
 
 START = [os.path.join(ROOT, 'config', 'loop.py'), '--ponder_steps=0']   # plain_scaled's
@@ -204,10 +204,7 @@ class Run:
         self.accumulation, self.size = s.micro_batches(config.block_size, 1)
         self.model = new_contender(name, path, config, s.seed)
         prepare(self.model, s, self.device)
-        self.optimizer = make_optimizer(s, self.model, None, self.device, self.dtype)
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        self.optimizer = make_optimizer(s, self.model, self.device, self.dtype)
 
     def train_step(self):
         """Returns the mean loss of the step."""
@@ -218,7 +215,7 @@ class Run:
         first = self.step * self.accumulation * self.size
         for micro in range(self.accumulation):
             x, y = self.train_data.sample(first + micro * self.size, self.size, s.seed, self.device)
-            with self.autocast():
+            with autocast(self.device, self.dtype):
                 _, loss = self.model(x, y)
             loss = loss / self.accumulation
             loss.backward()
@@ -238,7 +235,7 @@ class Run:
         total = 0.0
         for i in range(0, len(windows), self.size):
             some = windows[i:i + self.size]
-            with self.autocast():
+            with autocast(self.device, self.dtype):
                 _, loss = self.model(*self.val_data.get(some, self.device))
             total += loss.item() * len(some)
         return total / len(windows) if math.isfinite(total) else math.inf
@@ -466,6 +463,9 @@ def hold_race(path, chosen, given, asked, options):
     dtype = pick_dtype(s.dtype, pick_device(s.device))[0]
     if dtype == torch.float16:
         raise UserError("a race has no gradient scaler for float16: choose --dtype=float32")
+    if config.dropout > 0:
+        raise UserError(f"dropout={config.dropout}: a race does not drop what train.py would drop: "
+                        "set --dropout=0")
     s = replace(s, compile=False, dtype=str(dtype).removeprefix('torch.'))
     if s.threads is not None:
         torch.set_num_threads(s.threads)
@@ -480,8 +480,7 @@ def hold_race(path, chosen, given, asked, options):
 
 
 def main(argv):
-    own = RaceSettings.__dataclass_fields__
-    mine = [arg for arg in argv if arg[2:].split('=')[0] in own or arg in ('-h', '--help')]
+    mine = own_words(argv, RaceSettings)
     files = [arg for arg in argv if os.path.basename(arg) == 'model.py' or arg.endswith('.jsonl')]
     options = [arg for arg in argv if arg not in (*mine, *files)]
     given, _ = read(mine, __doc__, RaceSettings)

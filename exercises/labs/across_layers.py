@@ -69,7 +69,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -268,7 +267,7 @@ def trained(name, seed, settings, data):
     cpu = torch.device('cpu')
     torch.manual_seed(seed)
     model = kind(GPTConfig(**shape, **vocabulary_of(data['meta']['n_tokens']), **own)).train()
-    optimizer = make_optimizer(s, model, SimpleNamespace(world=1), cpu)
+    optimizer = make_optimizer(s, model, cpu)
     times = []
     for step in range(s.max_steps):
         begin = time.perf_counter()

@@ -77,12 +77,11 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from common import fit, joined, load_plain, loss_on, own_text, start, text_loss, windows
 from configurator import check_range
 from engine.files import UserError, run, table
+from engine.flops import counted
 from prepare_data import walk
 
 OWN_TEXT = 'own text'  # the checkpoint's own domain
@@ -210,13 +209,10 @@ def objective(model, rows, alpha):
 
 
 def flops(call):
-    """
-    FLOPs of the matmuls in call(), counted by PyTorch: it sees attention only where that is made of
-    matmuls.
-    """
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    """FLOPs of the matmuls in call(), counted by PyTorch."""
+    with counted() as counter:
         call()
-    return counter.get_total_flops()
+    return counter.flops
 
 
 def train(name, model, parameters, batches, s, faster=1):
