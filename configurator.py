@@ -182,7 +182,8 @@ def check_range(settings, low, high, *names):
 def only_with(what, there, given, *names):
     """UserError for a setting that the user gave, if what it is for is not there."""
     for name in names:
-        if given.get(name) not in (None, False) and not there:
+        value = given.get(name)
+        if value is not None and value is not False and not there:
             raise UserError(f"{name}={given[name]}: is for {what}; leave it out")
 
 

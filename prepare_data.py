@@ -47,7 +47,8 @@ from engine.download import FINEWEB, ProgressLine, fineweb, shakespeare
 from engine.files import (
     UserError, alone, checksum, on_disk, one_line, run, same_folder, typed, whole)
 from engine.shards import HEADER_BYTES, KNOWN, MAGIC, VERSION
-from engine.shards import encode, get_tokenizer, identity, open_shard, read_meta
+from engine.shards import (
+    encode, get_tokenizer, identity, of_another_program, open_shard, read_meta)
 from engine.tasks import TASKS, check_task, problems, task_of
 
 SHARD_TOKENS = 10 ** 8       # tokens per shard, 200 MB
@@ -175,7 +176,8 @@ def prepare_text(settings, paths, folder):
         if path.lower().endswith('.json') and os.path.isfile(path):
             raise UserError(f"{path}: JSON, whose braces would be the text: write its texts to a "
                             '.txt file, or as lines {"text": "..."} to a .jsonl')
-        if os.path.exists(os.path.join(path, 'meta.json')):
+        meta = os.path.join(path, 'meta.json')
+        if os.path.exists(meta) and not of_another_program(meta):
             raise UserError(f"{path}: a data set, no text; to see whether it is whole: "
                             f"{typed('--check', path)}")
     python = f'source of Python {sys.version.split()[0]}'

@@ -131,7 +131,7 @@ def read_start(start):
         return start.encode('utf-8', 'surrogateescape')     # so Python holds what is no UTF-8
     path = start.removeprefix('FILE:')
     with on_disk(path, 'read'), open(path, 'rb') as f:
-        text = f.read()
+        text = f.read().removeprefix(codecs.BOM_UTF8)   # as prepare_data.py reads a text
     warn_of_text(path, text)
     return text
 

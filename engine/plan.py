@@ -154,7 +154,7 @@ def print_plan(settings, given, builtin, state):
         tune_cpu()  # rules which attention runs
 
     model = without_numbers(config)
-    per_token = flops_per_token(model, texts=sizes[1])
+    per_token = flops_per_token(model, texts=sizes[min(sizes)])
     tokens = settings.max_steps * settings.batch_tokens
     flops = per_token * tokens
     print(f"parameters  {model.num_params() / 1e6:,.2f}M, vocabulary {config.vocab_size:,} "
@@ -206,14 +206,14 @@ def planned_vocabulary(data_dir, builtin):
 
 def sequences(settings, T):
     """
-    {GPUs: how many sequences of T tokens each has at a time}, of one GPU, and of more if they can
-    share a step. UserError if one cannot do it.
+    {GPUs: how many sequences of T tokens each has at a time}, of those numbers of GPUs that can
+    share a step. UserError if none can.
     """
-    sizes = {1: settings.micro_batches(T, 1)[1]}
-    for n in MORE:
+    sizes = {}
+    for n in (1, *MORE):
         with contextlib.suppress(UserError):
             sizes[n] = settings.micro_batches(T, n)[1]
-    return sizes
+    return sizes or {1: settings.micro_batches(T, 1)[1]}    # which says why not
 
 
 def print_memory(config, settings, dtype, sizes):
@@ -222,7 +222,8 @@ def print_memory(config, settings, dtype, sizes):
     sequences each has at a time}.
     """
     precision = str(dtype).removeprefix('torch.')
-    title = f"\nGB per GPU, {sizes[1]} x {config.block_size} tokens in {precision}"
+    fewest = min(sizes)
+    title = f"\nGB per GPU, {sizes[fewest]} x {config.block_size} tokens in {precision}"
     print_row(title, [f"{n} GPU{'s' if n > 1 else ''}" for n in sizes])
     if len({*sizes.values()}) > 1:
         print_row("  sequences at a time", sizes.values())
@@ -235,7 +236,8 @@ def print_memory(config, settings, dtype, sizes):
     if not settings.checkpoint_activations:
         leaner = memory_of(config, replace(settings, checkpoint_activations=True), dtype, sizes)
         print_row("  with checkpoint_activations=True", gigabytes(leaner, sharded))
-    print("  the first is " + ' + '.join(f"{part} {n / 1e9:.2f}" for part, n in parts[1].items()))
+    of_first = [f"{part} {n / 1e9:.2f}" for part, n in parts[fewest].items()]
+    print("  the first is " + ' + '.join(of_first))
 
 
 def memory_of(config, settings, dtype, sizes):

@@ -91,7 +91,16 @@ def describe(folder):
     none, or it asks for what we have not.
     """
     c = read_config(folder)
-    refuse_others(c, os.path.join(folder, 'config.json'))
+    path = os.path.join(folder, 'config.json')
+    refuse_others(c, path)
+    try:
+        return settings_of(c)
+    except KeyError as error:
+        raise UserError(f"{path}: lacks {error}") from None
+
+
+def settings_of(c):
+    """The same of what config.json holds; KeyError for what it lacks."""
     settings = dict(
         vocab_size=c['vocab_size'],
         block_size=c['max_position_embeddings'],

@@ -18,6 +18,7 @@ as uint16. meta.json holds
     train, val                  each bytes (of text), tokens, shards: a list of name, tokens, sha256
 """
 
+import contextlib
 import json
 import os
 
@@ -90,6 +91,19 @@ def token_lengths(tokenizer):
     return lengths
 
 
+def is_ours(meta):
+    """Whether what a meta.json holds describes a data set, and is not another program's."""
+    ours = {'source', 'tokenizer', 'n_tokens', 'eot', 'train', 'val'}
+    return isinstance(meta, dict) and ours <= meta.keys()
+
+
+def of_another_program(path):
+    """Whether a meta.json is whole, and not ours."""
+    with contextlib.suppress(ValueError), open(path, encoding='utf-8') as f:
+        return not is_ours(json.load(f))
+    return False
+
+
 def read_meta(folder, tokenizer=None):
     """
     meta.json of a data folder, as a dictionary. UserError if there is none, with the command that
@@ -107,6 +121,8 @@ def read_meta(folder, tokenizer=None):
     except ValueError:      # a copy that broke off
         raise UserError(f"{path}: damaged: copy the folder again, or remove that file and prepare "
                         "the data again") from None
+    if not is_ours(meta):
+        raise UserError(f"{path}: another program's: name a folder that prepare_data.py made")
     if tokenizer is None:
         return meta
     same = (meta['n_tokens'], meta['eot']) == (tokenizer.n_vocab, tokenizer.eot_token)

@@ -269,6 +269,18 @@ def test_other_data_in_its_place_is_told(tmp_path, capsys):
         assert told in out and bool(out) == bool(told)
 
 
+def test_a_folder_of_texts_may_hold_the_meta_json_of_another_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'meta.json').write_text('{"title": "my corpus"}')
+    for i in range(20):
+        (tmp_path / 'mine' / f'{i}.txt').write_text(f'text number {i} ' * 200)
+    prepare_data.main(['mine', '--name=my', '--val_fraction=0.3'])
+    assert read_meta('data/my')['source'] == 'mine'
+    with pytest.raises(UserError, match="mine.meta.json: another program's"):
+        read_meta('mine')
+
+
 def test_byte_encoding_is_what_tiktoken_says():
     text = 'def f(x):\n\treturn "naïve ☃"\r\n'
     tokenizer = get_tokenizer('byte')

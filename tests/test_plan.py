@@ -202,6 +202,15 @@ def cells(out, row):
     return out.split(row)[1].split('\n')[0].split()
 
 
+def test_a_step_for_several_gpus_alone_is_planned_for_these(dry_run, monkeypatch):
+    """40 windows are five for each of 8 GPUs; one GPU would take them 16 at a time."""
+    monkeypatch.setattr('engine.plan.activations', lambda *_: 0)
+    out = dry_run('--batch_tokens=10240', '--micro_batch=16')
+    assert 'GB per GPU, 5 x 256 tokens' in out and '1 GPU' not in out and '8 GPUs' in out
+    with pytest.raises(UserError, match='batch_tokens=1000 is not a multiple'):
+        dry_run('--batch_tokens=1000')
+
+
 def test_a_plan_is_of_what_the_command_line_says(dry_run, monkeypatch):
     monkeypatch.setattr('engine.plan.activations', lambda *_: 0)    # to measure them takes long
     vanilla = os.path.join(ROOT, 'config', 'vanilla.py')

@@ -482,6 +482,16 @@ def test_pytorch_model_bin(tmp_path, tokens, monkeypatch):
 
 # ---- export --------------------------------------------------------------------------------------
 
+def test_a_config_that_lacks_a_number_is_told(tmp_path):
+    save_hf(make(), str(tmp_path), 'byte')
+    path = tmp_path / 'config.json'
+    config = json.loads(path.read_text())
+    del config['rms_norm_eps']
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match="config.json: lacks 'rms_norm_eps'"):
+        describe(str(tmp_path))
+
+
 def test_only_plain_models_are_exported(tmp_path):
     folder, _ = write_folder(tmp_path / 'in', NEOX)
     for model in (load_released(folder), make(depth_attn=True), make(ponder='loop'),

@@ -19,6 +19,7 @@ validation set and their answers. --tasks needs EleutherAI's harness, pip instal
 fetches the tasks' data; those made of log-likelihoods work (LAMBADA, PIQA, SciQ, HellaSwag, ARC).
 """
 
+import codecs
 import math
 import os
 import sys
@@ -170,7 +171,7 @@ def token_arrays(path, tokenizer):
 def read_text(path, tokenizer):
     """The tokens of a text file, as a document: after an end-of-text token."""
     with open(path, 'rb') as f:
-        text = f.read()
+        text = f.read().removeprefix(codecs.BOM_UTF8)   # as prepare_data.py reads a text
     warn_of_text(path, text)
     if tokenizer.name != 'byte' and not is_utf8(text):
         print(f"warning: {path} is no UTF-8: where it is not, U+FFFD is read", file=sys.stderr)
@@ -178,12 +179,19 @@ def read_text(path, tokenizer):
     return np.roll(tokens, 1)       # the end-of-text that is behind it comes before
 
 
+def size_of_text(path):
+    """Bytes of a text file, without a byte order mark, which is no text."""
+    with open(path, 'rb') as f:
+        mark = f.read(3) == codecs.BOM_UTF8
+    return os.path.getsize(path) - 3 * mark
+
+
 def about(path):
     """(bytes of text in a file, data folder or, not known: None, a shard; its made task or None)"""
     folder = data_folder(path)
     if folder is None:
         known = os.path.isfile(path) and not is_shard(path)     # not of a pipe
-        return os.path.getsize(path) if known else None, None
+        return size_of_text(path) if known else None, None
     meta = read_meta(folder)
     made = task_of(meta)
     return meta['val']['bytes'] if folder == path else None, made and made[0]
@@ -338,7 +346,7 @@ def log_likelihoods(model, pairs, batch_size, exact=False):
             end = len(row) - 1
             logits = model.head(h[end - n:end])                             # (n,V)
             logp = logits.log_softmax(-1, torch.float32)
-            right = logp.gather(-1, row[-n:, None])[:, 0]                   # (n,)
+            right = logp.gather(-1, row[len(row) - n:, None])[:, 0]         # (n,)
             yield i, right.sum().item(), bool((right >= logp.max(-1).values).all())
 
 
