@@ -15,8 +15,8 @@ from model import (LOG_ZERO, WEIGHT_CHANNELS, LoopMemory, Memories, Memory, Slot
 def compile_decoding(model, tokens):
     """
     For a model on its device, whose blocks are not compiled. Its memories have places for so many
-    tokens from then on. The first tokens wait for the compiler. `chain`, `pause`
-    and `loop` with depth_attn decode as before, and so do models that halt, but for `mask`.
+    tokens from then on. The first tokens wait for the compiler. `chain`, `pause` and `loop` with
+    depth_attn decode as before, and so do models that halt, but for `mask`.
     """
     new_memory = model.new_memory
     model.new_memory = lambda pad=None: fixed(new_memory(pad), tokens, model)
