@@ -69,6 +69,12 @@ def own_words(argv, block):
     return [word for word in argv if word.partition('=')[0] in names]
 
 
+# what nanoGPT's users type, and what it is here
+NANOGPT = dict(batch_size='micro_batch', gradient_accumulation_steps='batch_tokens',
+               max_iters='max_steps', lr_decay_iters='max_steps', warmup_iters='warmup',
+               min_lr='min_lr_rate', eval_iters='eval_tokens', dataset='data_dir')
+
+
 # An assignment is (name, the value as a tree that nobody has calculated yet, where it stands).
 
 
@@ -118,6 +124,8 @@ def value_of(name, tree, where, kinds):
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         advice = f"did you mean '{near[0]}'?" if near else "see --help"
+        if NANOGPT.get(name) in kinds:
+            advice = f"what nanoGPT calls so is '{NANOGPT[name]}' here (docs/training.md)"
         raise UserError(f"{where}: there is no setting '{name}'; {advice}")
     try:
         value = convert(calculate(tree), kinds[name])

@@ -6,8 +6,8 @@ Text to token shards.
     python prepare_data.py PATH... --name=mine      your text and .jsonl files, or folders of them
     python prepare_data.py shakespeare              the classic, a megabyte
     python prepare_data.py fineweb-edu --shards=10  10 x 100M tokens of the web; or plain `fineweb`
-    python prepare_data.py addition --size=6        problems that take steps: engine/tasks.py; or
-                                                    `traffic`, `minimax`
+    python prepare_data.py addition --name=sums     problems that take steps: engine/tasks.py; or
+                                                    `traffic`, `minimax`; --size=6: larger ones
     python prepare_data.py --check data/mine        compare a folder with its meta.json
 
 Writes data/NAME/{train,val}_000000.bin in the format of the public GPT-2-tokenised FineWeb shards,
@@ -342,7 +342,7 @@ def write_dataset(folder, texts, tokenizer, val_fraction, source):
     the meta dictionary.
     """
     if not 0 < val_fraction < 0.5:
-        raise UserError(f"--val_fraction={val_fraction} must be between 0 and 0.5")
+        raise UserError(f"--val_fraction={val_fraction} must be above 0 and below 0.5")
     if tokenizer.n_vocab > 2 ** 16:
         raise UserError(f"--tokenizer={tokenizer.name}: its {tokenizer.n_vocab} tokens do not fit "
                         "into 16 bits; use byte or gpt2")

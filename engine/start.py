@@ -64,7 +64,7 @@ def start_model(settings, given, meta, state, ranks, device):
             say_unsaved(state, given, settings.out_dir)
         idle = idle_settings(model, asked)
         if idle:
-            print(f"warning: {', '.join(idle)}: without effect, the mechanism is off",
+            print(f"warning: {', '.join(idle)}: without effect in this model",
                   file=sys.stderr)
     return model, 0 if is_new(settings) else state['step']
 

@@ -1023,6 +1023,8 @@ def test_settings_of_a_mechanism_that_is_off_are_named(run_train, capsys):
      ['n_tokens=300', 'add --n_tokens=257 --vocab_size=320']),
     (['--device=quantum'], ['device=quantum', 'choose cpu, cuda or mps']),
     (['--max_steps=0'], ['max_steps=0']),
+    (['--max_iters=9'], ["nanoGPT calls so is 'max_steps'"]),
+    (['--batch_size=9'], ["nanoGPT calls so is 'micro_batch'"]),
     (['stray'], ['stray']),
     (['--block_size=100000', '--batch_tokens=400000'], ['block_size']),
     (['--n_layer=300', '--n_embd=16384', '--n_head=128'], ['GB of memory', 'config/size/tiny.py']),
